@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from benchmarks import disk
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.exports import ExportWork, converted
@@ -93,11 +93,11 @@ def child(act: str, source: Path, target: Path) -> None:
     if act == "import":
         tier = PosixTier(target)
         catalog = Catalog.open(f"sqlite:///{target}/catalog.sqlite")
-        decisions = Decisions(tier, catalog, None)
+        control = open_control(tier, catalog, None)
         clock = Clock()
-        Importer(tier, decisions).bring(PosixTier(source), WantedImport("run", 0), clock)
+        Importer(tier, control).bring(PosixTier(source), WantedImport("run", 0), clock)
         took = time.perf_counter() - clock.began
-        decisions.close()
+        control.close()
         catalog.close()
     else:
         place = PosixTier(target.parent)

@@ -40,7 +40,7 @@ from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database import engines
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -125,16 +125,16 @@ class ManyNode:
 
         rendezvous.deliver = timed  # type: ignore[method-assign]
         party = JointParty(rendezvous, self.exchange, self.cluster.crews.of, self.cluster.words)
-        history = SaveHistory(shared.decisions)
-        writer = ShareWriter(shared.decisions, self.cluster.node, rendezvous, self.exchange, history)
+        history = SaveHistory(shared.control)
+        writer = ShareWriter(shared.control, self.cluster.node, rendezvous, self.exchange, history)
         host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
-        self.joint = JointSaves(party, shared.decisions, self.cluster.node, writer, host=host, history=history)
+        self.joint = JointSaves(party, shared.control, self.cluster.node, writer, host=host, history=history)
 
     def save(self, table: SlotTable, slot: memoryview) -> None:
         """This node's rank has sealed."""
         self.ended.clear()
         key = RoundKey(table.run, table.step, table.attempt)
-        number = self._shared.decisions.begin(*key, table.world, quiet=self.rank > 0)
+        number = self._shared.control.saves.begin(*key, table.world, quiet=self.rank > 0)
         current = SaveRound(key, number, table.world, time.monotonic() + SAVE_S)
         current.sealed[self.rank] = SealedSlot(cast(ArenaSegment, None), 0, table, slot)
         self._open = current
@@ -168,7 +168,7 @@ class Shared(NamedTuple):
     """What all nodes of this process have in common."""
 
     tier: PosixTier
-    decisions: Decisions
+    control: Control
     counted: Counted
 
 
@@ -181,9 +181,9 @@ class ManyNodes:
         self.database = Database.open(url)
         tier = PosixTier(root)
         self.catalog = Catalog(self.database)
-        self._shared = Shared(tier, Decisions(tier, self.catalog, 1), Counted())
-        self._shared.decisions.recover()
-        self._shared.decisions.hello(RUN, "launch", nodes, 1)
+        self._shared = Shared(tier, open_control(tier, self.catalog, 1), Counted())
+        self._shared.control.recovery.recover()
+        self._shared.control.launches.declare(RUN, "launch", nodes, 1)
         self.nodes = [ManyNode(number, self.database, self._shared) for number in range(nodes)]
         for node in self.nodes:
             node.start()
@@ -238,7 +238,7 @@ class ManyNodes:
         self._bell.close()
         for node in self.nodes:
             node.close()
-        self._shared.decisions.close()
+        self._shared.control.close()
         self.database.close()
 
 

@@ -34,7 +34,7 @@ from benchmarks import disk
 from benchmarks.imports import Clock, copied, memory_peak
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier, libc
 from holdfast_service.wiring.imports import Importer, WantedImport
 from holdfast_service.wiring.merges import Merger
@@ -109,8 +109,8 @@ def child(method: str, root: Path, models: int) -> None:
     libc.give_memory_back()  # as the daemon does
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
-    decisions = Decisions(tier, catalog, None)
-    merger = Merger(tier, decisions, Importer(tier, decisions))
+    control = open_control(tier, catalog, None)
+    merger = Merger(tier, control, Importer(tier, control))
     clock, spent = Clock(), time.process_time()
 
     def refuse(path: str) -> PosixTier:
@@ -118,7 +118,7 @@ def child(method: str, root: Path, models: int) -> None:
 
     merger.merge(recipe_of(method, models), WantedImport("merged", 0), refuse, clock)
     told = clock.staged_s, time.perf_counter() - clock.began, memory_peak(), time.process_time() - spent
-    decisions.close()
+    control.close()
     catalog.close()
     print(json.dumps(MergeRun(*told)._asdict()))
 
@@ -129,12 +129,12 @@ def prepare(directory: Path, size: int, models: int) -> Path:
     root.mkdir()
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
-    decisions = Decisions(tier, catalog, None)
+    control = open_control(tier, catalog, None)
     for name in sources_of("", models):
         make(directory / name, name, size)
-        Importer(tier, decisions).bring(PosixTier(directory / name), WantedImport(name, 0), Quiet())
+        Importer(tier, control).bring(PosixTier(directory / name), WantedImport(name, 0), Quiet())
         shutil.rmtree(directory / name)
-    decisions.close()
+    control.close()
     catalog.close()
     return root
 

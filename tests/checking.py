@@ -1,4 +1,4 @@
-"""A root of small checkpoints with what checks them: the real catalog, decisions and checker, and no daemon."""
+"""A root of small checkpoints with what checks them: the real catalog, control and checker, and no daemon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Built, build_root
@@ -28,9 +28,9 @@ class Checked:
         self.built: Mapping[tuple[str, int], Built] = build_root(root, {RUN: steps})
         self.tier = PosixTier(root)
         self.catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-        self.decisions = Decisions(self.tier, self.catalog, None)
-        self.decisions.recover()
-        self.checker = Checker(self.tier, self.decisions)
+        self.control = open_control(self.tier, self.catalog, None)
+        self.control.recovery.recover()
+        self.checker = Checker(self.tier, self.control)
 
     def known(self, step: int) -> bodies.CheckpointInfo:
         return self.catalog.checkpoint(RUN, step)
@@ -40,10 +40,10 @@ class Checked:
 
     def events(self, kind: str) -> list[int | None]:
         """The steps of what happened of this kind, in order."""
-        return [event.step for event in self.decisions.events.after(0, 1000, kind=kind)]
+        return [event.step for event in self.control.events.after(0, 1000, kind=kind)]
 
     def close(self) -> None:
-        self.decisions.close()
+        self.control.close()
         self.catalog.close()
 
 

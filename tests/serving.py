@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import Services, create_app
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.saving.saver import Saver
@@ -40,35 +40,35 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
     """Services over a root, every committed checkpoint of it in the catalog; jobs may name directories below `place`."""
     tier = PosixTier(root)
     catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-    decisions = Decisions(tier, catalog, None)
-    decisions.recover()
+    control = open_control(tier, catalog, None)
+    control.recovery.recover()
 
     def node() -> bodies.Node:
         return bodies.Node(
             name="node-1", pid=1, version="9.9", root=str(root), socket=None, started="now", arena_bytes=4096, ranks=2
         )
 
-    checker = Checker(tier, decisions)
-    saver = Saver(tier, decisions, "node-1", checker)
-    scrub = Scrub(checker, decisions, saver, ScrubPlan(None, None))
-    repairer = Repairer(tier, decisions, decisions.repair_book(), dict)
-    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer, place)
-    runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))
+    checker = Checker(tier, control)
+    saver = Saver(tier, control, "node-1", checker)
+    scrub = Scrub(checker, control, saver, ScrubPlan(None, None))
+    repairer = Repairer(tier, control, control.repairs, dict)
+    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, control, repairer, place)
+    runner = start_jobs("node-1", Workers(tier, catalog, control, checks, transfers))
     try:
-        made = Services(tier, catalog, str(root), "9.9", node, decisions.rotation, decisions.events, root)
+        made = Services(tier, catalog, str(root), "9.9", node, control.rotation, control.events, root)
         yield replace(
             made,
             runner=runner,
-            trash=decisions.trash,
-            delete_run=decisions.trash.delete,
-            undelete_run=decisions.trash.undelete,
-            rename_run=decisions.renaming.rename,
+            trash=control.trash,
+            delete_run=control.trash.delete,
+            undelete_run=control.trash.undelete,
+            rename_run=control.renaming.rename,
         )
     finally:
         runner.close()
         scrub.close()
         saver.close()
-        decisions.close()
+        control.close()
         catalog.close()
 
 

@@ -101,22 +101,22 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
             stack.callback(lock_node(root, config.node).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
-        control = assembly.open_control(config, root, stack)
+        served = assembly.open_root(config, root, stack)
         door = policy.policy(config, listener)
-        node = assembly.open_node(config, control, url, stack)
-        services = assembly.services(config, control, node, door, stack)
-        control.decisions.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
+        node = assembly.open_node(config, served, url, stack)
+        services = assembly.services(config, served, node, door, stack)
+        served.control.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
         if listener is not None and door.tokens:
             stack.enter_context(policy.announced(config, listener, services.owner))
-        if control.identity.copy_of is not None:
+        if served.identity.copy_of is not None:
             text = f"{root} is a copy of another root and has a new ID from now on"
             log.warning("%s", text)
-            control.decisions.events.add("root-copied", text, level="warning", copy_of=control.identity.copy_of)
+            served.control.events.add("root-copied", text, level="warning", copy_of=served.identity.copy_of)
         _heed_signals(stop)
-        about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=control.identity.mark)
-        file = naming.DAEMON_FILE if control.cluster is None else naming.daemon_file(config.node)
-        control.tier.replace(file, encode(about))
-        stack.callback(_remove, control.tier, file)
+        about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=served.identity.mark)
+        file = naming.DAEMON_FILE if served.control.cluster is None else naming.daemon_file(config.node)
+        served.control.tier.replace(file, encode(about))
+        stack.callback(_remove, served.control.tier, file)
         where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"
         log.info("serving %s at %s%s", root, node.daemon.path, where)
         if url:

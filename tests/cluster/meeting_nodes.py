@@ -1,4 +1,4 @@
-"""Nodes that save together, for a stateful model: real meeting (`JointSaves`), real writing, real decisions, on a real
+"""Nodes that save together, for a stateful model: real meeting (`JointSaves`), real writing, real control, on a real
 PostgreSQL and a tier in memory. No thread of theirs runs by itself: each step is one that the model takes.
 
 At any of their calls to the catalog or to storage the daemon may die, before or after it was done; or the catalog does what
@@ -25,7 +25,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -224,22 +224,22 @@ class MeetingNode:
         self.cluster.membership.join(0.0)
         self.exchange.secrets = self.cluster.secrets()
         tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
-        self.decisions = Decisions(tier, Catalog(self.cluster.database, self.name), None, self.name, self.cluster)
+        self.control = open_control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
         party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews, self.cluster.words)
-        history = SaveHistory(cast(Any, self.decisions))
-        writer = ShareWriter(cast(Any, self.decisions), self.name, cast(Any, self.rendezvous), self.exchange, history)
+        history = SaveHistory(cast(Any, self.control))
+        writer = ShareWriter(cast(Any, self.control), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}
         self._pending: dict[RoundKey, SaveRound] = {}
         host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
-        self.joint = JointSaves(party, cast(Any, self.decisions), self.name, writer, host=host, history=history)
+        self.joint = JointSaves(party, cast(Any, self.control), self.name, writer, host=host, history=history)
         self.later = Later()
         self.joint._pool.shutdown()
         self.joint._pool = cast(Any, self.later)
         self.doom.fate = None
         for key in list(self.held):
             try:
-                self._take_up(key, self.decisions.resume(*key, self.world))
+                self._take_up(key, self.control.saves.resume(*key, self.world))
             except CheckpointError as error:
                 self._tell(SaveRound(key, 0, self.world, 0.0), error.code)
         self.up = True
@@ -254,7 +254,7 @@ class MeetingNode:
         if key in self.held or key in self._lost:
             return False
         try:
-            current = self.decisions.begin(*key, self.world)
+            current = self.control.saves.begin(*key, self.world)
         except CheckpointError:
             return False
         self.tries[key] = number = self.tries.get(key, 0) + 1
@@ -268,7 +268,7 @@ class MeetingNode:
         for key, _, _ in self.joint._refusals:  # nobody was told: a rank that trains goes on to other steps
             self._lost.add(key)
         self.exchange.close()
-        self.decisions.close()
+        self.control.close()
 
     def give_up(self, key: RoundKey) -> None:
         """The rank's part is dropped by policy, on this node alone."""
@@ -318,7 +318,7 @@ class MeetingNode:
         self._pending.pop(current.key, None)
         self._tell(current, result.code if isinstance(result, CheckpointError) else None)
         if isinstance(result, CheckpointError) and staging:
-            self.decisions._records.clear(staging)
+            self.control.saves.clear(staging)
 
     def _tell(self, current: SaveRound, error: str | None) -> None:
         number, _ = self.held.pop(current.key)

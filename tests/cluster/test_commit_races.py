@@ -34,7 +34,7 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
     shares = Shares(columns([500, 700], 2), [0, 1])
     tables = columns([500, 700], 2).tables()
     for node in pair:
-        node.decisions.hello(RUN, "launch", 2, KEPT)
+        node.control.launches.declare(RUN, "launch", 2, KEPT)
     a, b = pair
     for step in range(1, RACES + 1):
         plan = shares.plan = planner.plan([msgspec.structs.replace(table, step=step) for table in tables])
@@ -42,13 +42,13 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
         receipts = [shares.write(a.tier, 0, staged), shares.write(b.tier, 1, staged)]
         with a.catalog.database.write() as session:
             session.execute(insert(JointRoundRow).values(id=step, run=RUN, step=step, **_CLAIMED, changed=now()))
-        numbers = [node.decisions.begin(RUN, step, 1, 2) for node in pair]
+        numbers = [node.control.saves.begin(RUN, step, 1, 2) for node in pair]
         made: list[Manifest] = []
         start = threading.Barrier(2)
 
         def commit(node: Node, number: int) -> None:
             start.wait()  # noqa: B023 - the threads of this step
-            done = node.decisions.commit(number, plan, {}, JointlyStaged(staged, receipts, CREATED))  # noqa: B023
+            done = node.control.saves.commit(number, plan, {}, JointlyStaged(staged, receipts, CREATED))  # noqa: B023
             made.append(done)  # noqa: B023
 
         threads = [threading.Thread(target=commit, args=one) for one in zip(pair, numbers, strict=True)]
@@ -60,6 +60,6 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
         assert verify(a.tier, naming.checkpoint_path(RUN, step)) == made[0]
         assert a.tier.list(f"{RUN}/{naming.STAGING}") == []
     for node in pair:
-        assert node.decisions.recorded(60)
+        assert node.control.book.recorded(60)
     listed = [found.step for found in b.catalog.checkpoints(RUN, None, 100).items]
     assert RACES in listed and len(listed) == len(set(listed))

@@ -57,7 +57,7 @@ class Meeting(RuleBasedStateMachine):
         CLOCK.seconds = 0.0
         self.all = [MeetingNode(self.nodes, self.tier, NAMES[rank], rank, world) for rank in range(world)]
         for node in self.all:
-            node.decisions.hello(RUN, "launch 1", world, None, node.rank, f"rank {node.rank}")
+            node.control.launches.declare(RUN, "launch 1", world, None, node.rank, f"rank {node.rank}")
 
     @property
     def alive(self) -> list[MeetingNode]:
@@ -170,7 +170,7 @@ class Meeting(RuleBasedStateMachine):
         self.attempt += 1
         for node in self.all:
             world = len(self.all)
-            found = node.decisions.hello(
+            found = node.control.launches.declare(
                 RUN, f"launch {self.attempt}", world, None, node.rank, f"{self.attempt}.{node.rank}", True
             )
             assert found == self.attempt

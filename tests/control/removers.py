@@ -22,7 +22,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.control.retention import replaced
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.daemon.checking.verifier import examine
@@ -101,29 +101,29 @@ class Removers(RuleBasedStateMachine):
         self.mortal = MortalTier(self.tier)
         database = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite")).database
         self.catalog = Catalog(database, clock=lambda: self.time)
-        self.decisions = Decisions(self.mortal, self.catalog, None)  # type: ignore[arg-type]
-        self.decisions.trash._clock = lambda: self.clock
-        self.decisions.recover()
-        assert self.decisions.recorded(30)
-        self.rotation = self.decisions.rotation
+        self.control = open_control(self.mortal, self.catalog, None)  # type: ignore[arg-type]
+        self.control.trash._clock = lambda: self.clock
+        self.control.recovery.recover()
+        assert self.control.book.recorded(30)
+        self.rotation = self.control.rotation
         assert self.rotation.settle()
         self.replicator = Replicator(
             "far",
             self.mortal,
             lambda: self.far,
-            self.decisions.replica_book(),
+            self.control.replicas,
             news=lambda seconds: False,  # type: ignore[arg-type]
         )
 
     def close(self) -> None:
-        self.decisions.close()
+        self.control.close()
         self.catalog.close()
 
     def launch(self) -> None:
         """A training begins at nothing."""
         self.launches += 1
-        self.attempt = self.decisions.hello(self.run, f"launch-{self.launches}", 1, None)
-        assert self.decisions.recorded(30)
+        self.attempt = self.control.launches.declare(self.run, f"launch-{self.launches}", 1, None)
+        assert self.control.book.recorded(30)
         self.way: lineage.Way = ()
         self.saved_at: dict[int, float] = {}
 
@@ -146,7 +146,7 @@ class Removers(RuleBasedStateMachine):
 
     def step_of(self, age: int) -> int:
         """The newest that stands, or one before it."""
-        there = self.decisions.store.steps(self.run)
+        there = self.control.store.steps(self.run)
         return there[-1 - age] if age < len(there) else 0
 
     def restorable(self, there: dict[int, Manifest] | None = None) -> Restorable:
@@ -182,9 +182,9 @@ class Removers(RuleBasedStateMachine):
         before = self.restorable()
         found = examine(self.tier, naming.checkpoint_path(self.run, step))
         if not found.damages and found.manifest is not None:
-            self.decisions.findings.sound(self.run, step)  # after which the policy is applied
+            self.control.findings.sound(self.run, step)  # after which the policy is applied
         elif self.tier.list(naming.checkpoint_path(self.run, step)):
-            self.decisions.findings.damaged(self.run, step, found.damages[0], checked=True)
+            self.control.findings.damaged(self.run, step, found.damages[0], checked=True)
         assert self.rotation.settle()
         assert self.restorable() == before
 
@@ -210,13 +210,13 @@ class Removers(RuleBasedStateMachine):
         self.mortal.left = killed if killed < 20 else float("inf")
         try:
             with self.rotation.replacing(self.run, step):
-                commit.publish_copy(self.decisions.store, place, encoded, manifest.encode_commit(made, encoded), over=True)
-            self.decisions._publishing._replaced(self.run, step)
+                commit.publish_copy(self.control.store, place, encoded, manifest.encode_commit(made, encoded), over=True)
+            self.control.publishing._replaced(self.run, step)
             self.mortal.left = float("inf")
         except Killed:
             self.restart()
         self.saved_at[step] = self.time
-        if flips and any(sound(self.tier, p.path) for p in self.decisions.store.replaced(self.run) if p.step == step):
+        if flips and any(sound(self.tier, p.path) for p in self.control.store.replaced(self.run) if p.step == step):
             hurt(self.tier, f"{naming.checkpoint_path(self.run, step)}/{naming.STATE}", "flipped")
             self.check(step)
         after = self.restorable()
@@ -235,26 +235,26 @@ class Removers(RuleBasedStateMachine):
     def empty_the_trash(self, jump_s: float, room: bool) -> None:
         """By age, with any clock, or for room: what was deleted stays while what came in its place is not sound."""
         self.clock += jump_s
-        before, entries = self.restorable(), {entry.entry: entry.run for entry in self.decisions.trash.entries()}
+        before, entries = self.restorable(), {entry.entry: entry.run for entry in self.control.trash.entries()}
         if room:
-            self.decisions.trash.make_room(2**60, "a save")
+            self.control.trash.make_room(2**60, "a save")
         else:
-            self.decisions.trash.expire()
+            self.control.trash.expire()
         assert self.restorable() == before
-        gone = entries.keys() - {entry.entry for entry in self.decisions.trash.entries()}
+        gone = entries.keys() - {entry.entry for entry in self.control.trash.entries()}
         for entry in gone:
-            assert not self.decisions.store.steps(entries[entry]) or self.standing(self.tier, entries[entry])
+            assert not self.control.store.steps(entries[entry]) or self.standing(self.tier, entries[entry])
 
     @rule(jump_s=st.sampled_from([0.0, 3600.0, 400 * DAY_S, -400 * DAY_S]))
     def delete_and_bring_back(self, jump_s: float) -> None:
         """Also where a clock jumps in between."""
         before = self.restorable()
         with suppress(Conflict, NoSuchResource):  # the second: nothing of it was there
-            made = self.decisions.trash.delete(self.run)  # refused where only copies are sound
-            self.decisions.trash.expire()
+            made = self.control.trash.delete(self.run)  # refused where only copies are sound
+            self.control.trash.expire()
             self.clock += jump_s
-            self.decisions.trash.expire()
-            self.decisions.trash.undelete(self.run, made.entry)
+            self.control.trash.expire()
+            self.control.trash.undelete(self.run, made.entry)
         assert self.rotation.settle()
         after = self.restorable()  # of a run without checkpoints, what was deleted before comes back
         assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS), (before, after)
@@ -262,7 +262,7 @@ class Removers(RuleBasedStateMachine):
     @rule(clock=st.sampled_from(CLOCKS), verified=st.booleans())
     def delete_and_begin_again(self, clock: str, verified: bool) -> None:
         try:
-            self.decisions.trash.delete(self.run, marked=True)
+            self.control.trash.delete(self.run, marked=True)
         except Conflict:
             return
         self.far.remove_tree(self.run)
@@ -273,7 +273,7 @@ class Removers(RuleBasedStateMachine):
     def rename(self) -> None:
         name, before = next(one for one in RUNS if one != self.run), self.restorable()
         try:
-            self.decisions.renaming.rename(self.run, name)
+            self.control.renaming.rename(self.run, name)
         except CheckpointError:
             assert self.restorable() == before
             return
@@ -355,7 +355,7 @@ class Removers(RuleBasedStateMachine):
     @rule(age=AGES)
     def remove_one(self, age: int) -> None:
         step = self.step_of(age)
-        before, verified = self.restorable(), self.decisions.findings.found(self.run, step) == "sound"
+        before, verified = self.restorable(), self.control.findings.found(self.run, step) == "sound"
         with suppress(Conflict, NoSuchCheckpoint):
             self.rotation.remove(self.run, step)
             self.asked.add(step)
@@ -366,16 +366,16 @@ class Removers(RuleBasedStateMachine):
     def thin(self) -> None:
         """What is thinned loses its optimizer, so a newer one has that."""
         before = self.restorable()
-        for due in self.decisions.thinning.due(self.run):
+        for due in self.control.thinning.due(self.run):
             assert due.step not in before.values()
 
     @rule()
     def look(self) -> None:
         before = self.restorable()
-        self.decisions.watch.look()
+        self.control.watch.look()
         assert self.restorable() == before
         listed = {made.step for made in self.catalog.checkpoints(self.run, None, 100).items}
-        assert listed <= set(self.decisions.store.steps(self.run))
+        assert listed <= set(self.control.store.steps(self.run))
         assert all(self.is_sound(made.step) for made in self.catalog.checkpoints(self.run, None, 100).items if made.verified)
 
     @invariant()

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.storage import MemoryTier
 from tests.control.published import a_manifest, a_row, put_checkpoint
 from tests.daemons import wait_until
@@ -20,12 +20,12 @@ RUN = "run"
 
 
 @pytest.fixture
-def decisions(tmp_path: Path) -> Iterator[Decisions]:
+def control(tmp_path: Path) -> Iterator[Control]:
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Decisions(MemoryTier(), catalog, None)
-    made.recover()
+    made = open_control(MemoryTier(), catalog, None)
+    made.recovery.recover()
     for step in (1, 2, 3):
-        put_checkpoint(made._tier, a_manifest(RUN, step))
+        put_checkpoint(made.tier, a_manifest(RUN, step))
         catalog.record_checkpoint(a_row(RUN, step))
         made.findings.sound(RUN, step)
     assert made.rotation.settle()
@@ -34,73 +34,73 @@ def decisions(tmp_path: Path) -> Iterator[Decisions]:
     catalog.close()
 
 
-def listed(decisions: Decisions) -> dict[int, bool]:
-    return {made.step: made.verified for made in decisions._catalog.checkpoints(RUN, None, 100).items}
+def listed(control: Control) -> dict[int, bool]:
+    return {made.step: made.verified for made in control.catalog.checkpoints(RUN, None, 100).items}
 
 
-def test_a_directory_that_was_removed_is_listed_no_more(decisions: Decisions) -> None:
+def test_a_directory_that_was_removed_is_listed_no_more(control: Control) -> None:
     """The thread finds it by itself; an error says so until a newer checkpoint is verified."""
-    decisions.watch.start()
-    decisions._tier.remove_tree(naming.checkpoint_path(RUN, 3))
-    wait_until(lambda: set(listed(decisions)) == {1, 2})
-    decisions.watch.close()
-    summaries = Summaries(decisions._tier, decisions._catalog)
+    control.watch.start()
+    control.tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    wait_until(lambda: set(listed(control)) == {1, 2})
+    control.watch.close()
+    summaries = Summaries(control.tier, control.catalog)
     (item,) = [one for one in summaries.one(RUN).attention if one.code == "checkpoint-missing"]
     assert (item.level, item.step) == ("error", 3)
-    put_checkpoint(decisions._tier, a_manifest(RUN, 4))
-    decisions._catalog.record_checkpoint(a_row(RUN, 4))
-    decisions.findings.sound(RUN, 4)
+    put_checkpoint(control.tier, a_manifest(RUN, 4))
+    control.catalog.record_checkpoint(a_row(RUN, 4))
+    control.findings.sound(RUN, 4)
     assert "checkpoint-missing" not in {one.code for one in summaries.one(RUN).attention}
 
 
-def test_a_directory_that_is_put_back_is_missing_no_more(decisions: Decisions) -> None:
+def test_a_directory_that_is_put_back_is_missing_no_more(control: Control) -> None:
     """The alert is over when the checkpoint that was missing has been read back, as its hint says."""
 
     def alerts() -> set[str]:
-        return {one.code for one in Summaries(decisions._tier, decisions._catalog).one(RUN).attention}
+        return {one.code for one in Summaries(control.tier, control.catalog).one(RUN).attention}
 
-    decisions._tier.remove_tree(naming.checkpoint_path(RUN, 3))
-    decisions.watch.look()
-    decisions.findings.sound(RUN, 2)
+    control.tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    control.watch.look()
+    control.findings.sound(RUN, 2)
     assert "checkpoint-missing" in alerts()
-    put_checkpoint(decisions._tier, a_manifest(RUN, 3))
+    put_checkpoint(control.tier, a_manifest(RUN, 3))
     for _ in range(2):
-        decisions.watch.look()
-    assert 3 in listed(decisions) and "checkpoint-missing" in alerts()
-    decisions.findings.sound(RUN, 3)
+        control.watch.look()
+    assert 3 in listed(control) and "checkpoint-missing" in alerts()
+    control.findings.sound(RUN, 3)
     assert "checkpoint-missing" not in alerts()
 
 
-def test_what_is_put_there_is_listed_and_checked(decisions: Decisions) -> None:
+def test_what_is_put_there_is_listed_and_checked(control: Control) -> None:
     """A checkpoint that somebody has copied there is listed at the second look: one that is being committed is listed by
     its daemon. What is no checkpoint is not.
     """
     asked: list[object] = []
-    decisions.watch.mend_by(lambda run, step, error: None, asked.extend)
-    put_checkpoint(decisions._tier, a_manifest(RUN, 9))
-    decisions._tier.put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
-    decisions.watch.look()
-    assert 9 not in listed(decisions)
-    decisions.watch.look()
-    assert listed(decisions) == {1: True, 2: True, 3: True, 9: False}
+    control.watch.mend_by(lambda run, step, error: None, asked.extend)
+    put_checkpoint(control.tier, a_manifest(RUN, 9))
+    control.tier.put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
+    control.watch.look()
+    assert 9 not in listed(control)
+    control.watch.look()
+    assert listed(control) == {1: True, 2: True, 3: True, 9: False}
     assert asked == [(RUN, 9)]
 
 
-def test_what_holdfast_removes_itself_is_no_news(decisions: Decisions) -> None:
+def test_what_holdfast_removes_itself_is_no_news(control: Control) -> None:
     """A removal is told of as a removal."""
-    decisions.rotation.remove(RUN, 1)
-    decisions.watch.look()
-    assert {event.kind for event in decisions.events.after(0, 100) if event.step == 1} >= {"checkpoint-removed"}
-    assert not [event for event in decisions.events.after(0, 100) if event.kind == "checkpoint-missing"]
+    control.rotation.remove(RUN, 1)
+    control.watch.look()
+    assert {event.kind for event in control.events.after(0, 100) if event.step == 1} >= {"checkpoint-removed"}
+    assert not [event for event in control.events.after(0, 100) if event.kind == "checkpoint-missing"]
 
 
-def test_what_is_being_replaced_is_left_alone(decisions: Decisions) -> None:
+def test_what_is_being_replaced_is_left_alone(control: Control) -> None:
     """Until the catalog knows the new one, its files are not those of the old one."""
-    decisions.rotation.is_replaced(RUN, 3)
+    control.rotation.is_replaced(RUN, 3)
     path = f"{naming.checkpoint_path(RUN, 3)}/{naming.STATE}"
-    decisions._tier.replace(path, b"{}")
-    decisions.watch.look()
-    assert listed(decisions)[3]
-    decisions.rotation.listed(RUN, 3)
-    decisions.watch.look()
-    assert not listed(decisions)[3]
+    control.tier.replace(path, b"{}")
+    control.watch.look()
+    assert listed(control)[3]
+    control.rotation.listed(RUN, 3)
+    control.watch.look()
+    assert not listed(control)[3]

@@ -167,8 +167,8 @@ MUTATIONS = (
     Mutation(
         "a save that replaces is not what it replaces",
         "service/holdfast_service/daemon/saving/saver.py",
-        "            committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])\n",
-        "            committed = (self._decisions.committed(who.run, step) or (0,))[0] == who.attempt\n",
+        "            committed = self._control.standing.launch(who.run, step) == (who.attempt, awaited[step])\n",
+        "            committed = (self._control.standing.launch(who.run, step) or (0,))[0] == who.attempt\n",
         ("tests/daemon/saving/test_adoption.py",),
     ),
     Mutation(
@@ -472,7 +472,7 @@ MUTATIONS = (
     Mutation(
         "a second job is let in",
         "service/holdfast_service/daemon/saving/run_busy.py",
-        "            living = [] if hello.take_over else _others(saver, decisions, hello)\n",
+        "            living = [] if hello.take_over else _others(saver, control, hello)\n",
         "            living: list[Participant] = []\n",
         ("tests/crash/test_second_job.py",),
     ),
@@ -586,9 +586,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a change of the run file on two nodes",
-        "service/holdfast_service/control/decisions.py",
-        "self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))",
-        "pass",
+        "service/holdfast_service/control/parts.py",
+        "None if cluster is None else lambda run: cluster.locks.locked(changing(run))",
+        "None",
         ("tests/regressions/test_daemons_that_share_a_root.py",),
     ),
     Mutation(

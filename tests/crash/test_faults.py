@@ -116,14 +116,14 @@ def _saves_with_a_fault(kind: str, at: int, error: type[CheckpointError]) -> boo
     rank.save(1)
     rank.wait(1)
     world.saver.close()
-    world.saver = type(world.saver)(world.tier, world.decisions, "node")
+    world.saver = type(world.saver)(world.tier, world.control, "node")
     world.saver.join(rank.who)
     plan.fail_at, plan.kind, plan.error, plan.seen = at, kind, error, 0
     rank.save(2)
     outcome = rank.wait(2)
     world.saver.close()
     plan.kind = ""
-    world.saver = type(world.saver)(world.tier, world.decisions, "node")
+    world.saver = type(world.saver)(world.tier, world.control, "node")
     world.saver.join(rank.who)
     visible = world.committed()
     assert visible in ([1], [1, 2]) and (outcome.state == "aborted" or 2 in visible), plan.failed
@@ -131,7 +131,7 @@ def _saves_with_a_fault(kind: str, at: int, error: type[CheckpointError]) -> boo
         assert outcome.problem["code"] == error.code and "as planned" in outcome.problem["detail"], plan.failed
     rank.save(3)
     assert rank.wait(3).state == "committed", plan.failed
-    world.decisions.recover()
+    world.control.recovery.recover()
     assert memory.list(f"{RUN}/{naming.STAGING}") == [] and memory.list(f"{RUN}/{naming.TRASH}") == []
     assert world.committed()[-1] == 3
     world.close()

@@ -33,7 +33,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.control import decisions, publishing
+from holdfast_service.control import launch_registry, publishing
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import ledger
 from tests.crash.disks import attached, command, memory_disk
@@ -197,18 +197,18 @@ def test_a_clock_that_jumps(place: Path, jump: str) -> None:
     """Steps are what counts, not the hour: the newest stays the newest, and the older one goes when it should."""
     hours = {"back": "1999-01-01T00:00:00.000Z", "ahead": "2099-01-01T00:00:00.000Z"}
     with saving(place / "root") as (world, rank):
-        world.decisions._wishes.usual = None
+        world.control.wishes.usual = None
         with (
-            mock.patch.object(decisions, "utc_now", lambda: hours[jump]),
+            mock.patch.object(launch_registry, "utc_now", lambda: hours[jump]),
             mock.patch.object(publishing, "utc_now", lambda: hours[jump]),
             mock.patch("time.time", lambda: 0.0),
         ):
             check_saved(world, rank, 2)
             world.saver.expire()
-            assert world.decisions.choose(RUN, rank.attempt, 0, None, ("model",)) == 2
+            assert world.control.restores.choose(RUN, rank.attempt, 0, None, ("model",)) == 2
         check_saved(world, rank, 3)
         ledger.tried(LANE)  # two saves, one more than a test
-        assert world.decisions.choose(RUN, rank.attempt, 1, None, ("model",)) == 3
+        assert world.control.restores.choose(RUN, rank.attempt, 1, None, ("model",)) == 3
         assert world.committed() == [1, 2, 3]
 
 

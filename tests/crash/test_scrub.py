@@ -41,10 +41,10 @@ def root() -> Iterator[Checked]:
 def scrub(root: Checked) -> Iterator[Scrub]:
     """A scrub that is asked for; by itself it does nothing."""
     with (
-        closing(Saver(root.tier, root.decisions, "node", root.checker)) as saver,
-        closing(Scrub(root.checker, root.decisions, saver, ScrubPlan(None, None))) as scrub,
+        closing(Saver(root.tier, root.control, "node", root.checker)) as saver,
+        closing(Scrub(root.checker, root.control, saver, ScrubPlan(None, None))) as scrub,
     ):
-        root.decisions.watch.mend_by(saver.checks.suspect, lambda places: None)
+        root.control.watch.mend_by(saver.checks.suspect, lambda places: None)
         yield scrub
 
 

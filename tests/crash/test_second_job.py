@@ -100,7 +100,7 @@ class TestDistantRanks:
     @pytest.fixture
     def ranks(self) -> Iterator[RemoteRanks]:
         with saver_world() as world:
-            made = RemoteRanks(world.arena, world.saver, world.decisions)
+            made = RemoteRanks(world.arena, world.saver, world.control)
             yield made
             made.close()
 
@@ -149,12 +149,12 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
         joined = [
-            run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt, ADMIN)
+            run_busy.let_in(world.saver, world.control, hello(0, world_size, "launch-1"), lambda attempt: attempt, ADMIN)
         ]
         assert joined == [1]
         with pytest.raises(RunBusy):
             run_busy.let_in(
-                world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append, ADMIN
+                world.saver, world.control, hello(0, world_size, "launch-2", process="another"), joined.append, ADMIN
             )
         assert joined == [1]
         for rank in there:
@@ -167,7 +167,7 @@ def test_of_two_jobs_that_start_at_once_one_is_let_in(tries: int, monkeypatch: p
     monkeypatch.setattr(run_busy, "DYING_S", 0.05)
     for number in range(tries):
         with saver_world() as world:
-            ranks = RemoteRanks(world.arena, world.saver, world.decisions)
+            ranks = RemoteRanks(world.arena, world.saver, world.control)
             both, refused = threading.Barrier(2), []
 
             def start(

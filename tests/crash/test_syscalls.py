@@ -57,8 +57,8 @@ class Trial:
             except CheckpointError as error:
                 problem = error.problem()
             self.world.saver.close()
-            assert self.world.decisions.rotation.settle()
-        self.world.saver = type(self.world.saver)(self.world.tier, self.world.decisions, "node")
+            assert self.world.control.rotation.settle()
+        self.world.saver = type(self.world.saver)(self.world.tier, self.world.control, "node")
         self.world.saver.join(self.rank.who)
         return problem
 
@@ -83,7 +83,7 @@ class Trial:
             assert problem["hint"], f"{fault.failed}: {problem['detail']} comes without a hint"
 
     def close(self) -> None:
-        self.world.decisions.recover()
+        self.world.control.recovery.recover()
         assert self.world.tier.list(f"{RUN}/{naming.STAGING}") == []
         assert self.world.tier.list(f"{RUN}/{naming.TRASH}") == []
         self.visible()

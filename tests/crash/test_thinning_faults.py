@@ -32,11 +32,11 @@ def world() -> Iterator[CopiesWorld]:
 def begin(world: CopiesWorld, number: int) -> str:
     """A run of which two checkpoints are due."""
     run = add(world.root, number)
-    world.decisions.recover()
+    world.control.recovery.recover()
     for step in STEPS:
-        world.decisions.findings.sound(run, step)
-    world.decisions.rotation.set_policy(run, POLICY, "*")
-    assert world.decisions.rotation.settle() and world.decisions.recorded(30)
+        world.control.findings.sound(run, step)
+    world.control.rotation.set_policy(run, POLICY, "*")
+    assert world.control.rotation.settle() and world.control.book.recorded(30)
     return run
 
 
@@ -54,18 +54,18 @@ def test_a_fault_at_every_place(world: CopiesWorld, code: int) -> None:
     for number in range(1, 1000):
         run, fault = begin(world, number), PlaceFault(code, tried)
         ledger.tried(LANE)
-        worker = Thinner(world.tier, world.decisions.store, world.decisions.thinning)
+        worker = Thinner(world.tier, world.control.store, world.control.thinning)
         with steered(fault):
             try:
                 worker.look(run)
             except CheckpointError as error:
                 assert error.hint, error
-            assert world.decisions.recorded(30)
+            assert world.control.book.recorded(30)
         found = [form(world.root, run, step) for step in committed_steps(world.root, run)[::-1]]
         assert all(one in ("whole", new) for one, new in zip(found, FORMS, strict=True)), (fault.failed, found)
         worker.look(run)
         assert forms(world.root, run) == FORMS, fault.failed
-        world.decisions.recover()
+        world.control.recovery.recover()
         assert left(world.root, run) == [], fault.failed
         listed = [world.catalog.checkpoint(run, step) for step in STEPS]
         assert ["thin" if one.thinned else "compact" if one.compacted else "whole" for one in listed] == FORMS, fault.failed

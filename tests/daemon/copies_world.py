@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.replicas import listed
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, Tier
@@ -33,14 +33,14 @@ class CopiesWorld:
         self.built = build_root(self.root, {RUN: steps}, arrays)
         self.tier = PosixTier(self.root)
         self.catalog = Catalog.open(sqlite_url(directory / "catalog.sqlite"))
-        self.decisions = Decisions(self.tier, self.catalog, None)
-        self.decisions.recover()
+        self.control = open_control(self.tier, self.catalog, None)
+        self.control.recovery.recover()
         for step in steps:
-            self.decisions.findings.sound(RUN, step)
-        self.book = self.decisions.replica_book()
+            self.control.findings.sound(RUN, step)
+        self.book = self.control.replicas
         self.replicators: dict[str, Replicator] = {}
-        records = self.decisions.repair_book()
-        self.repairer = Repairer(self.tier, self.decisions, records, lambda: reached(self.replicators))
+        records = self.control.repairs
+        self.repairer = Repairer(self.tier, self.control, records, lambda: reached(self.replicators))
         for name in replicas:
             self.add(name, PosixTier(directory / name))
 
@@ -70,10 +70,10 @@ class CopiesWorld:
         return self.root / naming.checkpoint_path(RUN, step)
 
     def events(self, kind: str) -> list[dict]:
-        return [event.detail for event in self.decisions.events.after(0, 100, kind=kind)]
+        return [event.detail for event in self.control.events.after(0, 100, kind=kind)]
 
     def close(self) -> None:
-        self.decisions.close()
+        self.control.close()
         self.catalog.close()
 
 

@@ -1,4 +1,4 @@
-"""A saver with real decisions over a memory tier, and ranks that talk to it without a socket."""
+"""A saver with real control over a memory tier, and ranks that talk to it without a socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -151,16 +151,16 @@ class SaverWorld:
     def __init__(self, tier: Tier, keep_last: int | None = None) -> None:
         self.tier = tier
         self._directory = tempfile.TemporaryDirectory(dir=memory())
-        self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
-        self.decisions = Decisions(tier, self.catalog, keep_last)
-        self.saver = Saver(tier, self.decisions, "node")
+        self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"), "node")
+        self.control = open_control(tier, self.catalog, keep_last)
+        self.saver = Saver(tier, self.control, "node")
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0
 
     def launch(self, world: int, slots: int = 2) -> list[Rank]:
         """The ranks of a new attempt."""
         self._launches += 1
-        attempt = self.decisions.hello(RUN, f"launch-{self._launches}", world, None)
+        attempt = self.control.launches.declare(RUN, f"launch-{self._launches}", world, None)
         return [Rank(self, rank, attempt, world, slots) for rank in range(world)]
 
     def held(self, step: int) -> dict[int, tuple[int, bytes]]:
@@ -194,7 +194,7 @@ class SaverWorld:
 
     def close(self) -> None:
         self.saver.close()
-        self.decisions.close()
+        self.control.close()
         self.catalog.close()
         self._directory.cleanup()
 

@@ -21,8 +21,8 @@ def test_a_connection_that_is_closed_has_lost_its_rank() -> None:
         plane = DataPlane(
             world.arena,
             world.saver,
-            world.decisions,
-            Adoption(world.arena, world.saver, world.decisions),
+            world.control,
+            Adoption(world.arena, world.saver, world.control),
             Averages(world.arena),
         )
         here, there = socket.socketpair()

@@ -28,6 +28,7 @@ from holdfast_formats.staging import wire
 from holdfast_formats.staging.messages import Room, SlotRequest
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
+from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon import remote, remote_rank
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRanks
@@ -44,7 +45,7 @@ def world() -> Iterator[SaverWorld]:
 
 @pytest.fixture
 def ranks(world: SaverWorld) -> Iterator[RemoteRanks]:
-    made = RemoteRanks(world.arena, world.saver, world.decisions)
+    made = RemoteRanks(world.arena, world.saver, world.control)
     yield made
     made.close()
 
@@ -89,7 +90,7 @@ def fill(rank: RemoteRank, number: int, step: int) -> bodies.SealRequest:
 
 def test_a_slot_that_came_in_chunks_is_saved(world: SaverWorld, ranks: RemoteRanks) -> None:
     """Remote and local ranks make one world; the outcome is told to both, and the slots are free again."""
-    attempt = world.decisions.hello(RUN, "launch-1", 2, None)
+    attempt = world.control.launches.declare(RUN, "launch-1", 2, None)
     (local, _) = world.launch(2)
     assert local.attempt == attempt
     far = join(ranks, 1, 2, "launch-1")
@@ -313,17 +314,19 @@ def test_every_rank_gets_one_answer(world: SaverWorld, ranks: RemoteRanks) -> No
     assert ranks.choose(second.who, 1, bodies.Question(groups=("model",))).step == 1
 
 
-def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorld, ranks: RemoteRanks) -> None:
+def test_a_question_before_the_saves_are_written_is_asked_again(
+    world: SaverWorld, ranks: RemoteRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a complete round is being saved the answer would be wrong, so there is none yet."""
     rank = join(ranks)
     may_commit = threading.Event()
-    plan = world.decisions.plan
+    plan = planner.plan
 
     def slow(tables: object) -> object:
         may_commit.wait(30)
         return plan(tables)  # type: ignore[arg-type]
 
-    world.decisions.plan = slow  # type: ignore[assignment,method-assign]
+    monkeypatch.setattr(planner, "plan", slow)
     rank.seal(0, fill(rank, 0, 1))
     with pytest.raises(DeadlineExceeded):
         ranks.choose(rank.who, 0, bodies.Question())

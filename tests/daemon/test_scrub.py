@@ -33,8 +33,8 @@ def root(tmp_path: Path) -> Iterator[Checked]:
 def scrubbed(root: Checked, plan: ScrubPlan) -> Iterator[Scrub]:
     """A scrub over the root, beside a saver that saves nothing."""
     with (
-        closing(Saver(root.tier, root.decisions, "node", root.checker)) as saver,
-        closing(Scrub(root.checker, root.decisions, saver, plan)) as scrub,
+        closing(Saver(root.tier, root.control, "node", root.checker)) as saver,
+        closing(Scrub(root.checker, root.control, saver, plan)) as scrub,
     ):
         yield scrub
 
@@ -52,30 +52,30 @@ def test_what_was_never_checked_comes_first_and_what_is_due_once(root: Checked) 
     """Everything is read once, damage is marked, one event tells of it; within the period nothing is read again."""
     damage(root, 3)
     with scrubbed(root, ScrubPlan(FAST, 3600.0)):
-        wait_until(lambda: len(root.decisions.events.after(0, 10, kind="scrub-finished")) == 1)
+        wait_until(lambda: len(root.control.events.after(0, 10, kind="scrub-finished")) == 1)
     assert states(root) == ["verified", "verified", "damaged"]
     assert root.catalog.newest(RUN) == 2
-    (event,) = root.decisions.events.after(0, 10, kind="scrub-finished")
+    (event,) = root.control.events.after(0, 10, kind="scrub-finished")
     assert (event.level, event.detail["checkpoints"], event.detail["damaged"]) == ("warning", 3, 1)
     read = root.checker.counts.all()["bytes"]
     with scrubbed(root, ScrubPlan(FAST, 3600.0)) as scrub:
         scrub.check_soon([])
         time.sleep(0.3)
     assert root.checker.counts.all()["bytes"] == read
-    assert root.decisions.findings.due("9999") == [(RUN, 3), (RUN, 2), (RUN, 1)]
-    assert root.decisions.findings.oldest() == root.known(3).checked
+    assert root.control.findings.due("9999") == [(RUN, 3), (RUN, 2), (RUN, 1)]
+    assert root.control.findings.oldest() == root.known(3).checked
 
 
 def test_turned_off_it_still_checks_what_nobody_has(root: Checked) -> None:
     """What a start finds unchecked is checked whatever the rate; what is due is left alone."""
     root.checker.check(RUN, 1)
     checked = root.known(1).checked
-    assert root.decisions.findings.unchecked() == [(RUN, 3), (RUN, 2)]
+    assert root.control.findings.unchecked() == [(RUN, 3), (RUN, 2)]
     with scrubbed(root, NEVER) as scrub:
-        scrub.check_soon(root.decisions.findings.unchecked())
+        scrub.check_soon(root.control.findings.unchecked())
         wait_until(lambda: states(root) == ["verified"] * 3)
     assert root.known(1).checked == checked
-    assert root.decisions.findings.unchecked() == []
+    assert root.control.findings.unchecked() == []
 
 
 def test_it_waits_for_saves(root: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +95,14 @@ def test_it_ends_in_the_middle_of_a_checkpoint(root: Checked) -> None:
     with scrubbed(root, ScrubPlan(1, 3600.0)):
         wait_until(lambda: root.checker.counts.all()["bytes"] > 0)
     assert states(root) == ["committed"] * 3
-    assert len(root.decisions.findings.due("9999")) == 3
+    assert len(root.control.findings.due("9999")) == 3
 
 
 def test_it_gives_way_to_removals(root: Checked) -> None:
     """It holds nothing: a checkpoint is removed while it is read, and that is no damage."""
     with scrubbed(root, ScrubPlan(1, 3600.0)):
         wait_until(lambda: root.checker.counts.all()["bytes"] > 0)
-        root.decisions.rotation.remove(RUN, 3, newest=True)
+        root.control.rotation.remove(RUN, 3, newest=True)
     assert root.events("checkpoint-damaged") == []
 
 
@@ -111,10 +111,10 @@ def test_what_cannot_be_read_is_left_alone_for_a_while(root: Checked, monkeypatc
     monkeypatch.setattr(scrubbing, "LOOK_S", 0.05)
     root.path(2).rename(root.root / "elsewhere")
     with scrubbed(root, ScrubPlan(FAST, 3600.0)):
-        wait_until(lambda: len(root.decisions.events.after(0, 10, kind="scrub-finished")) == 1)
+        wait_until(lambda: len(root.control.events.after(0, 10, kind="scrub-finished")) == 1)
         time.sleep(0.3)
     assert [root.known(step).state for step in (1, 3)] == ["verified"] * 2
-    assert len(root.decisions.events.after(0, 10, kind="scrub-finished")) == 1
+    assert len(root.control.events.after(0, 10, kind="scrub-finished")) == 1
     assert root.known(2).state == "committed"
 
 

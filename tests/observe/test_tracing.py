@@ -14,9 +14,9 @@ from holdfast_formats.moments import seconds_of
 from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import JobRow
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans
+from holdfast_service.control.opening import open_control
 from holdfast_service.observe import tracing
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import watching
@@ -131,9 +131,9 @@ def test_requests_and_restores(tmp_path: Path, exported: InMemorySpanExporter) -
     with served(tmp_path) as service:
         path = f"{service.url}/v1/runs/tiny/checkpoints/5"
         httpx.get(path, headers={"traceparent": caller}, trust_env=False).raise_for_status()
-    decisions = Decisions(PosixTier(tmp_path), service.services.catalog, None)
-    assert decisions.choose("tiny", 1, 0, None, ()) == 5
-    decisions.close()
+    control = open_control(PosixTier(tmp_path), service.services.catalog, None)
+    assert control.restores.choose("tiny", 1, 0, None, ()) == 5
+    control.close()
     found = spans(exported)
     request, restore = found["holdfast.request"], found["holdfast.restore"]
     assert f"{request.context.trace_id:032x}" == caller[3:35]  # type: ignore[union-attr]

@@ -136,21 +136,21 @@ def test_over_http_a_delete_is_the_goodbye_and_silence_is_none(tmp_path: Path) -
 
 def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) -> None:
     """And who does is not; each is recorded once, and a newer attempt is not touched by an older one's end."""
-    decisions, saver = world.decisions, world.saver
+    control, saver = world.control, world.saver
     for run in ("back", "away"):
-        decisions.hello(run, "one", 1, None)
-        decisions.became(run, 1, "running")
-    lives = RunLives(saver, decisions, return_s=0.0)
+        control.launches.declare(run, "one", 1, None)
+        control.lives.became(run, 1, "running")
+    lives = RunLives(saver, control, return_s=0.0)
     back = Participant("back", 0, 1, 1, lambda outcome: None)
     saver.join(back)
     lives.look()
-    known = decisions.attempts.known()
+    known = control.attempts.known()
     assert (known["back"].life, known["away"].life) == ("running", "lost")
-    decisions.hello("back", "two", 1, None)
+    control.launches.declare("back", "two", 1, None)
     saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
     saver.gone(back)
     lives.look()
-    assert decisions.lives(saver.lives())["back"].life == "running"
+    assert control.lives.by_run(saver.lives())["back"].life == "running"
 
 
 def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> None:

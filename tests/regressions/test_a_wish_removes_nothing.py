@@ -14,7 +14,7 @@ from holdfast_formats.rest.operations import TokenRequest
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, build_root
 from tests.control.published import mark_verified
@@ -23,11 +23,11 @@ from tests.databases import sqlite_url
 
 
 @pytest.fixture
-def decisions(tmp_path: Path) -> Iterator[Decisions]:
+def control(tmp_path: Path) -> Iterator[Control]:
     build_root(tmp_path, {"tiny": (5, 10, 15)})
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Decisions(PosixTier(tmp_path), catalog, None)
-    made.recover()
+    made = open_control(PosixTier(tmp_path), catalog, None)
+    made.recovery.recover()
     for step in (5, 10, 15):
         mark_verified(catalog, "tiny", step)
     yield made
@@ -35,35 +35,35 @@ def decisions(tmp_path: Path) -> Iterator[Decisions]:
     catalog.close()
 
 
-def there(decisions: Decisions) -> list[int]:
-    return sorted(verdict.step for verdict in decisions.rotation.preview("tiny").verdicts if verdict.keep)
+def there(control: Control) -> list[int]:
+    return sorted(verdict.step for verdict in control.rotation.preview("tiny").verdicts if verdict.keep)
 
 
-def test_a_stranger_s_wish_is_not_in_force(decisions: Decisions) -> None:
+def test_a_stranger_s_wish_is_not_in_force(control: Control) -> None:
     """It changes nothing, is answered by a notice, and is granted by a policy alone."""
-    decisions.hello("tiny", "launch", 1, None)
-    assert there(decisions) == [5, 10, 15] and decisions.rotation.file("tiny").keep_last is None
-    (notice,) = decisions.denied("tiny", 1, owner=False)
-    assert "keep_last=1 is not in force" in notice and decisions.denied("tiny", 1, owner=True) == ()
-    decisions.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
-    assert decisions.denied("tiny", 1, owner=False) == ()
+    control.launches.declare("tiny", "launch", 1, None)
+    assert there(control) == [5, 10, 15] and control.rotation.file("tiny").keep_last is None
+    (notice,) = control.wishes.denied("tiny", 1, owner=False)
+    assert "keep_last=1 is not in force" in notice and control.wishes.denied("tiny", 1, owner=True) == ()
+    control.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
+    assert control.wishes.denied("tiny", 1, owner=False) == ()
 
 
-def test_a_new_wish_does_not_reach_back(decisions: Decisions, tmp_path: Path) -> None:
+def test_a_new_wish_does_not_reach_back(control: Control, tmp_path: Path) -> None:
     """The owner's counts for what is committed from that launch on, at every later launch; a policy reaches everything."""
-    attempt = decisions.hello("tiny", "launch", 1, 1)
-    assert there(decisions) == [5, 10, 15]
-    catalog = decisions.rotation._catalog
+    attempt = control.launches.declare("tiny", "launch", 1, 1)
+    assert there(control) == [5, 10, 15]
+    catalog = control.rotation._catalog
     for step in (20, 25):
         made = catalog.checkpoint("tiny", 15).model_copy(update={"step": step, "attempt": attempt})
         build(tmp_path / naming.checkpoint_path("tiny", step), step=step)
         catalog.record_checkpoint(made)
         mark_verified(catalog, "tiny", step)
-    assert there(decisions) == [5, 10, 15, 25]
-    decisions.hello("tiny", "later", 1, 1)
-    assert there(decisions) == [5, 10, 15, 25]
-    decisions.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
-    assert decisions.rotation.settle() and there(decisions) == [25]
+    assert there(control) == [5, 10, 15, 25]
+    control.launches.declare("tiny", "later", 1, 1)
+    assert there(control) == [5, 10, 15, 25]
+    control.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
+    assert control.rotation.settle() and there(control) == [25]
 
 
 def test_a_write_token_is_told_that_it_only_wishes(tmp_path: Path) -> None:

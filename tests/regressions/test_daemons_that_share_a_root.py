@@ -19,7 +19,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
 from holdfast_service.control.cluster.cluster import Crew, changing
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.control.root_care import RootCare
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
@@ -31,19 +31,19 @@ OLD_S = 7200.0
 
 
 class Node:
-    """One daemon's decisions."""
+    """One daemon's control."""
 
     def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 600.0, tier: PosixTier | None = None) -> None:
         self.cluster = nodes.add(name, lease_s)
         self.tier = tier or PosixTier(root, node=name)
         self.catalog = Catalog(self.cluster.database, name)
-        self.decisions = Decisions(self.tier, self.catalog, None, name, self.cluster)
-        self.decisions.recover()
+        self.control = open_control(self.tier, self.catalog, None, self.cluster)
+        self.control.recovery.recover()
 
     @property
     def care(self) -> RootCare:
-        assert self.decisions.care is not None
-        return self.decisions.care
+        assert self.control.care is not None
+        return self.control.care
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def pair(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     made = Node(nodes, tmp_path, "a"), Node(nodes, tmp_path, "b")
     yield made
     for node in made:
-        node.decisions.close()
+        node.control.close()
 
 
 def committed(node: Node, *steps: int) -> None:
@@ -72,8 +72,8 @@ def test_a_start_leaves_the_saves_and_the_list_of_others(pair: tuple[Node, Node]
     number, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     staged = naming.staging_path(RUN, 2, 1)
     a.tier.put(f"{staged}/model.safetensors", b"half")
-    b.decisions.recover()
-    assert b.decisions.recorded(30)
+    b.control.recovery.recover()
+    assert b.control.book.recorded(30)
     assert [found.id for found in a.catalog.rounds(RUN, "open").items] == [number]
     assert a.tier.list(staged) == ["model.safetensors"] and steps(b) == [1]
 
@@ -83,8 +83,8 @@ def test_its_own_saves_of_before_end_with_its_start(pair: tuple[Node, Node]) -> 
     a, b = pair
     mine, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     other, _ = b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
-    a.decisions.recover()
-    assert a.decisions.recorded(30)
+    a.control.recovery.recover()
+    assert a.control.book.recorded(30)
     assert [found.id for found in a.catalog.rounds(None, "open").items] == [other]
     assert [found.id for found in a.catalog.rounds(RUN, "aborted").items] == [mine]
 
@@ -133,15 +133,15 @@ def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: 
     """Also where its beginning is recorded only after that: a new launch would wait for its end."""
     a, b = pair
     late = threading.Event()
-    a.decisions.book.tell("something slow", late.wait)
-    number = a.decisions.begin(RUN, 2, 1, 2)
-    a.decisions.sealed(number, 2)
-    a.decisions.joined(number, RUN, 2, 1, {})
-    quiet = b.decisions.begin(RUN, 2, 1, 2, quiet=True)
-    b.decisions.joined(quiet, RUN, 2, 1, {})
+    a.control.book.tell("something slow", late.wait)
+    number = a.control.saves.begin(RUN, 2, 1, 2)
+    a.control.rounds.seal(number, 2)
+    a.control.saves.joined(number, RUN, 2, 1, {})
+    quiet = b.control.saves.begin(RUN, 2, 1, 2, quiet=True)
+    b.control.saves.joined(quiet, RUN, 2, 1, {})
     late.set()
     for node in pair:
-        assert node.decisions.recorded(30)
+        assert node.control.book.recorded(30)
     assert [found.state for found in b.catalog.rounds(RUN).items] == ["committed"]
 
 
@@ -149,12 +149,12 @@ def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
     """One record and one event; also where the node of the first rank had not begun it."""
     for step, told in ((1, pair), (2, pair[1:])):
         for node in told:
-            number = node.decisions.begin(RUN, step, 1, 2, quiet=node is not pair[0])
-            assert node.decisions.recorded(30)
-            node.decisions.abort(number, RoundAborted("a rank is gone"), None)
-            assert node.decisions.recorded(30)
+            number = node.control.saves.begin(RUN, step, 1, 2, quiet=node is not pair[0])
+            assert node.control.book.recorded(30)
+            node.control.saves.abort(number, RoundAborted("a rank is gone"), None)
+            assert node.control.book.recorded(30)
         assert [found.step for found in pair[0].catalog.rounds(RUN, "aborted").items].count(step) == 1
-        events = pair[0].decisions.events.after(0, 50, RUN, "save-aborted")
+        events = pair[0].control.events.after(0, 50, RUN, "save-aborted")
         assert [found.step for found in events].count(step) == 1
 
 
@@ -162,20 +162,20 @@ def test_a_save_is_one_record_however_late_a_node_tells_of_it(pair: tuple[Node, 
     """The node of the first rank records its beginning after another one has recorded its end. The next try is another."""
     a, b = pair
     late = threading.Event()
-    a.decisions.book.tell("something slow", late.wait)
-    numbers = [node.decisions.begin(RUN, 2, 1, 2, quiet=node is b) for node in pair]
-    a.decisions.sealed(numbers[0], 2)
+    a.control.book.tell("something slow", late.wait)
+    numbers = [node.control.saves.begin(RUN, 2, 1, 2, quiet=node is b) for node in pair]
+    a.control.rounds.seal(numbers[0], 2)
     for node, number in reversed([*zip(pair, numbers, strict=True)]):
-        node.decisions.abort(number, RoundAborted("a rank is gone"), None)
+        node.control.saves.abort(number, RoundAborted("a rank is gone"), None)
         if node is b:
-            assert b.decisions.recorded(30)
+            assert b.control.book.recorded(30)
     late.set()
-    assert a.decisions.recorded(30)
+    assert a.control.book.recorded(30)
     assert [found.state for found in a.catalog.rounds(RUN).items] == ["aborted"]
-    assert len(a.decisions.events.after(0, 50, RUN, "save-aborted")) == 1
-    again = a.decisions.begin(RUN, 2, 1, 2)
-    a.decisions.joined(again, RUN, 2, 1, {})
-    assert a.decisions.recorded(30)
+    assert len(a.control.events.after(0, 50, RUN, "save-aborted")) == 1
+    again = a.control.saves.begin(RUN, 2, 1, 2)
+    a.control.saves.joined(again, RUN, 2, 1, {})
+    assert a.control.book.recorded(30)
     assert [found.state for found in a.catalog.rounds(RUN).items] == ["committed", "aborted"]
 
 
@@ -199,7 +199,7 @@ def test_what_a_round_that_goes_on_has_staged_is_not_swept(pair: tuple[Node, Nod
     meeting = a.cluster.rendezvous
     number = meeting.arrive(RUN, 7, 1, 2, [0], b"declared", b"said")
     place = naming.Place(RUN, 7, 1, number)
-    a.decisions.store.begin(place).put("config.json", b"{}")
+    a.control.store.begin(place).put("config.json", b"{}")
     b.care.look(idle_s=0.0)
     assert a.tier.list(place.path) == ["config.json"]
     assert meeting.abort(number, RoundAborted("given up").problem())
@@ -213,7 +213,7 @@ def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tupl
     committed(a, 1)
     aside = naming.replaced_path(RUN, 1)
     a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
-    assert b.decisions.store.sweep((), 0.0) == []
+    assert b.control.store.sweep((), 0.0) == []
     b.care.look(idle_s=0.0)
     assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
 
@@ -222,14 +222,14 @@ def test_what_is_read_by_way_of_one_node_stays_on_all(pair: tuple[Node, Node]) -
     """Retention of node b keeps it, `rm` by way of node b is refused, and both go through when the reader is done."""
     a, b = pair
     committed(a, 1, 2, 3)
-    with a.decisions.reading(RUN, 1):
-        b.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-        b.decisions.rotation.apply(RUN)
+    with a.control.readers.reading(RUN, 1):
+        b.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+        b.control.rotation.apply(RUN)
         assert steps(b) == [1, 3]
         with pytest.raises(InUse):
-            b.decisions.rotation.remove(RUN, 1)
-    a.cluster.holds.renew()
-    b.decisions.rotation.apply(RUN)
+            b.control.rotation.remove(RUN, 1)
+    a.cluster.holds.renew(a.control.readers.places())
+    b.control.rotation.apply(RUN)
     assert steps(b) == [3]
 
 
@@ -237,24 +237,24 @@ def test_a_restore_by_way_of_one_node_holds_its_step_on_all(pair: tuple[Node, No
     """What a launch was told to restore is not removed while its ranks read it."""
     a, b = pair
     committed(a, 1, 2)
-    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    assert a.decisions.choose(RUN, attempt, 0, 1, ()) == 1
+    attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
+    assert a.control.restores.choose(RUN, attempt, 0, 1, ()) == 1
     with pytest.raises(InUse):
-        b.decisions.rotation.remove(RUN, 1)
-    a.decisions.parted(RUN, attempt)
-    a.cluster.holds.renew()
-    b.decisions.rotation.remove(RUN, 1)
+        b.control.rotation.remove(RUN, 1)
+    a.control.launches.parted(RUN, attempt)
+    a.cluster.holds.renew(a.control.readers.places())
+    b.control.rotation.remove(RUN, 1)
 
 
 def test_a_pin_that_was_set_holds_on_all_nodes(pair: tuple[Node, Node]) -> None:
     """Pins set by way of both nodes at once are all there, and no removal decides between reading and removing (I4)."""
     a, b = pair
     committed(a, *range(1, 21))
-    a.decisions.rotation.set_policy(RUN, RetentionPolicy(last=30), "*")
+    a.control.rotation.set_policy(RUN, RetentionPolicy(last=30), "*")
 
     def pin(node: Node, steps: range) -> None:
         for step in steps:
-            node.decisions.rotation.mark(RUN, step, lambda file, step=step: run_files.pinned(file, step))
+            node.control.rotation.mark(RUN, step, lambda file, step=step: run_files.pinned(file, step))
 
     threads = [
         threading.Thread(target=pin, args=(a, range(1, 21, 2))),
@@ -265,18 +265,18 @@ def test_a_pin_that_was_set_holds_on_all_nodes(pair: tuple[Node, Node]) -> None:
     for thread in threads:
         thread.join(60)
     assert run_files.read_run_file(a.tier, RUN).pins == tuple(range(1, 21))
-    b.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-    b.decisions.rotation.apply(RUN)
+    b.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+    b.control.rotation.apply(RUN)
     assert steps(a) == list(range(1, 21))
     with pytest.raises(Pinned):
-        b.decisions.rotation.remove(RUN, 4)
+        b.control.rotation.remove(RUN, 4)
 
 
 def test_a_runs_file_is_changed_by_one_node_at_a_time(pair: tuple[Node, Node]) -> None:
     """What node b sets waits until node a has replaced the file that it had read, so that neither change is lost."""
     a, b = pair
     committed(a, 1)
-    setting = threading.Thread(target=b.decisions.rotation.set_policy, args=(RUN, RetentionPolicy(last=5), "*"))
+    setting = threading.Thread(target=b.control.rotation.set_policy, args=(RUN, RetentionPolicy(last=5), "*"))
     with a.cluster.locks.locked(changing(RUN)):
         setting.start()
         setting.join(0.3)
@@ -294,7 +294,7 @@ def test_two_nodes_that_apply_a_policy_at_once_remove_the_same(pair: tuple[Node,
     file = run_files.RunFile(policy=RetentionPolicy(last=3))
     run_files.write_run_file(a.tier, RUN, file)
     removed: list[int] = []
-    threads = [threading.Thread(target=lambda n=node: removed.extend(n.decisions.rotation.apply(RUN))) for node in pair]
+    threads = [threading.Thread(target=lambda n=node: removed.extend(n.control.rotation.apply(RUN))) for node in pair]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -305,31 +305,31 @@ def test_two_nodes_that_apply_a_policy_at_once_remove_the_same(pair: tuple[Node,
 def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Node, Node]) -> None:
     """Nothing was ever saved to it, and node b has never seen its ranks: it stays as long as node a has them."""
     a, b = pair
-    a.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    assert not b.decisions.empty_runs.forget(RUN)
+    a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
+    assert not b.control.empty_runs.forget(RUN)
     a.cluster.crews.parted(RUN)
     a.cluster.crews.tell()
-    assert b.decisions.empty_runs.forget(RUN)
+    assert b.control.empty_runs.forget(RUN)
 
 
 def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> None:
     """A save of node a is no save that nobody writes, for node b; once node a is gone it is."""
     a, b = pair
     a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
-    assert b.decisions.writers() == {"a", "b"}
-    assert consistency.check(b.decisions.store, b.catalog, b.decisions.writers()).count == 0
+    assert b.control.writers() == {"a", "b"}
+    assert consistency.check(b.control.store, b.catalog, b.control.writers()).count == 0
     a.cluster.close()
-    found = consistency.check(b.decisions.store, b.catalog, b.decisions.writers())
+    found = consistency.check(b.control.store, b.catalog, b.control.writers())
     assert [item.kind for item in found.items] == ["round-nobody-writes"]
 
 
 def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     """Whether a run is running, ended or lost, whichever node its ranks were connected to."""
     a, b = pair
-    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    a.decisions.became(RUN, attempt, "lost")
-    assert a.decisions.recorded(30)
-    assert b.decisions.lives({})[RUN].life == "lost" == a.decisions.lives({})[RUN].life
+    attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
+    a.control.lives.became(RUN, attempt, "lost")
+    assert a.control.book.recorded(30)
+    assert b.control.lives.by_run({})[RUN].life == "lost" == a.control.lives.by_run({})[RUN].life
 
 
 class Remembering(PosixTier):
@@ -355,12 +355,12 @@ def remembering(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node, Reme
     b = Node(nodes, tmp_path, "b")
     tier = Remembering(tmp_path, node="b")
     tier.hidden = frozenset({naming.checkpoint_path(RUN, 2)})
-    b.decisions = Decisions(tier, b.catalog, None, "b", b.cluster)
-    b.decisions.recover()
-    assert b.decisions.recorded(30)
+    b.control = open_control(tier, b.catalog, None, b.cluster)
+    b.control.recovery.recover()
+    assert b.control.book.recorded(30)
     yield a, b, tier
-    a.decisions.close()
-    b.decisions.close()
+    a.control.close()
+    b.control.close()
 
 
 def test_a_step_that_this_node_does_not_see_yet_stays_listed(remembering: tuple[Node, Node, Remembering]) -> None:
@@ -372,9 +372,9 @@ def test_a_step_that_this_node_does_not_see_yet_stays_listed(remembering: tuple[
 def test_a_launch_waits_for_the_newest_step_until_it_is_seen(remembering: tuple[Node, Node, Remembering]) -> None:
     """A run that moves from node a to node b goes on from where it was, and not from an older step."""
     _, b, tier = remembering
-    attempt = b.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    attempt = b.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     chosen: list[int | None] = []
-    asking = threading.Thread(target=lambda: chosen.append(b.decisions.choose(RUN, attempt, 0, None, ())))
+    asking = threading.Thread(target=lambda: chosen.append(b.control.restores.choose(RUN, attempt, 0, None, ())))
     asking.start()
     asking.join(1.0)
     assert asking.is_alive()
@@ -386,37 +386,37 @@ def test_a_launch_waits_for_the_newest_step_until_it_is_seen(remembering: tuple[
 def test_a_step_that_stays_missing_is_gone(remembering: tuple[Node, Node, Remembering]) -> None:
     """Somebody has removed the directory by hand: after a while the launch restores the step before it."""
     _, b, _ = remembering
-    b.decisions._absences.patience_s = 0.5
-    attempt = b.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    assert b.decisions.choose(RUN, attempt, 0, None, ()) == 1
+    b.control.absences.patience_s = 0.5
+    attempt = b.control.launches.declare(RUN, "launch", 1, None, 0, "session")
+    assert b.control.restores.choose(RUN, attempt, 0, None, ()) == 1
     assert steps(b) == [1]
 
 
 def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     """Nobody saw its ranks go: the node that looks after the root says so, once, when it has missed them twice."""
     a, b = pair
-    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
-    a.decisions.became(RUN, attempt, "running")
+    attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
+    a.control.lives.became(RUN, attempt, "running")
     a.cluster.crews.here = lambda: {RUN: Crew(attempt, 1, 1)}
     a.cluster.crews.tell()
-    assert a.decisions.recorded(30)
+    assert a.control.book.recorded(30)
     for _ in range(2):
         b.care.look()
-        assert b.decisions.lives({})[RUN].life == "running"
+        assert b.control.lives.by_run({})[RUN].life == "running"
     a.cluster.close()
     b.care.look()
-    assert b.decisions.lives({})[RUN].life == "running"
+    assert b.control.lives.by_run({})[RUN].life == "running"
     for _ in range(2):
         b.care.look()
-        assert b.decisions.lives({})[RUN].life == "lost"
-    assert [event.run for event in b.decisions.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
+        assert b.control.lives.by_run({})[RUN].life == "lost"
+    assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 
 
 def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -> None:
     """The database has given its lock away meanwhile: what it had decided is not carried out (I16)."""
     a, b = pair
     committed(a, 1, 2, 3)
-    removed = a.decisions.rotation._discard
+    removed = a.control.rotation._discard
 
     def frozen(*arguments: object) -> dict[int, str]:
         with b.cluster.database.apart() as session:
@@ -424,10 +424,10 @@ def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -
             session.execute(text(others))
         return removed(*arguments)
 
-    a.decisions.rotation._discard = frozen
-    a.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
+    a.control.rotation._discard = frozen
+    a.control.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
     with pytest.raises(CatalogUnavailable):
-        a.decisions.rotation.apply(RUN)
+        a.control.rotation.apply(RUN)
     assert steps(b) == [1, 2, 3]
 
 
@@ -460,11 +460,11 @@ def test_what_several_nodes_have_staged_is_removed_at_one_stroke(
         remove(path)
 
     monkeypatch.setattr(b.tier, "remove_tree", looking)
-    number = b.decisions.begin(RUN, 7, 1, 2)
-    b.decisions.abort(number, RoundAborted("given up"), place)
+    number = b.control.saves.begin(RUN, 7, 1, 2)
+    b.control.saves.abort(number, RoundAborted("given up"), place)
     aside = f"{RUN}/{naming.TRASH}/{staged.rpartition('/')[2]}"
     assert removed[-1] == (aside, []) and a.tier.list(aside) == []
-    b.decisions.abort(number, RoundAborted("heard again"), place)
+    b.control.saves.abort(number, RoundAborted("heard again"), place)
 
 
 def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node]) -> None:
@@ -474,14 +474,14 @@ def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node
     a, b = pair
     for step in (1, 2):
         put_checkpoint(a.tier, a_manifest(RUN, step))
-    assert [node.decisions.committed(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
+    assert [node.control.standing.launch(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
     _replaced_by_another_attempt(b, 2)
-    number = a.decisions.begin(RUN, 3, 2, 2, Intent(turn=1, again=1))  # it has said that it replaces
-    a.decisions.joined(number, RUN, 2, 2, {})
-    assert a.decisions.committed(RUN, 2) == (2, 0)
+    number = a.control.saves.begin(RUN, 3, 2, 2, Intent(turn=1, again=1))  # it has said that it replaces
+    a.control.saves.joined(number, RUN, 2, 2, {})
+    assert a.control.standing.launch(RUN, 2) == (2, 0)
     _replaced_by_another_attempt(b, 1)
-    assert a.decisions.hello(RUN, "a later launch", 1, None) and a.decisions.choose(RUN, 3, 0, 1, ()) == 1
-    assert a.decisions.committed(RUN, 1) == (2, 0)
+    assert a.control.launches.declare(RUN, "a later launch", 1, None) and a.control.restores.choose(RUN, 3, 0, 1, ()) == 1
+    assert a.control.standing.launch(RUN, 1) == (2, 0)
 
 
 def _replaced_by_another_attempt(node: Node, step: int) -> None:
@@ -495,10 +495,10 @@ def test_one_node_at_a_time_repairs_a_checkpoint(pair: tuple[Node, Node]) -> Non
     done = threading.Event()
 
     def repair() -> None:
-        with b.decisions.repairing(RUN, 1):
+        with b.control.repairs.repairing(RUN, 1):
             done.set()
 
-    with a.decisions.repairing(RUN, 1), b.decisions.repairing(RUN, 2):
+    with a.control.repairs.repairing(RUN, 1), b.control.repairs.repairing(RUN, 2):
         other = threading.Thread(target=repair)
         other.start()
         assert not done.wait(0.3)

@@ -82,7 +82,7 @@ def test_all_ranks_of_an_attempt_that_has_saved_are_known_to_the_next_daemon() -
 def test_a_commit_writes_who_speaks_first() -> None:
     """The daemon that comes after it knows both ranks, of which only the first had declared the attempt."""
     with saver_world() as world:
-        assert [world.decisions.hello(RUN, "fixed", 2, None, rank, f"a{rank}") for rank in (0, 1)] == [1, 1]
+        assert [world.control.launches.declare(RUN, "fixed", 2, None, rank, f"a{rank}") for rank in (0, 1)] == [1, 1]
         for rank in [Rank(world, rank, 1, 2, 2) for rank in (0, 1)]:
             rank.save(5)
         wait_until(lambda: world.committed() == [5])
@@ -134,7 +134,7 @@ def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
                 world.saver.join(run_busy.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
                 return attempt
 
-            return run_busy.let_in(world.saver, world.decisions, hello, join, ADMIN)
+            return run_busy.let_in(world.saver, world.control, hello, join, ADMIN)
 
         assert [come(0, "a", "p"), come(1, "b", "q"), come(0, "a", "p")] == [1, 1, 1]
         with pytest.raises(RunBusy):

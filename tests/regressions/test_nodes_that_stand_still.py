@@ -84,18 +84,18 @@ class Pair:
         self.tier = Stopping(root, "a")
         self.a, self.b = Node(nodes, root, "a", tier=self.tier), Node(nodes, root, "b")
         committed(self.b, 1, 2, 3)
-        self.b.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
+        self.b.control.rotation.files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
 
     def still(self, before: str, act: Callable[[], Any]) -> Still:
         self.tier.before = before
         return Still(self.tier, act)
 
     def pin(self, step: int) -> None:
-        self.b.decisions.rotation.mark(RUN, step, lambda file: run_files.pinned(file, step))
+        self.b.control.rotation.mark(RUN, step, lambda file: run_files.pinned(file, step))
 
     @property
     def standing(self) -> list[int]:
-        return self.b.decisions.store.steps(RUN)
+        return self.b.control.store.steps(RUN)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def pair(postgres: Postgres, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     made = Pair(Nodes(url), tmp_path)
     yield made
     for node in (made.a, made.b):
-        node.decisions.close()
+        node.control.close()
     made.nodes.close()
     postgres.give_back(url)
 
@@ -114,11 +114,11 @@ def test_a_checkpoint_that_is_read_elsewhere_is_not_removed_by_a_node_that_stood
     """Node b begins to read step 1 while node a stands still before the rename of its removal: step 1 is there afterwards.
     What is not read goes when a decides again.
     """
-    with pair.still("/trash/", lambda: pair.a.decisions.rotation.apply(RUN)) as still:
-        reading = pair.b.decisions.reading(RUN, pair.standing[0])
+    with pair.still("/trash/", lambda: pair.a.control.rotation.apply(RUN)) as still:
+        reading = pair.b.control.readers.reading(RUN, pair.standing[0])
         reading.__enter__()
     assert isinstance(still.error, CatalogUnavailable) and pair.standing == [1, 2, 3] == steps(pair.b)
-    pair.a.decisions.rotation.apply(RUN)
+    pair.a.control.rotation.apply(RUN)
     assert pair.standing == [1, 3]
     reading.__exit__(None, None, None)
 
@@ -128,10 +128,10 @@ def test_a_link_that_was_made_meanwhile_holds(pair: Pair, tmp_path: Path) -> Non
     links = tmp_path / "links"
     links.mkdir()
     (links / "one").symlink_to(tmp_path / naming.checkpoint_path(RUN, 1))
-    with pair.still("/trash/", lambda: pair.a.decisions.rotation.apply(RUN)):
-        pair.b.decisions.rotation.watch_links(RUN, str(links))
+    with pair.still("/trash/", lambda: pair.a.control.rotation.apply(RUN)):
+        pair.b.control.rotation.watch_links(RUN, str(links))
     assert 1 in pair.standing
-    pair.a.decisions.rotation.apply(RUN)
+    pair.a.control.rotation.apply(RUN)
     assert pair.standing == [1, 3]
 
 
@@ -139,8 +139,8 @@ def test_what_replaced_a_checkpoint_meanwhile_is_not_removed_in_its_place(pair: 
     """Node b saves step 1 again while node a stands still in the removal of the old one: the new one stands."""
     staged = naming.staging_path(RUN, 1, 2)
     pair.b.tier.put(f"{staged}/new", b"new")
-    still = pair.still("/trash/", lambda: pair.a.decisions.rotation.remove(RUN, 1))
-    with still, pair.b.decisions.rotation.replacing(RUN, 1):
+    still = pair.still("/trash/", lambda: pair.a.control.rotation.remove(RUN, 1))
+    with still, pair.b.control.rotation.replacing(RUN, 1):
         pair.b.tier.exchange(staged, naming.checkpoint_path(RUN, 1))
     assert isinstance(still.error, CatalogUnavailable)
     assert pair.b.tier.read(f"{naming.checkpoint_path(RUN, 1)}/new") == b"new"
@@ -148,7 +148,7 @@ def test_what_replaced_a_checkpoint_meanwhile_is_not_removed_in_its_place(pair: 
 
 def test_a_pin_waits_for_no_node_whose_lease_has_ended(pair: Pair) -> None:
     """Its lock is taken from it, and what it had decided is not carried out."""
-    with pair.still("/trash/", lambda: pair.a.decisions.rotation.apply(RUN)):
+    with pair.still("/trash/", lambda: pair.a.control.rotation.apply(RUN)):
         pair.nodes.lapse(pair.a.cluster)
         pair.pin(2)
         pair.pin(1)
@@ -157,7 +157,7 @@ def test_a_pin_waits_for_no_node_whose_lease_has_ended(pair: Pair) -> None:
 
 def test_a_member_that_takes_long_is_named_and_goes_on(pair: Pair) -> None:
     """A pin is refused with the node that is deciding, which then removes what it has decided."""
-    with pair.still("/trash/", lambda: pair.a.decisions.rotation.apply(RUN)) as still:
+    with pair.still("/trash/", lambda: pair.a.control.rotation.apply(RUN)) as still:
         with pytest.raises(CatalogUnavailable, match="daemon of node a") as refused:
             pair.pin(1)
         assert "stopped" in str(refused.value.hint)
@@ -166,11 +166,11 @@ def test_a_member_that_takes_long_is_named_and_goes_on(pair: Pair) -> None:
 
 def test_a_run_is_not_deleted_by_a_node_that_stood_still(pair: Pair) -> None:
     """A pin set meanwhile holds: the run is where it was, whole, with nothing left that says it was deleted."""
-    with pair.still(naming.RUN_TRASH, lambda: pair.a.decisions.trash.delete(RUN)) as still:
+    with pair.still(naming.RUN_TRASH, lambda: pair.a.control.trash.delete(RUN)) as still:
         pair.nodes.lapse(pair.a.cluster)
         pair.pin(2)
     assert isinstance(still.error, CatalogUnavailable)
-    assert pair.standing == [1, 2, 3] == steps(pair.b) and pair.b.decisions.trash.entries() == []
+    assert pair.standing == [1, 2, 3] == steps(pair.b) and pair.b.control.trash.entries() == []
     assert naming.DELETED_FILE not in pair.b.tier.list(RUN)
     assert run_files.read_run_file(pair.b.tier, RUN).pins == (2,)
 
@@ -180,7 +180,7 @@ def test_a_change_of_marks_by_a_node_that_stood_still_loses_no_other(pair: Pair)
     reading, goes_on = threading.Event(), threading.Event()
 
     def pinned(file: run_files.RunFile) -> run_files.RunFile:
-        if threading.current_thread().name == "still" and pair.a.decisions.rotation.files.changing.locked():
+        if threading.current_thread().name == "still" and pair.a.control.rotation.files.changing.locked():
             reading.set()
             assert goes_on.wait(LIMIT_S)
         return run_files.pinned(file, 3)
@@ -189,7 +189,7 @@ def test_a_change_of_marks_by_a_node_that_stood_still_loses_no_other(pair: Pair)
 
     def change() -> None:
         try:
-            pair.a.decisions.rotation.files.change(RUN, pinned)
+            pair.a.control.rotation.files.change(RUN, pinned)
         except CatalogUnavailable as lost:
             errors.append(lost)
 

@@ -19,7 +19,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import OwnerRow
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixStore
 from holdfast_service.storage.posix import PosixTier
 from tests.control.published import a_manifest, put_checkpoint
@@ -86,16 +86,15 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
     with closing(Catalog.open(url)) as catalog:
         ownership.adopt(catalog, ownership.Root("first", tmp_path / "first", "node"), NOW)
         tier = PosixTier(tmp_path / "second")
-        decisions = Decisions(tier, catalog, None)
+        me = ownership.Root("second", tmp_path / "second", "node")
+        control = open_control(tier, catalog, claim=lambda: ownership.claim(PosixStore(tier), catalog, me, NOW))
         try:
-            me = ownership.Root("second", tmp_path / "second", "node")
-            decisions.claim = lambda: ownership.claim(PosixStore(tier), catalog, me, NOW)
-            decisions.recover()
-            assert decisions.hello("mine", "launch", 1, None) == 1, "training goes on without it"
-            assert decisions.book.said is not None and "belongs to another root" in decisions.book.said
+            control.recovery.recover()
+            assert control.launches.declare("mine", "launch", 1, None) == 1, "training goes on without it"
+            assert control.book.said is not None and "belongs to another root" in control.book.said
             assert catalog.known_runs() == {}
         finally:
-            decisions.close()
+            control.close()
 
 
 def test_a_root_that_was_moved_by_copying_is_given_the_catalog_on_purpose(tmp_path: Path) -> None:

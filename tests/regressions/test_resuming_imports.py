@@ -19,7 +19,7 @@ from holdfast import Checkpointer
 from holdfast.state.named import Named
 from holdfast_formats.errors import StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.imports import Importer, WantedImport
@@ -44,10 +44,10 @@ def bring(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     """Import a directory as a step of a run of the daemon's root."""
     tier = PosixTier(daemon.root)
     catalog = Catalog.open(sqlite_url(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
-    decisions = Decisions(tier, catalog, None)
-    importer = Importer(tier, decisions)
+    control = open_control(tier, catalog, None)
+    importer = Importer(tier, control)
     yield lambda source, run, step: importer.bring(PosixTier(source), WantedImport(run, step, ImportOptions()), Quiet())
-    decisions.close()
+    control.close()
     catalog.close()
 
 

@@ -50,12 +50,12 @@ class Place(NamedTuple):
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": rank_id, "keep_last": 2}
         self.ranks.hello(rank_id, bodies.RankHello(**about))
         self.ranks.leave(rank_id)
-        RunLives(self.world.saver, self.world.decisions).look()
+        RunLives(self.world.saver, self.world.control).look()
 
     def sweep_later(self) -> list[str]:
         """What is swept when the hours have passed, and who is here now is still here."""
-        RunLives(self.world.saver, self.world.decisions).look()
-        empty = self.world.decisions.empty_runs
+        RunLives(self.world.saver, self.world.control).look()
+        empty = self.world.control.empty_runs
         empty._clock = empty_runs.time.monotonic
         empty._missed.clear()
         assert self.sweeper.look() == []
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
     @property
     def known(self) -> set[str]:
-        return set(self.world.decisions.attempts.known())
+        return set(self.world.control.attempts.known())
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def plan() -> Plan:
 @pytest.fixture
 def place(tier: Tier, plan: Plan) -> Iterator[Place]:
     world = SaverWorld(FaultyTier(tier, plan))
-    world.decisions.recover()
-    ranks = RemoteRanks(world.arena, world.saver, world.decisions)
-    sweeper = Sweeper(world.decisions.empty_runs, world.saver, world.arena, NEVER_S)
+    world.control.recovery.recover()
+    ranks = RemoteRanks(world.arena, world.saver, world.control)
+    sweeper = Sweeper(world.control.empty_runs, world.saver, world.arena, NEVER_S)
     yield Place(world, ranks, sweeper)
     sweeper.close()
     ranks.close()
@@ -127,19 +127,19 @@ def test_what_nobody_saved_to_is_swept_after_hours(place: Place, tier: Tier, tmp
     assert place.known == set() and roots.runs(tier) == [] and "gone" not in os.listdir(tmp_path / "root")
     with pytest.raises(NoSuchRun):
         place.world.catalog.run("gone")
-    (event,) = place.world.decisions.events.after(0, 10, "gone", "run-swept")
+    (event,) = place.world.control.events.after(0, 10, "gone", "run-swept")
     assert event.detail == {"attempt": 1}
     place.visit("gone")
-    assert place.world.decisions.attempts.newest("gone") == 1, "it is made anew"
-    assert place.world.catalog.run("gone").attempt == 1 and place.world.decisions.attempts.known()["gone"].life == "ended"
+    assert place.world.control.attempts.newest("gone") == 1, "it is made anew"
+    assert place.world.catalog.run("gone").attempt == 1 and place.world.control.attempts.known()["gone"].life == "ended"
 
 
 def keep(place: Place, why: str, run: Path) -> None:
     """Make the run one that is to be kept."""
     if why == "policy":
-        place.world.decisions.rotation.set_policy(run.name, RetentionPolicy(last=3), "*")
+        place.world.control.rotation.set_policy(run.name, RetentionPolicy(last=3), "*")
     elif why == "pin":
-        place.world.decisions._files.change(run.name, lambda file: file.model_copy(update={"pins": (1,)}))
+        place.world.control.files.change(run.name, lambda file: file.model_copy(update={"pins": (1,)}))
     elif why == "checkpoint":
         (run / "checkpoints/step-0000000000001").mkdir(parents=True)
     elif why == "foreign-file":
@@ -171,13 +171,13 @@ def test_what_somebody_may_want_is_never_swept(place: Place, tmp_path: Path) -> 
         place.visit(why)
         keep(place, why, root / why)
     place.visit("bare")
-    assert place.world.decisions.recorded(10)
+    assert place.world.control.book.recorded(10)
     before = {path: path.lstat().st_mtime_ns for why in WHYS for path in (root / why).rglob("*")}
-    known = {run: declared.launches for run, declared in place.world.decisions.attempts.known().items() if run != "bare"}
+    known = {run: declared.launches for run, declared in place.world.control.attempts.known().items() if run != "bare"}
     listed = {run: made for run, made in place.world.catalog.declared().items() if run != "bare"}
     assert place.sweep_later() == ["bare"]
     assert {path: path.lstat().st_mtime_ns for why in WHYS for path in (root / why).rglob("*")} == before
-    assert {run: declared.launches for run, declared in place.world.decisions.attempts.known().items()} == known
+    assert {run: declared.launches for run, declared in place.world.control.attempts.known().items()} == known
     assert place.world.catalog.declared() == listed
 
 
@@ -185,13 +185,13 @@ def test_what_once_had_checkpoints_keeps_its_attempts(place: Place) -> None:
     """A run whose checkpoints were all removed, or whose directory is away, has its numbers still."""
     (rank,) = place.world.launch(1)
     rank.save(1)
-    assert rank.wait(1).state == "committed" and place.world.decisions.recorded(10)
+    assert rank.wait(1).state == "committed" and place.world.control.book.recorded(10)
     rank.leave()
     place.world.tier.remove_tree("run")
     run = rank.who.run
     place.world.tier.remove_tree(run)
-    RunLives(place.world.saver, place.world.decisions).look()
-    assert place.sweep_later() == [] and place.world.decisions.attempts.newest(run) == 1
+    RunLives(place.world.saver, place.world.control).look()
+    assert place.sweep_later() == [] and place.world.control.attempts.newest(run) == 1
 
 
 def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> None:
@@ -218,8 +218,8 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
             return found
 
     threads: list[threading.Thread] = []
-    decisions = place.world.decisions
-    parts = (place.world.tier, place.world.catalog, decisions.attempts, decisions._files, decisions.events)
+    control = place.world.control
+    parts = (place.world.tier, place.world.catalog, control.attempts, control.files, control.events)
     empty = Interrupted(*parts, kept_s=-60)
     sweeper = Sweeper(empty, place.world.saver, place.world.arena, NEVER_S)
     for moment, attempt in (("forget", 2), ("forgotten", 2), ("sweep", 1)):
@@ -229,7 +229,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
         assert sweeper.look() == ([run] if moment == "sweep" else [])
         for thread in threads:
             thread.join()
-        assert decisions.attempts.newest(run) == attempt and decisions.recorded(10)
+        assert control.attempts.newest(run) == attempt and control.book.recorded(10)
         assert place.world.catalog.run(run).attempt == attempt
         assert place.world.saver.runs >= {run}
     sweeper.close()
@@ -237,7 +237,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
 
 def test_a_fault_at_every_act_of_a_sweep(place: Place, plan: Plan) -> None:
     """Whatever fails, the run is known or gone as a whole afterwards: a hello works, and a later sweep does the rest."""
-    place.world.decisions.empty_runs._kept_s = 0.0
+    place.world.control.empty_runs._kept_s = 0.0
     for kind in ACTS:
         for number in count(1):
             run = f"{kind.replace('_', '-')}-{number}"
@@ -247,11 +247,11 @@ def test_a_fault_at_every_act_of_a_sweep(place: Place, plan: Plan) -> None:
                 place.sweeper.look()
             plan.fail_at = 0
             failed = plan.failed
-            attempt = place.world.decisions.attempts.newest(run)
+            attempt = place.world.control.attempts.newest(run)
             listed = place.world.catalog.declared()
-            assert all(made.attempt <= place.world.decisions.attempts.newest(name) for name, made in listed.items())
+            assert all(made.attempt <= place.world.control.attempts.newest(name) for name, made in listed.items())
             place.visit(run)
-            assert place.world.decisions.attempts.newest(run) == attempt + 1
+            assert place.world.control.attempts.newest(run) == attempt + 1
             assert run in place.sweeper.look() and run not in place.known
             if not failed:
                 break

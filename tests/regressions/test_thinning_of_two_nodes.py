@@ -38,12 +38,12 @@ class Pair:
         for step in STEPS:
             mark_verified(self.a.catalog, RUN, step)
         policy = RetentionPolicy(optim="int8", optim_full=1, keep_full=2)
-        self.a.decisions.rotation.set_policy(RUN, policy, "*")
-        assert self.a.decisions.rotation.settle()
+        self.a.control.rotation.set_policy(RUN, policy, "*")
+        assert self.a.control.rotation.settle()
 
     def thinner(self, node: Node, book: Any = None) -> Thinner:
-        decisions = node.decisions
-        return Thinner(node.tier, decisions.store, book or decisions.thinning, node=decisions.node_of_many)
+        control = node.control
+        return Thinner(node.tier, control.store, book or control.thinning, node=control.node_of_many)
 
     def forms(self) -> list[str]:
         """What stands there, every byte proven, and the catalog with both nodes says the same."""
@@ -55,7 +55,7 @@ class Pair:
                 weights = reader.read("model", "embed.weight")
             assert np.array_equal(weights.view(np.uint16), trained_arrays()["model"]["embed.weight"].view(np.uint16))
             for node in (self.a, self.b):
-                assert node.decisions.recorded(30)
+                assert node.control.book.recorded(30)
                 listed = node.catalog.checkpoint(RUN, step)
                 assert (listed.thinned is None, listed.compacted is None) == (made.thinned is None, made.compacted is None)
             found.append("thin" if made.thinned else "compact" if made.compacted else "whole")
@@ -67,7 +67,7 @@ def pair(nodes: Nodes, tmp_path: Path) -> Iterator[Pair]:
     made = Pair(nodes, tmp_path)
     yield made
     for node in (made.a, made.b):
-        node.decisions.close()
+        node.control.close()
 
 
 def test_one_node_does_it(pair: Pair) -> None:
@@ -81,7 +81,7 @@ def test_one_node_does_it(pair: Pair) -> None:
 @pytest.mark.parametrize("how", ["is gone", "leaves"])
 def test_another_node_takes_over_in_the_middle(pair: Pair, how: str) -> None:
     """A node that is fenced off with all of it staged publishes nothing; the other begins anew, in a place of its own."""
-    thinning = pair.a.decisions.thinning
+    thinning = pair.a.control.thinning
     places: list[str] = []
 
     class Late:
@@ -106,9 +106,9 @@ def test_another_node_takes_over_in_the_middle(pair: Pair, how: str) -> None:
 
 def test_what_another_node_reads_stays_as_it_is(pair: Pair) -> None:
     """Until it has been read."""
-    with pair.b.decisions.reading(RUN, 5), pair.b.decisions.reading(RUN, 10):
+    with pair.b.control.readers.reading(RUN, 5), pair.b.control.readers.reading(RUN, 10):
         assert pair.thinner(pair.a).look(RUN) == []
-    pair.b.cluster.holds.renew()
+    pair.b.cluster.holds.renew(pair.b.control.readers.places())
     assert pair.thinner(pair.a).look(RUN) == [5, 10]
 
 
@@ -120,12 +120,12 @@ def test_a_node_that_stands_still_while_it_thins_puts_back_what_it_took(
     the whole one stands there afterwards.
     """
     monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", WAITS_S)
-    reading = pair.b.decisions.reading(RUN, 5)
+    reading = pair.b.control.readers.reading(RUN, 5)
     pair.tier.before = naming.checkpoint_path(RUN, 5)
     with Still(pair.tier, lambda: pair.thinner(pair.a).look(RUN)) as still:
         if wants == "pins":
             pair.nodes.lapse(pair.a.cluster)
-            pair.b.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+            pair.b.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
         else:
             reading.__enter__()
     assert isinstance(still.error, CatalogUnavailable) and pair.forms() == ["whole"] * 3

@@ -74,7 +74,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 @pytest.fixture
 def transfers(world: CopiesWorld) -> Transfers:
-    return Transfers(world.tier, world.decisions, world.repairer)
+    return Transfers(world.tier, world.control, world.repairer)
 
 
 def converted(source: Path, target: Path, terms: ExportTerms, **options: bool) -> dict[str, Any]:

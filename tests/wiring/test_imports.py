@@ -58,7 +58,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 @pytest.fixture
 def importer(world: CopiesWorld) -> Importer:
-    return Importer(world.tier, world.decisions)
+    return Importer(world.tier, world.control)
 
 
 def staged(world: CopiesWorld, run: str = "mine") -> list[str]:
@@ -270,14 +270,14 @@ def test_what_a_closing_service_leaves_is_gone_on_from(
     for _ in range(2):
         spared = wanted_places(world.catalog.database, world.tier)
         assert [place.path for place in spared] == [f"mine/{naming.STAGING}/{left}"]
-        assert not world.decisions.store.sweep(spared)
+        assert not world.control.store.sweep(spared)
     importer.bring(own, WantedImport("mine", 40, again=True), Quiet())
     assert world.tier.stamp(f"{naming.checkpoint_path('mine', 40)}/model.safetensors") == kept
     with pytest.raises(Interrupted):
         importer.bring(own, WantedImport("mine", 41), Stopping(2, Interrupted))
     jobs.cancel(job.id)
     assert wanted_places(world.catalog.database, world.tier) == []
-    world.decisions.recover()
+    world.control.recovery.recover()
     assert not staged(world)
 
 
@@ -309,8 +309,8 @@ def test_nothing_of_a_job_is_swept_while_nobody_knows_the_jobs(world: CopiesWorl
     for path in (place.path, naming.progress_path(place.path), naming.staging_path("mine", 3, 1)):
         world.tier.put(f"{path}/file", b"x")
     away: Any = AwayCatalog()
-    assert world.decisions.store.sweep(wanted_places(away, world.tier)) == [naming.staging_path("mine", 3, 1)]
-    assert len(world.decisions.store.sweep(wanted_places(world.catalog.database, world.tier))) == 2
+    assert world.control.store.sweep(wanted_places(away, world.tier)) == [naming.staging_path("mine", 3, 1)]
+    assert len(world.control.store.sweep(wanted_places(world.catalog.database, world.tier))) == 2
 
 
 def test_a_place_of_staging_is_that_of_the_job(world: CopiesWorld) -> None:

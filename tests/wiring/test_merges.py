@@ -85,9 +85,9 @@ class MergeWorld:
     """A root with runs `base`, `one` and `two`, of a step each, and directories to merge from."""
 
     def __init__(self, world: CopiesWorld, place: Path) -> None:
-        self.root, self.tier, self.decisions, self.place = world.root, world.tier, world.decisions, place
-        self.importer = Importer(world.tier, world.decisions)
-        self.merger = Merger(world.tier, world.decisions, self.importer)
+        self.root, self.tier, self.control, self.place = world.root, world.tier, world.control, place
+        self.importer = Importer(world.tier, world.control)
+        self.merger = Merger(world.tier, world.control, self.importer)
         for name, arrays in MODELS.items():
             self.add(name, arrays)
 
@@ -407,7 +407,7 @@ def test_damage_is_not_merged(world: MergeWorld) -> None:
 
 def test_jobs_are_refused_before_they_wait(world: MergeWorld, tmp_path: Path) -> None:
     """What must fail fails at once; models in directories are below the export root only."""
-    transfers = Transfers(world.tier, world.decisions, None, world.place)  # type: ignore[arg-type]
+    transfers = Transfers(world.tier, world.control, None, world.place)  # type: ignore[arg-type]
 
     def request(recipe: Any, step: int = 1, **arguments: Any) -> JobRequest:
         return JobRequest(kind="merge", run="merged", step=step, arguments={"recipe": recipe, **arguments})

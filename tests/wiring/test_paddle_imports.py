@@ -28,7 +28,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 def _imported(world: CopiesWorld, name: str) -> Path:
     source = PosixTier(written.GOLDEN / name / "checkpoint-2")
-    Importer(world.tier, world.decisions).bring(source, WantedImport("mine", 2, ImportOptions()), Quiet())
+    Importer(world.tier, world.control).bring(source, WantedImport("mine", 2, ImportOptions()), Quiet())
     verify(world.tier, naming.checkpoint_path("mine", 2))
     return world.root / naming.checkpoint_path("mine", 2)
 

@@ -30,6 +30,7 @@ from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring.progress import Quiet
@@ -56,7 +57,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 @pytest.fixture
 def transfers(world: CopiesWorld, tmp_path: Path) -> Transfers:
     (tmp_path / "place").mkdir()
-    return Transfers(world.tier, world.decisions, world.repairer, tmp_path / "place")
+    return Transfers(world.tier, world.control, world.repairer, tmp_path / "place")
 
 
 def job(kind: str, step: int | None = 5, run: str = RUN, **arguments: object) -> Job:
@@ -133,12 +134,14 @@ def test_a_checkpoint_goes_out_and_comes_back(world: CopiesWorld, transfers: Tra
     made = verify(world.tier, naming.checkpoint_path("other", 8))
     assert (made.run, made.step, made.tensors) == ("other", 8, world.built[RUN, 5].manifest.tensors)
     assert json.loads(world.tier.read(f"{naming.checkpoint_path('other', 8)}/state.json"))["step"] == 8
-    world.decisions.rotation.remove(RUN, 5, newest=True)
+    world.control.rotation.remove(RUN, 5, newest=True)
     transfers.import_job(job("import", 5, **{"from": "out/five"}), Quiet())
     assert contents(out) == contents(world.path())
 
 
-def test_a_copy_is_read_back_before_it_is_one(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+def test_a_copy_is_read_back_before_it_is_one(
+    world: CopiesWorld, transfers: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes that the disk did not keep are found before anybody sees a checkpoint, and two nodes never share a directory."""
     transfers.export_job(job("export", to="five"), Quiet())
     size = world.built[RUN, 5].manifest.bytes
@@ -154,10 +157,9 @@ def test_a_copy_is_read_back_before_it_is_one(world: CopiesWorld, transfers: Tra
                 flip(file, file.stat().st_size - 1)
 
     for node in ("one", "two"):
-        world.decisions._node, world.decisions._cluster = node, object()  # type: ignore[assignment]
+        monkeypatch.setattr(Control, "node_of_many", node)
         with pytest.raises(CorruptExtent):
             transfers.import_job(job("import", 8, "other", **{"from": "five"}), Flipping())
-        world.decisions._cluster = None
     assert len(places) == 2
     assert not world.tier.list(naming.checkpoint_path("other", 8)) and not world.tier.list(f"other/{naming.STAGING}")
 
@@ -174,7 +176,7 @@ def test_an_import_is_on_the_line_that_lives(world: CopiesWorld, transfers: Tran
         transfers.import_job(job("import", step, "r", **{"from": source.name}), Quiet())
         made = world.catalog.checkpoint("r", step)
         assert not made.abandoned and [Rewind(*rewind) for rewind in made.rewinds] == rewinds
-    assert world.decisions.standing.left("r") == set() and world.catalog.newest("r") == 10
+    assert world.control.standing.left("r") == set() and world.catalog.newest("r") == 10
 
 
 def test_the_model_alone(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path:
     source = hugging_face(tmp_path / "place" / "hf", sharded=False)
     wanted = job("import", 9, **{"from": source.name})
     training = {wanted.run}
-    transfers = Transfers(world.tier, world.decisions, world.repairer, tmp_path / "place", training.__contains__)
+    transfers = Transfers(world.tier, world.control, world.repairer, tmp_path / "place", training.__contains__)
     for act in (
         lambda: transfers.check(JobRequest(kind="import", run=wanted.run, step=9, arguments={"from": source.name})),
         lambda: transfers.import_job(wanted, Quiet()),
@@ -284,7 +286,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path:
 
 def test_without_a_place_nothing_is_reached(world: CopiesWorld) -> None:
     """A service that was not given one refuses."""
-    nowhere = Transfers(world.tier, world.decisions, world.repairer)
+    nowhere = Transfers(world.tier, world.control, world.repairer)
     for work in (
         lambda: nowhere.export_job(job("export", to="x"), Quiet()),
         lambda: nowhere.import_job(job("import", 9, **{"from": "x"}), Quiet()),
@@ -402,13 +404,13 @@ def test_an_import_whose_quota_is_used_up_meanwhile(
 def test_an_import_fences_nobody_off(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
     """An attempt number from elsewhere never gets above those of the run (I6); in a run of nobody's it stays."""
     build(tmp_path / "place" / "far", run="elsewhere", step=3)
-    attempt = world.decisions.hello("live", "launch", 1, None)
+    attempt = world.control.launches.declare("live", "launch", 1, None)
     world.catalog.declare_attempt("elsewhere", "x", 1, "now")
     assert attempt == 1
     transfers.import_job(job("import", 4, "fresh", **{"from": "far"}), Quiet())
     assert world.catalog.newest_attempt("fresh") == 1
     transfers.import_job(job("import", 4, "live", **{"from": "far"}), Quiet())
-    assert world.decisions.begin("live", 5, attempt, 1)
+    assert world.control.saves.begin("live", 5, attempt, 1)
 
 
 @pytest.mark.parametrize(

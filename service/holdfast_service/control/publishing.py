@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, NoSuchResource, NotFound, RoundAborted
-from holdfast_formats.lineage import Lineage
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_formats.staging.plan import WritePlan
-from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.book import Book
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.checkpoints import commit, replicas, roots
 from holdfast_service.control.checkpoints.commit import About
-from holdfast_service.control.checkpoints.roots import Absences
-from holdfast_service.control.launches.choosing import stands
-from holdfast_service.control.launches.standing import Standing
-from holdfast_service.control.retention.rotation import Rotation
-from holdfast_service.storage import Store
+from holdfast_service.control.launches.choosing import RestoreSelector
+from holdfast_service.control.parts import CheckpointParts
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +26,10 @@ AGAIN_S = 0.2
 class Publishing:
     """Publishes what was written, as the lines of training have it now. Thread-safe."""
 
-    def __init__(
-        self,
-        store: Store,
-        catalog: Catalog,
-        attempts: Attempts,
-        book: Book,
-        standing: Standing,
-        rotation: Rotation,
-    ) -> None:
-        self._store, self._catalog, self._attempts = store, catalog, attempts
-        self._book, self._standing, self._rotation = book, standing, rotation
-        self.let_go: Callable[[str, int], None] = lambda run, attempt: None  # what ranks of an attempt had restored
-        # Of a root that several nodes serve.
-        self.absences: Absences | None = None
-        self.settle: Callable[[int, Lineage], Lineage] = lambda round_id, lineage: lineage
+    def __init__(self, parts: CheckpointParts, restores: RestoreSelector) -> None:
+        self._store, self._catalog, self._attempts = parts.store, parts.catalog, parts.attempts
+        self._book, self._standing, self._rotation = parts.book, parts.standing, parts.rotation
+        self._absences, self._cluster, self._restores = parts.absences, parts.cluster, restores
 
     def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Make it a checkpoint, or find that another node has. Where the storage knows better than the names that this node
@@ -57,7 +38,7 @@ class Publishing:
         try:
             return self._publish_as_seen(plan, staged)
         except (AlreadyCommitted, NoSuchResource, RoundAborted) as error:
-            if self.absences is None or not self._appears(plan.run, plan.step, self.absences.patience_s):
+            if self._cluster is None or not self._appears(plan.run, plan.step, self._absences.patience_s):
                 raise
             log.info("%s@%s can be seen now, and is looked at again: %s", plan.run, plan.step, error.detail)
             return self._publish_as_seen(plan, staged)
@@ -65,7 +46,7 @@ class Publishing:
     def _appears(self, run: str, step: int, wait_s: float) -> bool:
         """Whether a checkpoint of this step stands, perhaps one that another node has published a moment ago."""
         limit = time.monotonic() + wait_s
-        while not (stands(self._store.files, run, step) and step in self._store.steps(run)):
+        while not (roots.stands(self._store.files, run, step) and step in self._store.steps(run)):
             if time.monotonic() >= limit:
                 return False
             time.sleep(AGAIN_S)
@@ -80,15 +61,15 @@ class Publishing:
             if there is not None:
                 return there
         lineage, over = self._standing.place(plan.run, plan.step, plan.attempt, plan.intent)
-        if staged is not None:
-            lineage = self.settle(staged.place.round_id, lineage)
+        if staged is not None and self._cluster is not None:
+            lineage = self._cluster.rendezvous.settle(staged.place.round_id, lineage)
         about = About(lineage, over)
         if not over:
             return self._make_visible(plan, about, staged)
-        self.let_go(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
+        self._restores.parted(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
         try:
             with self._rotation.replacing(plan.run, plan.step):
-                if not stands(self._store.files, plan.run, plan.step):  # retention let it go in this very moment
+                if not roots.stands(self._store.files, plan.run, plan.step):  # retention let it go in this very moment
                     about = About(lineage)
                 return self._make_visible(plan, about, staged)
         finally:

@@ -38,7 +38,7 @@ def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = N
 class RootCare:
     """What one node of a cluster does for all, as long as that is its duty. For one thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         tier: Tier,
         store: Store,
@@ -46,11 +46,12 @@ class RootCare:
         cluster: Cluster,
         events: Events,
         due: Callable[[str], None],
+        absences: roots.Absences,
     ) -> None:
         """`due` has a run's policy applied soon."""
         self._tier, self._store, self._catalog = tier, store, catalog
         self._cluster, self._events, self._due = cluster, events, due
-        self.absences = roots.Absences()
+        self._absences = absences
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
@@ -80,7 +81,7 @@ class RootCare:
         """
         disagreed = {run for run in found if not roots.agrees(self._store, self._catalog, run)}
         if disagreed & self._disagreed:
-            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self.absences):
+            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self._absences):
                 log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self._disagreed = disagreed
 

@@ -56,6 +56,11 @@ class RootWatch:
         self._suspect: Suspect = findings.damaged
         self._check_soon: CheckSoon = lambda places: None
         self._soon: set[str] = set()  # runs in which something is missing
+        found = rotation.proofs.discoveries
+        found.missing.subscribe(self.missing)
+        found.damaged.subscribe(self.damaged)
+        found.changed.subscribe(self.changed)
+        found.put_back.subscribe(self.put_back)
         self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None

@@ -20,7 +20,7 @@ from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
@@ -47,7 +47,7 @@ class DataPlane(NamedTuple):
 
     arena: Arena
     saver: Saver
-    decisions: Decisions
+    control: Control
     adoption: Adoption
     averages: Averages
     peers: PeerMemory | None = None  # what other nodes hold
@@ -218,9 +218,9 @@ class Conversation:
 
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in(plane.saver, plane.decisions, request, join, self._asker).attempt,
+            attempt=let_in(plane.saver, plane.control, request, join, self._asker).attempt,
             **self._serving._asdict(),
-            notices=plane.decisions.denied(request.run, request.keep_last, self._asker.owner),
+            notices=plane.control.wishes.denied(request.run, request.keep_last, self._asker.owner),
         )
 
     def _reserve(self, request: wire.Reserve) -> None:
@@ -347,7 +347,7 @@ class Conversation:
                 os.close(fd)
 
     def _watch_links(self, request: wire.WatchLinks) -> wire.Reply:
-        self._plane.decisions.watch_links(self._known().run, request.directory)
+        self._plane.control.rotation.watch_links(self._known().run, request.directory)
         return wire.Done(reply_to=request.id)
 
     def _stopping(self, request: wire.Stopping) -> wire.Reply:

@@ -24,7 +24,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.messages import Answer
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
 from holdfast_service.daemon.saving.rounds import Participant
@@ -56,11 +56,11 @@ class RemoteRanks:
         self,
         arena: Arena,
         saver: Saver,
-        decisions: Decisions,
+        control: Control,
         silence_max_s: float = SILENCE_MAX_S,
         root_id: str = "",
     ) -> None:
-        self._arena, self._saver, self._decisions = arena, saver, decisions
+        self._arena, self._saver, self._control = arena, saver, control
         self.root_id = root_id
         self.restores = self._saver.restores
         self.silence_max_s = silence_max_s
@@ -77,7 +77,7 @@ class RemoteRanks:
             return len(self._ranks)
 
     def notices(self, hello: bodies.RankHello, owner: bool) -> tuple[str, ...]:
-        return self._decisions.denied(hello.run, hello.keep_last, owner)
+        return self._control.wishes.denied(hello.run, hello.keep_last, owner)
 
     @property
     def closing(self) -> bool:
@@ -96,7 +96,7 @@ class RemoteRanks:
         def join(attempt: int) -> RemoteRank:
             return self._joined(rank_id, RemoteRank(self._arena, self._saver, hello, attempt, asker.tenant))
 
-        return let_in(self._saver, self._decisions, hello, join, asker)
+        return let_in(self._saver, self._control, hello, join, asker)
 
     def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
         hello = made.hello

@@ -23,9 +23,9 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, Invali
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.findings.checks import Fence
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
@@ -86,7 +86,7 @@ class Scrub:
     def __init__(
         self,
         checker: Checker,
-        decisions: Decisions,
+        control: Control,
         saver: Saver,
         plan: ScrubPlan,
         claims: CheckClaims | None = None,
@@ -95,7 +95,7 @@ class Scrub:
         self._claims = claims
         self._unchecked: set[CheckpointId] = set()  # at the last look
         self._stale: set[CheckpointId] = set()  # and at the look before
-        self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
+        self._checker, self._control, self._saver, self._plan = checker, control, saver, plan
         self._closing, self._wake = threading.Event(), threading.Event()
         self._found: deque[tuple[str, int]] = deque()
         self._not_before: dict[CheckpointId, float] = {}  # time.monotonic(), of what could not be read
@@ -120,7 +120,7 @@ class Scrub:
 
         Exceptions of `progress` end it, and are raised again.
         """
-        places = [place for place in self._decisions.findings.due(utc_now()) if run in (None, place[0])]
+        places = [place for place in self._control.findings.due(utc_now()) if run in (None, place[0])]
         with _stopping():
             return self._pass(places, self.heed(progress, paced=True))
 
@@ -162,7 +162,7 @@ class Scrub:
             self._check(*self._found[0], unpaced)
             self._found.popleft()
         if self._claims is not None:
-            unchecked = set(self._decisions.findings.unchecked())
+            unchecked = set(self._control.findings.unchecked())
             self._stale, self._unchecked = unchecked & self._unchecked, unchecked
             self._share(self._claims, self._left_unchecked, unpaced)
         if self._rate is None or self._plan.every_s is None:
@@ -174,16 +174,16 @@ class Scrub:
 
     def _due(self) -> list[CheckpointId]:
         """Checkpoints not verified for long, without recent commits, which their nodes check."""
-        due = self._decisions.findings.due(moments.later(utc_now(), -(self._plan.every_s or 0.0)))
+        due = self._control.findings.due(moments.later(utc_now(), -(self._plan.every_s or 0.0)))
         return self._free([place for place in due if place not in self._unchecked - self._stale])
 
     def _left_unchecked(self) -> list[CheckpointId]:
         """Checkpoints never checked, now and at the last look: their committing node may be gone."""
-        return self._free([place for place in self._decisions.findings.unchecked() if place in self._stale])
+        return self._free([place for place in self._control.findings.unchecked() if place in self._stale])
 
     def _free(self, places: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Those that are not being checked, and could be read."""
-        now, shared = time.monotonic(), self._decisions.shared_checks
+        now, shared = time.monotonic(), self._control.shared_checks
         together = shared.going() if shared is not None and places else ()
         may = [place for place in places if self._not_before.get(place, now) <= now and place not in together]
         return [place for place in may if not self._saver.checks.awaits(*place)]
@@ -219,7 +219,7 @@ class Scrub:
             unread=tuple(name for name, end in ends if end in UNREAD),
             seconds=round(time.monotonic() - began, 3),
         )
-        self._decisions.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
+        self._control.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
         return made
 
     def _check(self, run: str, step: int, heed: Progress, fence: Fence | None = None) -> CheckEnd:

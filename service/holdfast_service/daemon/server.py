@@ -36,8 +36,8 @@ class Daemon:
     ) -> None:
         self.path, self.serving, self.callers = path, serving, callers
         self._plane = parts
-        self.saver, self.decisions, self.adoption = parts.saver, parts.decisions, parts.adoption
-        self.lives = RunLives(self.saver, self.decisions)
+        self.saver, self.control, self.adoption = parts.saver, parts.control, parts.adoption
+        self.lives = RunLives(self.saver, self.control)
         self._lock = threading.Lock()
         self._conversations: set[Conversation] = set()
         self._closing = threading.Event()

@@ -18,7 +18,7 @@ from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
@@ -57,9 +57,9 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     if given.act == "import" and given.dry_run:
         return _foretold(given, WantedImport(*which, _options(given), dry_run=True), root)
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
-    with _decided(root, listed=given.act != "repair") as (tier, decisions, catalog):
-        repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
-        transfers = Transfers(tier, decisions, repairer)
+    with _decided(root, listed=given.act != "repair") as (tier, control, catalog):
+        repairer = Repairer(tier, control, control.repairs, lambda: others)
+        transfers = Transfers(tier, control, repairer)
         made = _act(given, transfers, which)
         if not (given.act == "merge" and given.dry_run):
             audit.offline(catalog.database, default_node(), f"checkpoint-{_DONE[given.act]}", *which)
@@ -90,7 +90,7 @@ def _foretold(given: argparse.Namespace, wanted: WantedImport, root: Path) -> di
 
 
 @contextmanager
-def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions, Catalog]]:
+def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Control, Catalog]]:
     """The root's tier, control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it.
 
     With `listed` the catalog is first reconciled with the directories, which would unlist damaged checkpoints.
@@ -102,9 +102,9 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions, Catalo
         try:
             if listed:
                 roots.reconcile(PosixStore(tier), catalog)
-            decisions = Decisions(tier, catalog, None)
-            yield tier, decisions, catalog
-            decisions.close()
+            control = open_control(tier, catalog, None)
+            yield tier, control, catalog
+            control.close()
         finally:
             catalog.close()
     finally:

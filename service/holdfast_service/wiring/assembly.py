@@ -39,11 +39,11 @@ from holdfast_service.control.cluster.membership import ONE_ALONE
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -95,15 +95,12 @@ SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends w
 _MEMBERS = {"live", "state", "since", "heard_s", "lease_s", "duties", "runs"}
 
 
-class Control(NamedTuple):
-    """The decisions over a root."""
+class ServedRoot(NamedTuple):
+    """A root that this daemon serves, and all that decides over it."""
 
-    root: Path
-    tier: PosixTier
-    catalog: Catalog
-    decisions: Decisions
+    path: Path
     identity: Identity
-    cluster: Cluster | None
+    control: Control
 
 
 class NodeParts(NamedTuple):
@@ -122,7 +119,7 @@ class NodeParts(NamedTuple):
     keeper: str  # of the memory of staged saves, if the daemon is killed
 
 
-def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
+def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
     """The root's storage and catalog; a missing or damaged catalog is rebuilt, one of another root is refused.
 
     With a catalog that several nodes can share, this daemon is a node of a cluster.
@@ -135,106 +132,106 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     identity = settle(tier, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
-        catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url)
+        catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url, config.node)
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
             raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
-        catalog, rebuilt = Catalog(Database.at(config.catalog_url)), None
+        catalog, rebuilt = Catalog(Database.at(config.catalog_url), config.node), None
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
     settle(tier, shared_by)
     cluster = Cluster(catalog.database, config.node) if shared else None
-    decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
-    decisions.keep_usually(config.usual_policy)
-    if rebuilt is not None:
-        decisions.events.add("catalog-rebuilt", rebuilt, level="warning")
 
     def claim() -> None:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
         if cluster is not None and not cluster.membership.joined:
             cluster.membership.join(0.0)
 
-    decisions.claim = claim
+    control = open_control(
+        tier, catalog, config.keep, cluster, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
+    )
+    if rebuilt is not None:
+        control.events.add("catalog-rebuilt", rebuilt, level="warning")
     if cluster is not None:
         stack.callback(cluster.close)
         with suppress(CatalogUnavailable):
             cluster.membership.join()
-    stack.callback(decisions.close)
-    return Control(root, tier, catalog, decisions, identity, cluster)
+    stack.callback(control.close)
+    return ServedRoot(root, identity, control)
 
 
-def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> NodeParts:
+def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket. Adopts an earlier daemon's work, and starts due checks and copies."""
-    root, tier, catalog, decisions, (mark, _), cluster = control
+    path, (mark, _), control = root
+    tier, cluster = control.tier, control.cluster
     budget = Budget(config.arena_bytes_max)
-    keeper = OfRoot(_keeper(control, config), mark.id)
+    keeper = OfRoot(_keeper(root, config), mark.id)
     log.info("staged saves are kept by %s if this daemon is killed", keeper.place)
-    for record in lost_saves(_holder_path(control, config)):
-        decisions.staged_before.let_go(record)
+    for record in lost_saves(_holder_path(root, config)):
+        control.staged_before.let_go(record)
     stack.callback(keeper.close)
-    checker = Checker(tier, decisions)
+    checker = Checker(tier, control)
     others = None if cluster is None else party(cluster, config.exchange, stack)
-    saver = Saver(tier, decisions, config.node, checker, others)
-    saver.history.disk.probe = partial(disk_speed.measure, root, PROBE_BYTES)
-    spill = Spill(root, partial(_staging_quotas, decisions)) if config.spill == "auto" else None
+    saver = Saver(tier, control, config.node, checker, others)
+    saver.history.disk.probe = partial(disk_speed.measure, path, PROBE_BYTES)
+    spill = Spill(path, partial(_staging_quotas, control)) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, Shares(config.run_share, config.token_share))
-    adoption = Adoption(arena, saver, decisions)
+    adoption = Adoption(arena, saver, control)
     averages = saver.averages = Averages(arena, None if cluster is None else cluster.votes)
-    commands, on_event = _commit_commands(config, control, url), event_commands(config, decisions.events, root)
+    commands, on_event = _commit_commands(config, root, url), event_commands(config, control.events, path)
     if on_event is not None:
         stack.callback(on_event.close)
     if commands is not None:
         stack.callback(commands.close)
-        decisions.on_commit = commands.committed
-    decisions.recover(adoption.start)
+        control.published.subscribe(commands.committed)
+    control.recovery.recover(adoption.start)
     averages.recover()
     averages.start()
-    scrub = _scrub(config, checker, decisions, saver, cluster)
+    scrub = _scrub(config, checker, control, saver, cluster)
     stack.callback(scrub.close)
     trains = _trains(saver, cluster)
-    transfers = stack.enter_context(copying(config, tier, decisions, checker, saver.holds.lend, trains))
-    about = Serving(config.node, str(root), mark, __version__, url)
+    transfers = stack.enter_context(copying(config, tier, control, checker, saver.holds.lend, trains))
+    about = Serving(config.node, str(path), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
-    parts = DataPlane(arena, saver, decisions, adoption, averages, peers)
+    parts = DataPlane(arena, saver, control, adoption, averages, peers)
     callers = Callers.of_group(config.socket_group)
-    callers.tell_if_closed(control.root)
+    callers.tell_if_closed(path)
     daemon = Daemon(config.socket.absolute(), about, parts, callers)
     stack.callback(daemon.close)
     busy = [one.busy for one in (commands, on_event) if one is not None]
     daemon.at_work = lambda: any(one() for one in busy)
-    decisions.trash.days, decisions.trash.restored = config.trash_days, scrub.check_soon
-    _watch_root(decisions.watch, saver, scrub, stack)
-    stack.callback(Sweeper(decisions.empty_runs, saver, arena, tidy=decisions.trash.expire).close)
-    remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
+    control.trash.restored.subscribe(scrub.check_soon)
+    _watch_root(control.watch, saver, scrub, stack)
+    stack.callback(Sweeper(control.empty_runs, saver, arena, tidy=control.trash.expire).close)
+    remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
     checks = CheckJobs(checker, scrub, tier)
-    workers = Workers(tier, catalog, decisions, checks, transfers)
+    workers = Workers(tier, control.catalog, control, checks, transfers)
     runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    exchange = None if others is None else others.exchange
-    copies, kept_by = transfers.replicators, keeper.place
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, copies, kept_by)
+    exchange, copies = None if others is None else others.exchange, transfers.replicators
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, copies, keeper.place)
 
 
-def _staging_quotas(decisions: Decisions, run: str) -> list[StagingQuota]:
+def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
     """Quotas on staged data: those of the run and of its team."""
-    found = decisions.quotas(run).items()
+    found = control.admission.quotas(run).items()
     return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in found]
 
 
-def _commit_commands(config: Config, control: Control, url: str | None) -> CommitCommands | None:
+def _commit_commands(config: Config, root: ServedRoot, url: str | None) -> CommitCommands | None:
     if config.on_commit is None:
         return None
-    about = {"HOLDFAST_ROOT": str(control.root), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
+    about = {"HOLDFAST_ROOT": str(root.path), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
     command = Command(command_words(config.on_commit), {**plain_environment(), **about}, config.on_commit_timeout)
-    return CommitCommands(command, control.decisions.events, control.decisions.recorded, control.root)
+    return CommitCommands(command, root.control.events, root.control.book.recorded, root.path)
 
 
-def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bodies.Node]:
+def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bodies.Node]:
     """The description of this node."""
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
@@ -246,7 +243,7 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             name=config.node,
             pid=os.getpid(),
             version=__version__,
-            root=str(control.root),
+            root=str(root.path),
             socket=str(daemon.path),
             started=started,
             arena_bytes=node.arena.bytes,
@@ -258,8 +255,8 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
             ],
             averages=[] if saver.averages is None else saver.averages.told(),
             busy=saver.working,
-            catalog=control.decisions.book.said,
-            catalog_waiting=control.decisions.book.waiting,
+            catalog=root.control.book.said,
+            catalog_waiting=root.control.book.waiting,
             sealed=saver.sealed,
             keeper=node.keeper,
             host=platform.node(),
@@ -271,11 +268,11 @@ def _about(config: Config, control: Control, node: NodeParts) -> Callable[[], bo
     return about
 
 
-def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
+def services(config: Config, root: ServedRoot, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
     from holdfast_service.api.services import Services, no_other_node, no_secret
 
-    saver, about = node.saver, _about(config, control, node)
+    saver, about, control = node.saver, _about(config, root, node), root.control
     cluster = control.cluster
     if cluster is not None:
 
@@ -283,37 +280,37 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             saves = [held_name(one.step.run, one.step.step, one.step.attempt) for one in saver.holds.told()]
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
-        take_part(cluster, control.decisions, saver, told, stack)
+        take_part(cluster, control, saver, told, stack)
 
     def lives() -> Mapping[str, Lived]:
-        return control.decisions.lives(saver.lives())
+        return control.lives.by_run(saver.lives())
 
     made = Services(
         tier=control.tier,
         catalog=control.catalog,
-        book=control.decisions.book,
-        root=str(control.root),
+        book=control.book,
+        root=str(root.path),
         version=__version__,
         node=about,
-        rotation=control.decisions.rotation,
-        events=control.decisions.events,
-        files_root=control.root,
+        rotation=control.rotation,
+        events=control.events,
+        files_root=root.path,
         remote=node.remote,
         suspect=saver.checks.suspect,
         runner=node.runner,
         lives=lives,
         summaries=Summaries(control.tier, control.catalog, lives),
-        trash=control.decisions.trash,
-        delete_run=partial(delete_run, control.decisions.trash, saver, node.arena),
-        undelete_run=partial(undelete_run, control.decisions.trash, saver, node.arena),
-        rename_run=partial(rename_run, control.decisions.renaming, saver, node.arena),
+        trash=control.trash,
+        delete_run=partial(delete_run, control.trash, saver, node.arena),
+        undelete_run=partial(undelete_run, control.trash, saver, node.arena),
+        rename_run=partial(rename_run, control.renaming, saver, node.arena),
         door=door,
         audit_days=config.audit_days,
         replicas={name: one.retry for name, one in node.replicators.items()},
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
-        checking=control.decisions.checking_by_all,
+        checking=partial(_checking, control),
         members=tuple if cluster is None else cluster.membership.members,
         census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
         crews=dict if cluster is None else cluster.crews.by_node,
@@ -329,17 +326,23 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
     return replace(made, notifier=notifier(config, made, duties, stack))
 
 
-def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
+def _checking(control: Control, run: str, step: int) -> bodies.Checking | None:
+    """The progress of a check that several nodes share; None if there is none."""
+    progress = None if control.shared_checks is None else control.shared_checks.progress(run, step)
+    return None if progress is None else bodies.Checking(done_bytes=progress.done, total_bytes=progress.total)
+
+
+def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, cluster: Cluster | None) -> Scrub:
     """The scrub, which begins with committed checkpoints that were never checked, found now or left by a daemon that died.
     If there may be other nodes, these may be about to check them: the scrub looks twice.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
     if cluster is not None:
-        return Scrub(checker, decisions, saver, plan, CheckClaims(cluster.duties))
-    scrub = Scrub(checker, decisions, saver, plan)
+        return Scrub(checker, control, saver, plan, CheckClaims(cluster.duties))
+    scrub = Scrub(checker, control, saver, plan)
     try:
-        scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
+        scrub.check_soon(place for place in control.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:
         log.warning("only the scrub will find checkpoints that were never verified: %s", away.detail)
     return scrub
@@ -362,23 +365,23 @@ def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) 
 
 def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
     """The worker that thins checkpoints of each run whose policy was applied, at a scrub's read rate."""
-    decisions, rate = control.decisions, config.scrub_bytes_per_second
+    rate = config.scrub_bytes_per_second
     pace = Pace(rate) if rate else None
     thinner = Thinner(
         control.tier,
-        decisions.store,
-        decisions.thinning,
-        node=decisions.node_of_many,
+        control.store,
+        control.thinning,
+        node=control.node_of_many,
         pace=pace,
         suspect=saver.checks.suspect,
     )
-    decisions.rotation.applied = thinner.due
+    control.rotation.applied.subscribe(thinner.due)
     for run in roots.runs(control.tier):  # an earlier daemon may have been in the middle of it
         thinner.due(run)
     return thinner
 
 
-def _keeper(control: Control, config: Config) -> DescriptorKeeper:
+def _keeper(root: ServedRoot, config: Config) -> DescriptorKeeper:
     """The keeper of shared memory without a daemon: a service manager that stores descriptors, else a holder process."""
     store = fd_store()
     if store is not None:
@@ -389,15 +392,15 @@ def _keeper(control: Control, config: Config) -> DescriptorKeeper:
             "the service manager stores no descriptors for this service: a process of this service keeps staged saves, and "
             "they are lost if the service is ended as a whole while no daemon runs; set FileDescriptorStoreMax= in the unit"
         )
-    return HolderProcess(_holder_path(control, config), _successor(control, config))
+    return HolderProcess(_holder_path(root, config), _successor(root, config))
 
 
-def _holder_path(control: Control, config: Config) -> Path:
-    return holder_path(config.socket, control.root, "" if control.cluster is None else config.node)
+def _holder_path(root: ServedRoot, config: Config) -> Path:
+    return holder_path(config.socket, root.path, "" if root.control.cluster is None else config.node)
 
 
-def _successor(control: Control, config: Config) -> Start:
+def _successor(root: ServedRoot, config: Config) -> Start:
     """How to start a daemon that commits this one's staged saves, if it is killed and no other one comes."""
-    own = ["--root", str(control.root), "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
+    own = ["--root", str(root.path), "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
     command = [sys.executable, "-m", "holdfast_service", *config.arguments, *own]
-    return Start(command, os.getcwd(), successor_environment(), str(control.root), control.identity.mark.id)
+    return Start(command, os.getcwd(), successor_environment(), str(root.path), root.identity.mark.id)

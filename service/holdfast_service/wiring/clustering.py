@@ -17,7 +17,7 @@ from holdfast_service.control.cluster.cluster import Cluster, Crew
 from holdfast_service.control.cluster.duties import UPKEEP
 from holdfast_service.control.cluster.held_elsewhere import holders
 from holdfast_service.control.database.engines import PORT
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.held_slots import HeldStep
 from holdfast_service.daemon.exchange.holders import HoldingNode
@@ -34,14 +34,14 @@ EVERYWHERE = frozenset({"0.0.0.0", "::", "0"})
 
 
 def take_part(
-    cluster: Cluster, decisions: Decisions, saver: Saver, about: Callable[[], dict[str, Any]], stack: ExitStack
+    cluster: Cluster, control: Control, saver: Saver, about: Callable[[], dict[str, Any]], stack: ExitStack
 ) -> None:
     """Send heartbeats, and maintain the root while this node is on duty, until the `stack` unwinds."""
     cluster.membership.about = about
     cluster.crews.here = lambda: {run: Crew(*crew) for run, crew in saver.crews().items()}
 
     def look_for_newer() -> None:
-        for run, newest in decisions.overtaken(saver.runs).items():
+        for run, newest in control.attempts.refresh(saver.runs).items():
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
@@ -49,8 +49,8 @@ def take_part(
     looks = (saver.look_at_others, saver.look_at_checks, saver.look_at_averages, saver.look_at_ranks)
     bell = Bell(cluster.database, *looks)
     stack.callback(bell.close)
-    assert decisions.care is not None
-    stack.callback(Upkeep(cluster, decisions.care.look).close)
+    assert control.care is not None
+    stack.callback(Upkeep(cluster, control.care.look).close)
     cluster.membership.start()
     cluster.membership.beat_soon()
 

@@ -10,8 +10,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints import commit
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying import converting, exporting, foreign_export, streaming
 from holdfast_service.daemon.copying.converting import Conversion
 from holdfast_service.daemon.copying.exporting import Export
@@ -36,12 +36,12 @@ class ForeignExport(NamedTuple):
 class Exporter:
     """Brings checkpoints of one root out of it."""
 
-    def __init__(self, tier: Tier, decisions: Decisions) -> None:
-        self._tier, self._decisions = tier, decisions
+    def __init__(self, tier: Tier, control: Control) -> None:
+        self._tier, self._control = tier, control
 
     def copy(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
         """Copy a checkpoint out; it gets its name only when it is complete."""
-        with self._decisions.reading(wanted.run, wanted.step):
+        with self._control.readers.reading(wanted.run, wanted.step):
             size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
             ahead = going(progress, 2 * size)
             with exporting.alone(place, wanted.target) as staging:
@@ -57,7 +57,7 @@ class Exporter:
 
     def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
         """Export for another program. An interrupted job reuses its finished files."""
-        with self._decisions.reading(wanted.run, wanted.step):
+        with self._control.readers.reading(wanted.run, wanted.step):
             work = ExportWork(place, wanted.target, progress, wanted.again)
             return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.terms, work)
 

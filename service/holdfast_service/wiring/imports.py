@@ -12,8 +12,8 @@ from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.files import Files
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import Interrupted
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import import_report, importing, streaming
 from holdfast_service.daemon.copying.copies import read_back
@@ -40,14 +40,14 @@ Planner = Callable[[Goal], PlannedImport]
 class Importer:
     """Makes checkpoints of one root."""
 
-    def __init__(self, tier: Tier, decisions: Decisions) -> None:
-        self._tier, self._decisions = tier, decisions
+    def __init__(self, tier: Tier, control: Control) -> None:
+        self._tier, self._control = tier, control
 
     def bring(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint from `source`, or report a dry run; it is verified."""
         ours = _is_ours(source, wanted.options)
         if wanted.dry_run:
-            self._decisions.imports().attempt(wanted.run, wanted.step)
+            self._control.imports.attempt(wanted.run, wanted.step)
             return foretold(source, wanted)
         if ours:
             return self._copy(source, wanted, progress)
@@ -56,7 +56,7 @@ class Importer:
     def make(self, plan: Planner, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Make a planned checkpoint, or report a dry run; resumes a killed job."""
         try:
-            attempt = self._decisions.imports().attempt(wanted.run, wanted.step)
+            attempt = self._control.imports.attempt(wanted.run, wanted.step)
         except AlreadyCommitted:
             if not wanted.again:
                 raise
@@ -64,7 +64,7 @@ class Importer:
         planned = plan(Goal(wanted.run, wanted.step, attempt))
         if wanted.dry_run:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
-        planned = planned._replace(node=self._decisions.node_of_many)
+        planned = planned._replace(node=self._control.node_of_many)
         try:
             return self._made(planned, progress)
         except Interrupted:
@@ -74,7 +74,7 @@ class Importer:
             raise
 
     def _made(self, planned: PlannedImport, progress: Progress) -> dict[str, Any]:
-        imports, staging = self._decisions.imports(), planned.place.path
+        imports, staging = self._control.imports, planned.place.path
         imports.admit(importing.left_of(planned, self._tier))
         ahead = going(progress, 2 * planned.bytes)
         receipt = importing.write(planned, self._tier, ahead)
@@ -92,7 +92,7 @@ class Importer:
 
     def _done(self, planned: PlannedImport, source: dict[str, Any], made: Manifest) -> dict[str, Any]:
         streaming.forget(self._tier, planned.place.path)
-        self._decisions.findings.sound(made.run, made.step, made=made)
+        self._control.findings.sound(made.run, made.step, made=made)
         return {**import_report.report(planned, source), **_counts(made)}
 
     def _committed_before(self, plan: Planner, wanted: WantedImport) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class Importer:
 
     def _copy(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
-        imports, run, step = self._decisions.imports(), wanted.run, wanted.step
+        imports, run, step = self._control.imports, wanted.run, wanted.step
         pair = open_checkpoint(source, "")
         # A node that has lost its lease may still write, and must not meet the one that has taken its job.
-        place = naming.job_place(run, step, digest(f"{self._decisions.node_of_many} ".encode() + pair.commit))
+        place = naming.job_place(run, step, digest(f"{self._control.node_of_many} ".encode() + pair.commit))
         goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), place.path, imports.way(run))
         plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))
@@ -130,11 +130,11 @@ class Importer:
         except BaseException:
             self._tier.remove_tree(place.path)
             raise
-        self._decisions.findings.sound(run, step, made=made)
+        self._control.findings.sound(run, step, made=made)
         return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(made)}
 
     def _verified(self, run: str, step: int) -> Manifest:
-        with self._decisions.reading(run, step):
+        with self._control.readers.reading(run, step):
             return verify(self._tier, naming.checkpoint_path(run, step))
 
 

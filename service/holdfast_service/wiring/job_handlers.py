@@ -13,9 +13,9 @@ from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.cluster.membership import Membership
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
@@ -28,14 +28,14 @@ MOST_CHANGED = 100  # tensors that a comparison names
 class Workers(NamedTuple):
     tier: Tier
     catalog: Catalog
-    decisions: Decisions
+    control: Control
     checks: CheckJobs
     transfers: Transfers
 
 
 def start_jobs(node: str, workers: Workers, membership: Membership | None = None) -> JobRunner:
-    catalog, decisions, transfers = workers.catalog, workers.decisions, workers.transfers
-    runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), decisions.events, begin=give_way)
+    catalog, control, transfers = workers.catalog, workers.control, workers.transfers
+    runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), control.events, begin=give_way)
 
     def exists(request: JobRequest) -> None:
         assert request.run is not None and request.step is not None  # requirements are checked first
@@ -46,7 +46,7 @@ def start_jobs(node: str, workers: Workers, membership: Membership | None = None
         return (transfers.repair_job if job.arguments.get("repair") else workers.checks.verify)(job, progress)
 
     def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
-        return consistency.rebuild(workers.decisions.store, catalog, {node, *decisions.writers()}, utc_now()).model_dump()
+        return consistency.rebuild(workers.control.store, catalog, {node, *control.writers()}, utc_now()).model_dump()
 
     comparison = Comparison(workers)
     runner.register("verify", verify, needs=("run", "step"), check=exists)
@@ -66,7 +66,7 @@ class Comparison:
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._tier, self._catalog, self._decisions = workers.tier, workers.catalog, workers.decisions
+        self._tier, self._catalog, self._control = workers.tier, workers.catalog, workers.control
 
     def check(self, request: JobRequest) -> None:
         """`InvalidRequest` for an invalid name, `NoSuchCheckpoint` for a checkpoint that does not exist."""
@@ -76,7 +76,7 @@ class Comparison:
     def __call__(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
         left, right = sides = self._sides(job)
-        with self._decisions.reading(*left), self._decisions.reading(*right):
+        with self._control.readers.reading(*left), self._control.readers.reading(*right):
             made = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
             pairs = comparing.pairs(made[0], made[1])
             total, done = bytes_to_read(pairs), 0

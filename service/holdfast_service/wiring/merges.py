@@ -10,7 +10,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.merging.planning import names_of, plan_merge
 from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
 from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
@@ -24,8 +24,8 @@ OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe
 class Merger:
     """Merges checkpoints into one root."""
 
-    def __init__(self, tier: Tier, decisions: Decisions, importer: Importer) -> None:
-        self._tier, self._decisions, self._importer = tier, decisions, importer
+    def __init__(self, tier: Tier, control: Control, importer: Importer) -> None:
+        self._tier, self._control, self._importer = tier, control, importer
 
     def merge(self, text: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
         """Merge by a recipe, or report a dry run; the result is verified."""
@@ -53,7 +53,7 @@ class Merger:
                 f"there is no checkpoint {name}",
                 hint=f"`holdfast ls {found.run}` lists them; a directory has a / in its name",
             )
-        held.enter_context(self._decisions.reading(*found))
+        held.enter_context(self._control.readers.reading(*found))
         return ModelPlace(name, self._tier, path)
 
 

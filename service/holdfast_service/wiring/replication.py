@@ -16,7 +16,8 @@ from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairBook
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.cluster.cluster import replica_duty
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
@@ -67,18 +68,18 @@ class MendedAtStart:
 class RestoreCare:
     """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
 
-    def __init__(self, decisions: Decisions, checker: Checker, transfers: Transfers) -> None:
-        self._decisions, self._checker, self._transfers = decisions, checker, transfers
+    def __init__(self, control: Control, checker: Checker, transfers: Transfers) -> None:
+        self._control, self._checker, self._transfers = control, checker, transfers
 
     def begin(self) -> None:
         """Restores wait for repairs from now on."""
-        self._decisions.mend_first(AwaitedRepairs(self.mend).settle, self.stands)
+        self._control.mending.begin(AwaitedRepairs(self.mend).settle, self.stands)
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
         """Repair a checkpoint with this damage, or copy back a missing one."""
         self._await_first_tries()
         if error is None:
-            with self._decisions.repairing(run, step):
+            with self._control.repairs.repairing(run, step):
                 self._transfers.repairer.run(run, step)
         elif self._checker.suspect(run, step, error) is None and self._checker.found(run, step) == "damaged":
             self._checker.check(run, step)  # it was mended: only now it counts
@@ -148,9 +149,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def _copies_here(control: Control, name: str) -> bool:
+    """Whether it is this node that copies to a replica, of several that were given one of this name."""
+    return control.cluster is None or control.cluster.duties.has(replica_duty(name))
+
+
 @contextmanager
 def copying(
-    config: Config, tier: Tier, decisions: Decisions, checker: Checker, lend: Lend, trains: Callable[[str], bool]
+    config: Config, tier: Tier, control: Control, checker: Checker, lend: Lend, trains: Callable[[str], bool]
 ) -> Iterator[Transfers]:
     """The configured replicas, each with a running worker, within the block. Damage found by `checker` is repaired.
 
@@ -158,17 +164,17 @@ def copying(
     """
     check_apart(config.root, config.replica)
     replicators: dict[str, Replicator] = {}
-    book = decisions.replica_book()
-    records = decisions.repair_book()
-    repairer = Repairer(tier, decisions, records, lambda: reached(replicators), lend)
+    book = control.replicas
+    records = control.repairs
+    repairer = Repairer(tier, control, records, lambda: reached(replicators), lend)
     mending = MendedAtStart(replicators, records, repairer)
     with ExitStack() as locks:
         for name, path in config.replica:
             pace = Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None
             place = Reached(path)
             locks.callback(place.close)
-            news = decisions.events.wait
-            mine = partial(decisions.has_replica, name)
+            news = control.events.wait
+            mine = partial(_copies_here, control, name)
             replicators[name] = Replicator(
                 name, tier, place, book, news=news, pace=pace, mend=repairer.replica, is_mine=mine
             )
@@ -177,9 +183,9 @@ def copying(
             one.start()
         mending.start()
         try:
-            transfers = Transfers(tier, decisions, repairer, config.export_root, trains, replicators)
+            transfers = Transfers(tier, control, repairer, config.export_root, trains, replicators)
             checker.repair = repairer.repair
-            RestoreCare(decisions, checker, transfers).begin()
+            RestoreCare(control, checker, transfers).begin()
             yield transfers
         finally:
             for one in replicators.values():

@@ -13,7 +13,7 @@ from holdfast_formats.foreign import file_signs, sixteen_bits
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_formats.whereabouts import check_local, check_output_place
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying.exporting import Export
 from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.importing import ImportOptions
@@ -35,7 +35,7 @@ class Transfers:
     def __init__(
         self,
         tier: Tier,
-        decisions: Decisions,
+        control: Control,
         repairer: Repairer,
         place: Path | None = None,
         trains: Callable[[str], bool] = lambda run: False,
@@ -44,9 +44,9 @@ class Transfers:
         """`place` is the only directory that jobs may name, if any; `trains` says whether ranks of a run are connected, to
         any node; `replicators` are those of the replicas, by name.
         """
-        self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
-        self._importer, self._exporter = Importer(tier, decisions), Exporter(tier, decisions)
-        self._merger = Merger(tier, decisions, self._importer)
+        self._tier, self._control, self.repairer, self._place = tier, control, repairer, place
+        self._importer, self._exporter = Importer(tier, control), Exporter(tier, control)
+        self._merger = Merger(tier, control, self._importer)
         self._trains, self.replicators = trains, replicators
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
@@ -66,12 +66,12 @@ class Transfers:
         if request.kind == "import":
             self._reach(_text(request, "from"))
             self._check_idle(_wanted_import(request))
-            self._decisions.imports().attempt(run, step)
+            self._control.imports.attempt(run, step)
             return
         if request.kind == "merge":
             self._check_idle(_wanted_merge(request))
             self._merger.check(_text(request, "recipe"), self._model)
-            self._decisions.imports().attempt(run, step)
+            self._control.imports.attempt(run, step)
             return
         self._place_for(_wanted_export(request))
         if not self._tier.list(naming.checkpoint_path(run, step)):

@@ -16,7 +16,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.statistics import collect, encode
 from holdfast_service.api.app import Services
 from holdfast_service.control.database.schema import StatisticsRow
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.verifier import verify
 from tests.checkpoints import build
@@ -38,17 +38,17 @@ def arrays(step: int) -> dict[str, dict[str, np.ndarray]]:
     return {"model": model, "optim": {"layers.0.w/step": np.array(step, np.int64)}}
 
 
-def add(services: Services, decisions: Decisions, step: int) -> None:
+def add(services: Services, control: Control, step: int) -> None:
     """A checkpoint as a saver leaves it: listed, examined, verified."""
     directory = naming.checkpoint_path(RUN, step)
     made = build(Path(services.root) / directory, arrays(step), run=RUN, step=step).manifest
     described = bodies.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
     services.catalog.record_checkpoint(described)
-    examined = Examination(services.tier, decisions.before(RUN, step))
+    examined = Examination(services.tier, control.health.before(RUN, step))
     verify(services.tier, directory, passed=examined.passed)
     found = examined.result(made)
     assert found is not None
-    decisions.examined(made, found)
+    control.health.take(made, found)
     mark_verified(services.catalog, RUN, step)
 
 
@@ -59,10 +59,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     build(root / naming.checkpoint_path("other", 1), run="other", step=1)
     with served(root) as running:
         services = running.services
-        decisions = Decisions(services.tier, services.catalog, None)
+        control = open_control(services.tier, services.catalog, None)
         for step in LOSSES:
-            add(services, decisions, step)
-        decisions.close()
+            add(services, control, step)
+        control.close()
         yield running
 
 

@@ -10,45 +10,45 @@ import pytest
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import run_files
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root
 from tests.databases import sqlite_url
 
 
 @pytest.fixture
-def decisions(tmp_path: Path) -> Iterator[Decisions]:
+def control(tmp_path: Path) -> Iterator[Control]:
     build_root(tmp_path, {"tiny": (5, 10, 15)})
-    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Decisions(PosixTier(tmp_path), catalog, None)
-    made.recover()
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"), "node")
+    made = open_control(PosixTier(tmp_path), catalog, None)
+    made.recovery.recover()
     yield made
     made.close()
     catalog.close()
 
 
-def told(decisions: Decisions, kind: str) -> list[tuple[int | None, str]]:
-    return [(event.step, event.text) for event in decisions.events.after(0, 100, "tiny", kind)]
+def told(control: Control, kind: str) -> list[tuple[int | None, str]]:
+    return [(event.step, event.text) for event in control.events.after(0, 100, "tiny", kind)]
 
 
-def test_an_attempt_is_told_once(decisions: Decisions) -> None:
+def test_an_attempt_is_told_once(control: Control) -> None:
     """Not for each rank, and not for a rank that comes back to a daemon that was started anew."""
     for launch in ("one", "one", "two", "two"):
-        decisions.hello("tiny", launch, 2, None)
-    first, second = told(decisions, "attempt-declared")
+        control.launches.declare("tiny", launch, 2, None)
+    first, second = told(control, "attempt-declared")
     assert "with 2 ranks" in first[1] and first[1] != second[1]
-    decisions.hello("tiny", "two", 2, None)
-    assert len(told(decisions, "attempt-declared")) == 2
+    control.launches.declare("tiny", "two", 2, None)
+    assert len(told(control, "attempt-declared")) == 2
 
 
-def test_marks_are_told_when_they_change(decisions: Decisions) -> None:
+def test_marks_are_told_when_they_change(control: Control) -> None:
     """Setting again what is set is no news."""
     for _ in range(2):
-        decisions.rotation.mark("tiny", 5, lambda file: run_files.pinned(file, 5))
-        decisions.rotation.mark("tiny", 10, lambda file: run_files.labelled(file, 10, "good"))
-    decisions.rotation.unmark("tiny", lambda file: run_files.unpinned(file, 5))
-    decisions.rotation.unmark("tiny", lambda file: run_files.unlabelled(file, 10, "good"))
-    assert told(decisions, "mark-changed") == [
+        control.rotation.mark("tiny", 5, lambda file: run_files.pinned(file, 5))
+        control.rotation.mark("tiny", 10, lambda file: run_files.labelled(file, 10, "good"))
+    control.rotation.unmark("tiny", lambda file: run_files.unpinned(file, 5))
+    control.rotation.unmark("tiny", lambda file: run_files.unlabelled(file, 10, "good"))
+    assert told(control, "mark-changed") == [
         (5, "step 5 was pinned"),
         (10, "step 10 got the label good"),
         (5, "step 5 was unpinned"),
@@ -56,31 +56,31 @@ def test_marks_are_told_when_they_change(decisions: Decisions) -> None:
     ]
 
 
-def test_removals_are_told_with_their_reasons(decisions: Decisions) -> None:
+def test_removals_are_told_with_their_reasons(control: Control) -> None:
     """What the policy lets go says which rule did not keep it, and what was asked for says so."""
     for step in (5, 10, 15):
-        decisions.findings.sound("tiny", step)
-    tag = decisions.rotation.file("tiny").tag
-    decisions.rotation.set_policy("tiny", RetentionPolicy(last=2), tag)
-    assert decisions.rotation.settle()
-    decisions.rotation.remove("tiny", 10)
-    (first, reasons), (second, asked) = told(decisions, "checkpoint-removed")
+        control.findings.sound("tiny", step)
+    tag = control.rotation.file("tiny").tag
+    control.rotation.set_policy("tiny", RetentionPolicy(last=2), tag)
+    assert control.rotation.settle()
+    control.rotation.remove("tiny", 10)
+    (first, reasons), (second, asked) = told(control, "checkpoint-removed")
     assert (first, second) == (5, 10)
     assert "newest 2" in reasons or "last" in reasons, reasons
     assert "on request" in asked
-    (event,) = decisions.events.after(0, 100, kind="policy-changed")
+    (event,) = control.events.after(0, 100, kind="policy-changed")
     assert event.detail["policy"]["last"] == 2
 
 
-def test_a_round_whose_checkpoint_stands_is_committed(decisions: Decisions) -> None:
+def test_a_round_whose_checkpoint_stands_is_committed(control: Control) -> None:
     """The daemon ended between the rename and its word: the next start says it, and aborts only what is not there."""
-    catalog = decisions._catalog
+    catalog = control.catalog
     attempt = catalog.checkpoint("tiny", 15).attempt
     catalog.forget_checkpoint("tiny", 15)
     published = catalog.note_round("tiny", 15, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
     lost = catalog.note_round("tiny", 20, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
-    decisions.recover()
+    control.recovery.recover()
     ended = {made.id: made for made in catalog.rounds("tiny").items}
     assert (ended[published].state, ended[published].node, ended[published].code) == ("committed", "node", None)
     assert (ended[lost].state, ended[lost].code) == ("aborted", "round-aborted")
-    assert [step for step, _ in told(decisions, "checkpoint-committed")] == [15]
+    assert [step for step, _ in told(control, "checkpoint-committed")] == [15]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
@@ -68,7 +70,7 @@ def test_the_end_of_a_hold_is_told() -> None:
     """Every release names its run; one that ends by itself is not told."""
     readers = Readers(Clock())
     told: list[str] = []
-    readers.freed = told.append
+    readers.freed.subscribe(told.append)
     with readers.reading("a", 1, "x"), readers.reading("b", 1, "x"):
         pass
     readers.release("a", 1, "nobody")
@@ -109,18 +111,22 @@ def test_checks_end_when_a_save_waits_for_their_place() -> None:
 class Elsewhere:
     """The other nodes: what they were told, and what they read."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self) -> None:
         self.told: list[tuple[str, int, bool]] = []
         self.read: dict[bool, dict[int, float]] = {True: {}, False: {}}
-        readers.announce = lambda run, step, opened: self.told.append((run, step, opened))
-        readers.elsewhere = lambda run, opened: self.read[opened]
+
+    def announce(self, run: str, step: int, opened: bool) -> None:
+        self.told.append((run, step, opened))
+
+    def elsewhere(self, run: str, opened: bool) -> dict[int, float]:
+        return self.read[opened]
 
 
 def test_other_nodes_are_told_once_of_what_is_read_here() -> None:
     """Before it is read, and again when one comes who may not lose its place. Checks are not told."""
     clock = Clock()
-    readers = Readers(clock)
-    others = Elsewhere(readers)
+    others: Any = Elsewhere()
+    readers = Readers(clock, others)
     with readers.reading("run", 1, CHECK):
         assert others.told == [] and readers.places() == {}
     for _ in range(3):
@@ -133,8 +139,8 @@ def test_other_nodes_are_told_once_of_what_is_read_here() -> None:
 
 def test_what_other_nodes_read_is_neither_removed_nor_replaced() -> None:
     """Who has it open elsewhere holds up no replacement, as here."""
-    readers = Readers()
-    others = Elsewhere(readers)
+    others: Any = Elsewhere()
+    readers = Readers(shared=others)
     others.read = {True: {1: 9.0, 2: 5.0}, False: {2: 5.0}}
     assert readers.held("run") == {1: 9.0, 2: 5.0} and readers.held("run", opened=False) == {2: 5.0}
     for step, opened, expected in ((1, True, False), (1, False, True), (2, False, False), (3, True, True)):
@@ -144,12 +150,13 @@ def test_what_other_nodes_read_is_neither_removed_nor_replaced() -> None:
 
 def test_a_replacement_does_not_fail_because_the_other_nodes_cannot_be_asked() -> None:
     """A removal does: it can wait."""
-    readers = Readers()
 
-    def away(run: str, opened: bool) -> dict[int, float]:
-        raise CatalogUnavailable("away")
+    class Away(Elsewhere):
+        def elsewhere(self, run: str, opened: bool) -> dict[int, float]:
+            raise CatalogUnavailable("away")
 
-    readers.elsewhere = away
+    away: Any = Away()
+    readers = Readers(shared=away)
     with readers.removing("run", 1, opened=False) as free:
         assert free
     with pytest.raises(CatalogUnavailable), readers.removing("run", 1):

@@ -75,8 +75,8 @@ def test_what_is_read_by_way_of_a_node_is_held_for_all(nodes: Nodes) -> None:
     a.holds.announce("run", 2, True)
     assert set(b.holds.elsewhere("run")) == {1, 2} and a.holds.elsewhere("run") == {}
     assert set(b.holds.elsewhere("run", opened=False)) == {1}
-    a.holds.here = lambda: {("run", 2): False, ("run", 3): True}
-    a.holds.renew()
+    reading = {("run", 2): False, ("run", 3): True}
+    a.holds.renew(reading)
     assert set(b.holds.elsewhere("run")) == {2, 3} and set(b.holds.elsewhere("run", opened=False)) == {2}
     with a.database.apart() as session:
         session.execute(update(HoldRow).values(until=later(-1)))

@@ -39,8 +39,8 @@ def claims_of(node: SpreadNode) -> CheckClaims:
 
 
 def a_scrub(node: SpreadNode, stack: ExitStack, every_s: float) -> Scrub:
-    saver = stack.enter_context(closing(Saver(node.tier, node.decisions, node.cluster.node, node.checker)))
-    made = Scrub(node.checker, node.decisions, saver, ScrubPlan(10**12, every_s), claims_of(node))
+    saver = stack.enter_context(closing(Saver(node.tier, node.control, node.cluster.node, node.checker)))
+    made = Scrub(node.checker, node.control, saver, ScrubPlan(10**12, every_s), claims_of(node))
     return stack.enter_context(closing(made))
 
 
@@ -99,7 +99,7 @@ def test_one_that_has_stood_still_says_nothing(world: SpreadWorld) -> None:
     fence = a.fence(PLACES[0])
     world._nodes.lapse(world.all[0].cluster)
     world.all[0].checker.check(RUN, 1, fence=fence)
-    world.all[0].decisions.findings.damaged(RUN, 1, CorruptExtent("it is not"), checked=True, fence=fence)
+    world.all[0].control.findings.damaged(RUN, 1, CorruptExtent("it is not"), checked=True, fence=fence)
     assert world.known(1).unchecked
     assert b.take(PLACES[:1]) == PLACES[0]
     world.all[1].checker.check(RUN, 1, fence=b.fence(PLACES[0]))

@@ -18,9 +18,9 @@ from holdfast_formats.rest.statistics import PartStatistics, collect
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
 from holdfast_service.control.database.schema import StatisticsRow
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings import selection
 from holdfast_service.control.findings.health import judge
+from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 from tests.control.published import mark_verified
@@ -33,14 +33,14 @@ BROKEN = st.dictionaries(st.sampled_from(["model", "master", "optim", "ema", "ex
 
 
 class House:
-    """Decisions over a root, and checkpoints whose numbers the test says."""
+    """Control over a root, and checkpoints whose numbers the test says."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.tier = PosixTier(root)
         self.catalog = Catalog.open(sqlite_url(f"{root}/catalog.sqlite"))
-        self.decisions = Decisions(self.tier, self.catalog, None)
-        self.store: StatisticsStore = self.decisions.statistics
+        self.control = open_control(self.tier, self.catalog, None)
+        self.store: StatisticsStore = self.control.statistics
 
     def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.CheckpointInfo:
         """A checkpoint of these tensors, examined and verified."""
@@ -57,14 +57,14 @@ class House:
                 parts.append(
                     (PartStatistics(finite.size, nan, inf, zeros, 0.0, 1.0, 0.5, float(np.linalg.norm(finite))), None)
                 )
-        self.decisions.examined(made, collect(parts))
+        self.control.health.take(made, collect(parts))
         if verified:
             mark_verified(self.catalog, RUN, step)
-            self.decisions.rotation.due(RUN)
+            self.control.rotation.due(RUN)
         return self.catalog.checkpoint(RUN, step)
 
     def events(self) -> list[dict[str, Any]]:
-        return [event.detail for event in self.decisions.events.after(0, 100, kind="checkpoint-unhealthy")]
+        return [event.detail for event in self.control.events.after(0, 100, kind="checkpoint-unhealthy")]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     try:
         yield made
     finally:
-        made.decisions.close()
+        made.control.close()
         made.catalog.close()
 
 
@@ -123,7 +123,7 @@ def test_a_baseline_that_cannot_be_read(house: House) -> None:
     house.save(1, model={"w": [1.0]})
     (house.root / naming.checkpoint_path(RUN, 1) / naming.MANIFEST).unlink()
     assert house.save(2, model={"w": [np.inf]}).healthy is True
-    assert house.decisions.before(RUN, 2) is None
+    assert house.control.health.before(RUN, 2) is None
 
 
 def test_what_is_meant_by_a_name(house: House) -> None:
@@ -131,7 +131,7 @@ def test_what_is_meant_by_a_name(house: House) -> None:
     database = house.catalog.database
     assert selection.newest_healthy(database, RUN) is None
     assert selection.best(database, RUN, "loss", "min") is None
-    assert house.decisions.choose(RUN, house.decisions.hello(RUN, "l1", 1, None), 0, None, (), True) is None
+    assert house.control.restores.choose(RUN, house.control.launches.declare(RUN, "l1", 1, None), 0, None, (), True) is None
     house.save(1, model={"w": [1.0]})
     house.save(2, model={"w": [2.0]})
     house.save(3, model={"w": [np.nan]})
@@ -154,13 +154,13 @@ def test_what_is_meant_by_a_name(house: House) -> None:
 def test_restoring_the_newest_healthy(house: House) -> None:
     """A launch that asks for it gets it; where there are others only, it is refused and not sent back to the start."""
     house.save(1, model={"w": [np.nan]})
-    attempt = house.decisions.hello(RUN, "l1", 1, None)
+    attempt = house.control.launches.declare(RUN, "l1", 1, None)
     with pytest.raises(NoSuchCheckpoint, match="known to be healthy"):
-        house.decisions.choose(RUN, attempt, 0, None, ("model",), True)
+        house.control.restores.choose(RUN, attempt, 0, None, ("model",), True)
     house.save(2, model={"w": [1.0]})
     house.save(3, model={"w": [np.nan]})
-    assert house.decisions.choose(RUN, attempt, 0, None, ("model",), True) == 2
-    assert house.decisions.choose(RUN, attempt, 1, None, ("model",)) == 3
+    assert house.control.restores.choose(RUN, attempt, 0, None, ("model",), True) == 2
+    assert house.control.restores.choose(RUN, attempt, 1, None, ("model",)) == 3
 
 
 def test_layers_outlive_their_checkpoint(house: House) -> None:
@@ -202,8 +202,8 @@ def test_history_is_bounded(house: House) -> None:
 def test_a_removed_checkpoint_gets_no_statistics(house: House) -> None:
     """It went while it was examined: nothing is left of it."""
     made = build(house.root / naming.checkpoint_path(RUN, 1), {"model": {"w": np.zeros(2)}}, run=RUN, step=1).manifest
-    house.decisions.hello(RUN, "l1", 1, None)
-    house.decisions.examined(made, collect([(PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0), None)]))
+    house.control.launches.declare(RUN, "l1", 1, None)
+    house.control.health.take(made, collect([(PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0), None)]))
     with pytest.raises(NoSuchResource):
         house.store.load(RUN, 1)
 
@@ -222,14 +222,14 @@ def test_damaged_statistics_are_named(house: House) -> None:
 
 def test_retention_keeps_the_newest_healthy(house: House) -> None:
     """Though the policy keeps one, the healthy one stays beside newer ones that are not."""
-    attempt_policy = house.decisions.hello(RUN, "l1", 1, 1)
+    attempt_policy = house.control.launches.declare(RUN, "l1", 1, 1)
     assert attempt_policy == 1
     for step, value in ((1, 1.0), (2, 2.0), (3, np.nan), (4, np.nan), (5, np.nan)):
         house.save(step, model={"w": [value]})
-    assert house.decisions.rotation.settle()
+    assert house.control.rotation.settle()
     assert [c.step for c in house.catalog.checkpoints(RUN, None, 100).items] == [5, 2]
-    kept = {v.step: v.reasons for v in house.decisions.rotation.preview(RUN).verdicts}
+    kept = {v.step: v.reasons for v in house.control.rotation.preview(RUN).verdicts}
     assert kept[2] == ["it is the newest healthy checkpoint"]
     house.save(6, model={"w": [1.0]})
-    assert house.decisions.rotation.settle()
+    assert house.control.rotation.settle()
     assert [c.step for c in house.catalog.checkpoints(RUN, None, 100).items] == [6]

@@ -31,7 +31,7 @@ class Three:
         self.checks = [_checks(node) for node in self.all]
         self.made: Manifest = a_manifest(RUN, 1)
         put_checkpoint(self.all[0].tier, self.made)
-        self.all[0].decisions._records.record(self.made)
+        self.all[0].control.saves.record(self.made)
         self.plans = [PortionPlan(((number * 10, number * 10 + 10),), name) for number, name in enumerate("bca")]
         self.checks[0].begin(OF, self.plans)
 
@@ -49,12 +49,12 @@ class Three:
         return self.all[0].catalog.checkpoint(RUN, 1).state
 
     def events(self, kind: str) -> int:
-        return len(self.all[0].decisions.events.after(0, 100, RUN, kind))
+        return len(self.all[0].control.events.after(0, 100, RUN, kind))
 
 
 def _checks(node: Node) -> SharedChecks:
-    assert node.decisions.shared_checks is not None
-    return node.decisions.shared_checks
+    assert node.control.shared_checks is not None
+    return node.control.shared_checks
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def three(nodes: Nodes, tmp_path: Path) -> Iterator[Three]:
     made = Three(nodes, tmp_path)
     yield made
     for node in made.all:
-        node.decisions.close()
+        node.control.close()
 
 
 def test_each_takes_what_is_meant_for_it(three: Three) -> None:

@@ -38,12 +38,12 @@ def save(world: SaverWorld, rank: Rank, step: int, intent: Intent = NO_INTENT) -
     outcome = rank.wait(step)
     world.checked()
     assert outcome.problem is not None or world.catalog.checkpoint(RUN, step).verified
-    assert world.decisions.rotation.settle()
+    assert world.control.rotation.settle()
     return outcome.problem
 
 
 def grant(world: SaverWorld, **rules: object) -> None:
-    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+    world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
 
 
 def size_of(world: SaverWorld, step: int) -> int:
@@ -82,7 +82,7 @@ def test_room_is_made_among_superseded_checkpoints() -> None:
         for step in range(2, 6):
             assert save(world, rank, step) is None
             assert world.committed() == [step - 1, step]
-        assert world.decisions.rotation.removed["space"] == 3
+        assert world.control.rotation.removed["space"] == 3
 
 
 def test_the_newest_verified_makes_no_room() -> None:
@@ -153,10 +153,10 @@ def test_what_a_launch_restored_is_held_until_it_saves_or_parts() -> None:
         (rank,) = world.launch(1)
         for step in (1, 2):
             assert save(world, rank, step) is None
-        readers = world.decisions.readers
+        readers = world.control.readers
         for way in ("commits", "parts"):
             (next_rank,) = world.launch(1)
-            assert world.decisions.choose(RUN, next_rank.attempt, 0, 1, ()) == 1
+            assert world.control.restores.choose(RUN, next_rank.attempt, 0, 1, ()) == 1
             assert list(readers.held(RUN)) == [1]
             if way == "commits":
                 assert save(world, next_rank, 3, Intent(restored=1, turn=1)) is None

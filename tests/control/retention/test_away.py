@@ -44,9 +44,9 @@ def locked(at: Path) -> Iterator[None]:
 
 def agrees(root: Root) -> bool:
     """Whether the catalog says what storage says, once it has been told."""
-    assert root.decisions.recorded(60)
-    decisions = root.decisions
-    return not consistency.check(decisions.store, decisions.rotation._catalog, thorough=True).items
+    assert root.control.book.recorded(60)
+    control = root.control
+    return not consistency.check(control.store, control.rotation._catalog, thorough=True).items
 
 
 def test_a_run_that_is_deleted(root: Root, at: Path) -> None:
@@ -55,14 +55,14 @@ def test_a_run_that_is_deleted(root: Root, at: Path) -> None:
         root.trash.delete(RUN)
         assert not root.stands() and [one.run for one in root.trash.entries()] == [RUN]
     assert not root.listed() and agrees(root)
-    wait_until(lambda: bool(root.decisions.events.after(0, 9, RUN, "run-deleted")))
+    wait_until(lambda: bool(root.control.events.after(0, 9, RUN, "run-deleted")))
     with locked(at):
         root.trash.undelete(RUN)
     assert root.listed() and agrees(root)
     with locked(at):
         root.trash.delete(RUN)
         root.trash.undelete(RUN)  # the catalog still lists the one that was deleted, which is no other run
-    assert root.listed() and agrees(root) and root.decisions.hello(RUN, "another", 1, None) == 2
+    assert root.listed() and agrees(root) and root.control.launches.declare(RUN, "another", 1, None) == 2
 
 
 def test_a_deleted_run_whose_entry_is_removed_for_good(root: Root, at: Path) -> None:
@@ -76,14 +76,14 @@ def test_a_deleted_run_whose_entry_is_removed_for_good(root: Root, at: Path) -> 
 def test_a_run_that_was_launched_and_deleted_meanwhile(root: Root, at: Path) -> None:
     """What waits to be recorded of its launch does not have it listed again, nor makes a directory of that name."""
     with locked(at):
-        attempt = root.decisions.hello(RUN, "another", 1, None)
-        root.decisions.launched(RUN, attempt, 1, {"user": "ana"})
-        wait_until(lambda: root.decisions.book.trouble is not None)
+        attempt = root.control.launches.declare(RUN, "another", 1, None)
+        root.control.launches.record_info(RUN, attempt, 1, {"user": "ana"})
+        wait_until(lambda: root.control.book.trouble is not None)
         root.trash.delete(RUN)
     assert not root.listed() and agrees(root) and not root.tier.list(RUN)
     root.trash.undelete(RUN)
     assert root.stands() and root.listed()
-    assert root.decisions.hello(RUN, "a third", 1, None) == attempt + 1
+    assert root.control.launches.declare(RUN, "a third", 1, None) == attempt + 1
 
 
 def test_a_new_run_asks_what_to_restore(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +91,17 @@ def test_a_new_run_asks_what_to_restore(at: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(book, "STUCK_S", 0.05)
     with opened(at) as root:
         with locked(at):
-            attempt = root.decisions.hello("another-run", "launch", 1, None)
-            assert root.decisions.choose("another-run", attempt, 1, None, ()) is None
-        assert root.decisions.recorded(60)
+            attempt = root.control.launches.declare("another-run", "launch", 1, None)
+            assert root.control.restores.choose("another-run", attempt, 1, None, ()) is None
+        assert root.control.book.recorded(60)
 
 
 def test_a_run_that_is_renamed(root: Root, at: Path) -> None:
     """Refused before anything can be seen of it; with a disk that fills at the last moment it is finished later."""
     with locked(at), pytest.raises(CatalogUnavailable, match="locked"):
-        root.decisions.renaming.rename(RUN, NEW)
+        root.control.renaming.rename(RUN, NEW)
     assert root.stands() and root.tier.list(NEW) == [] and agrees(root)
-    root.decisions.renaming.rename(RUN, NEW)
+    root.control.renaming.rename(RUN, NEW)
     assert root.stands(NEW) and agrees(root)
 
 
@@ -118,26 +118,26 @@ def test_a_renaming_that_the_catalog_leaves_half_done(root: Root, at: Path) -> N
 
     root.tier.publish = publish_and_lock  # type: ignore[attr-defined]
     with pytest.raises(CatalogUnavailable) as caught:
-        root.decisions.renaming.rename(RUN, NEW)
+        root.control.renaming.rename(RUN, NEW)
     assert "do not train" in caught.value.hint
     held[0].close()
-    assert root.decisions.recorded(60)
+    assert root.control.book.recorded(60)
     assert root.stands(NEW) and not root.stands() and agrees(root)
 
 
 def test_what_people_set(root: Root, at: Path) -> None:
     """The run's file has it, so it is in force: lists follow, and so does the policy."""
-    catalog = root.decisions.rotation._catalog
+    catalog = root.control.rotation._catalog
     mark_verified(catalog, RUN, 1)
     mark_verified(catalog, RUN, 2)
     with locked(at):
-        root.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-        root.decisions.abouts.change(RUN, RunChange(archived=True, owner="ana"), "idle", False, "somebody")
-        assert root.decisions.rotation.files.read(RUN).owner == "ana"
-    assert root.decisions.recorded(60)
+        root.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+        root.control.abouts.change(RUN, RunChange(archived=True, owner="ana"), "idle", False, "somebody")
+        assert root.control.rotation.files.read(RUN).owner == "ana"
+    assert root.control.book.recorded(60)
     (said,) = run_settings.known(catalog, [RUN]).values()
     assert said.owner == "ana" and said.archived and catalog.keep_last(RUN) == 1
-    wait_until(lambda: root.decisions.store.steps(RUN) == [2])
+    wait_until(lambda: root.control.store.steps(RUN) == [2])
     wait_until(lambda: agrees(root))
-    kinds = {event.kind for event in root.decisions.events.after(0, 99, RUN)}
+    kinds = {event.kind for event in root.control.events.after(0, 99, RUN)}
     assert {"policy-changed", "run-changed"} <= kinds

@@ -13,7 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import NewestVerified, StorageFailed
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.storage import MemoryTier
 from tests.control.published import a_manifest, a_row, put_checkpoint
@@ -27,22 +27,22 @@ RUN = "run"
 @dataclasses.dataclass
 class World:
     tier: MemoryTier
-    decisions: Decisions
+    control: Control
     catalog: Catalog
 
     def put(self, *steps: int) -> None:
         for step in steps:
             put_checkpoint(self.tier, a_manifest(RUN, step))
             self.catalog.record_checkpoint(a_row(RUN, step))
-            self.decisions.findings.sound(RUN, step)
+            self.control.findings.sound(RUN, step)
 
     def keep(self, **rules: object) -> None:
-        self.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-        assert self.decisions.rotation.settle()
+        self.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+        assert self.control.rotation.settle()
 
     @property
     def steps(self) -> list[int]:
-        return self.decisions.store.steps(RUN)
+        return self.control.store.steps(RUN)
 
     def damage(self, step: int, file: str, how: str) -> None:
         path = f"{naming.checkpoint_path(RUN, step)}/{file}"
@@ -59,13 +59,13 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     tier = MemoryTier()
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    decisions = Decisions(tier, catalog, None)
-    decisions.recover()
-    made = World(tier, decisions, catalog)
+    control = open_control(tier, catalog, None)
+    control.recovery.recover()
+    made = World(tier, control, catalog)
     made.put(1, 2, 3, 4)
-    assert decisions.recorded(30)
+    assert control.book.recorded(30)
     yield made
-    decisions.close()
+    control.close()
     catalog.close()
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_there_supersedes_nothing(world: World, file: str, how: str)
     that is there, and a full disk finds none to remove because of it.
     """
     world.damage(4, file, how)
-    rotation = world.decisions.rotation
+    rotation = world.control.rotation
     foreseen = rotation.preview(RUN, RetentionPolicy(last=1)).verdicts
     assert {v.step: v.keep for v in foreseen if v.step < 4} == {1: False, 2: False, 3: True}
     assert not any(v.verified for v in foreseen if v.step == 4)
@@ -104,20 +104,20 @@ def test_what_is_not_there_lets_nothing_be_thinned(world: World, file: str, how:
     for step in (5, 6):
         put_checkpoint(world.tier, a_manifest(RUN, step, groups=full))
         world.catalog.record_checkpoint(a_row(RUN, step, groups=full))
-        world.decisions.findings.sound(RUN, step)
+        world.control.findings.sound(RUN, step)
     world.keep(keep_full=1)
-    assert [due.step for due in world.decisions.thinning.due(RUN)] == [5]
+    assert [due.step for due in world.control.thinning.due(RUN)] == [5]
     world.damage(6, file, how)
-    assert world.decisions.thinning.due(RUN) == []
+    assert world.control.thinning.due(RUN) == []
 
 
 @hurt
 def test_an_alert_says_what_was_found(world: World, file: str, how: str) -> None:
     """A look of the daemon is enough: gone is listed no more, damaged is listed as that, and both are told."""
     world.damage(4, file, how)
-    world.decisions.watch.look()
+    world.control.watch.look()
     expected = {"checkpoint-missing"} if how == "directory gone" else {"checkpoint-damaged", "checkpoint-changed"}
-    wait_until(lambda: {event.kind for event in world.decisions.events.after(0, 100) if event.step == 4} & expected)
+    wait_until(lambda: {event.kind for event in world.control.events.after(0, 100) if event.step == 4} & expected)
     listed = {made.step: made for made in world.catalog.checkpoints(RUN, None, 100).items}
     assert all(listed[step].verified for step in (1, 2, 3))
     if how == "directory gone":
@@ -133,12 +133,12 @@ def test_one_whose_files_were_replaced_counts_when_it_was_read_back_again(world:
     path = f"{naming.checkpoint_path(RUN, 4)}/{naming.STATE}"
     world.tier.replace(path, world.tier.read(path))
     asked: list[object] = []
-    world.decisions.watch.mend_by(lambda run, step, error: None, asked.extend)
+    world.control.watch.mend_by(lambda run, step, error: None, asked.extend)
     world.keep(last=1)
     assert world.steps == [3, 4]
     assert asked == [(RUN, 4)]
-    world.decisions.findings.sound(RUN, 4)
-    assert world.decisions.rotation.settle()
+    world.control.findings.sound(RUN, 4)
+    assert world.control.rotation.settle()
     assert world.steps == [4]
 
 
@@ -154,12 +154,12 @@ def test_where_the_storage_cannot_be_looked_at_nothing_is_removed(world: World) 
     world.tier.size = fails  # type: ignore[method-assign]
     world.keep(last=1)
     with pytest.raises(StorageFailed):
-        world.decisions.rotation.apply(RUN)
+        world.control.rotation.apply(RUN)
     world.tier.size = sizes  # type: ignore[method-assign]
     assert world.steps == [1, 2, 3, 4]
-    told = [event for event in world.decisions.events.after(0, 100) if event.kind == "removal-waits"]
+    told = [event for event in world.control.events.after(0, 100) if event.kind == "removal-waits"]
     assert [event.level for event in told] == ["error"]
-    world.decisions.rotation.apply(RUN)
+    world.control.rotation.apply(RUN)
     assert world.steps == [4]
 
 

@@ -42,12 +42,12 @@ def flip(tier: MemoryTier, directory: str) -> None:
 
 def launch(world: SaverWorld, step: int = 1) -> Rank:
     """A rank that has saved a step, which was read back."""
-    world.decisions.recover()
+    world.control.recovery.recover()
     (rank,) = world.launch(1)
     rank.save(step)
     assert rank.wait(step).problem is None
     world.checked()
-    assert world.decisions.findings.found(RUN, step) == "sound"
+    assert world.control.findings.found(RUN, step) == "sound"
     return rank
 
 
@@ -72,7 +72,7 @@ def world(tier: FlippingTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver
 def settled(world: SaverWorld) -> None:
     """All was read back, and nothing is aside any more."""
     world.checked()
-    wait_until(lambda: not world.decisions.store.replaced(RUN) and world.decisions.rotation.settle())
+    wait_until(lambda: not world.control.store.replaced(RUN) and world.control.rotation.settle())
 
 
 def test_it_goes_once_its_replacement_was_read_back(world: SaverWorld, tier: FlippingTier) -> None:
@@ -81,14 +81,14 @@ def test_it_goes_once_its_replacement_was_read_back(world: SaverWorld, tier: Fli
     before = verify(tier, PATH)
     world.saver.checks.close()  # nobody reads back what comes now
     replace(rank)
-    (aside,) = world.decisions.store.replaced(RUN)
+    (aside,) = world.control.store.replaced(RUN)
     assert verify(tier, aside.path) == before
-    world.decisions.rotation.apply(RUN)
-    assert world.decisions.store.replaced(RUN) == [aside]
+    world.control.rotation.apply(RUN)
+    assert world.control.store.replaced(RUN) == [aside]
     made = verify(tier, PATH)
     assert made != before
-    world.decisions.recorded(30)
-    world.decisions.findings.sound(RUN, 1)
+    world.control.book.recorded(30)
+    world.control.findings.sound(RUN, 1)
     settled(world)
     assert verify(tier, PATH) == made
     assert tier.list(f"{RUN}/{naming.STAGING}") == tier.list(f"{RUN}/{naming.TRASH}") == []
@@ -99,13 +99,13 @@ def test_a_run_is_not_renamed_before_its_replacement_was_read_back(world: SaverW
     rank = launch(world)
     world.saver.checks.close()
     replace(rank)
-    world.decisions.recorded(30)
+    world.control.book.recorded(30)
     with pytest.raises(InUse, match=r"step 1 of .* was replaced"):
-        world.decisions.renaming.rename(RUN, "other")
-    world.decisions.findings.sound(RUN, 1)
+        world.control.renaming.rename(RUN, "other")
+    world.control.findings.sound(RUN, 1)
     settled(world)
-    world.decisions.renaming.rename(RUN, "other")
-    assert roots.committed(world.decisions.store, "other") == [1]
+    world.control.renaming.rename(RUN, "other")
+    assert roots.committed(world.control.store, "other") == [1]
 
 
 def test_it_comes_back_where_its_replacement_is_damaged(world: SaverWorld, tier: FlippingTier) -> None:
@@ -116,11 +116,11 @@ def test_it_comes_back_where_its_replacement_is_damaged(world: SaverWorld, tier:
     replace(rank)
     settled(world)
     assert verify(tier, PATH) == before
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     listed = world.catalog.checkpoint(RUN, 1)
     assert (listed.created, listed.damage) == (before.created, None)
-    world.decisions.rotation.close()
-    told = [event.kind for event in world.decisions.events.after(0, 100) if event.level == "error"]
+    world.control.rotation.close()
+    told = [event.kind for event in world.control.events.after(0, 100) if event.level == "error"]
     assert told == ["checkpoint-damaged", "checkpoint-put-back"]
 
 
@@ -131,15 +131,15 @@ def test_it_comes_back_where_its_replacement_is_gone(world: SaverWorld, tier: Fl
     world.saver.checks.close()
     replace(rank)
     tier.remove_tree(PATH)
-    assert world.decisions.recorded(30)
-    world.decisions.rotation.apply(RUN)
-    assert verify(tier, PATH) == before and not world.decisions.store.replaced(RUN)
+    assert world.control.book.recorded(30)
+    world.control.rotation.apply(RUN)
+    assert verify(tier, PATH) == before and not world.control.store.replaced(RUN)
     replace(rank)
-    assert world.decisions.recorded(30)
-    world.decisions.rotation.remove(RUN, 1, newest=True)
-    assert not tier.list(PATH) and not world.decisions.store.replaced(RUN)
+    assert world.control.book.recorded(30)
+    world.control.rotation.remove(RUN, 1, newest=True)
+    assert not tier.list(PATH) and not world.control.store.replaced(RUN)
     with pytest.raises(NoSuchCheckpoint):
-        world.decisions.rotation.remove(RUN, 1)
+        world.control.rotation.remove(RUN, 1)
 
 
 def replaced_unread(world: SaverWorld) -> naming.Place:
@@ -147,8 +147,8 @@ def replaced_unread(world: SaverWorld) -> naming.Place:
     rank = launch(world)
     world.saver.checks.close()
     replace(rank)
-    assert world.decisions.recorded(30)
-    (aside,) = world.decisions.store.replaced(RUN)
+    assert world.control.book.recorded(30)
+    (aside,) = world.control.store.replaced(RUN)
     return aside
 
 
@@ -157,38 +157,40 @@ def test_one_that_lacks_a_file_does_not_come_back(world: SaverWorld, tier: Flipp
     aside = replaced_unread(world)
     tier.remove_file(f"{aside.path}/{naming.STATE}")
     tier.remove_tree(PATH)
-    world.decisions.rotation.apply(RUN)
-    assert world.decisions.store.replaced(RUN) == [aside] and not tier.list(PATH)
+    world.control.rotation.apply(RUN)
+    assert world.control.store.replaced(RUN) == [aside] and not tier.list(PATH)
 
 
 def test_it_does_not_come_back_while_its_replacement_is_read(world: SaverWorld, tier: FlippingTier) -> None:
     """What reads it may be mending it."""
     aside = replaced_unread(world)
     before = verify(tier, aside.path)
-    with world.decisions.reading(RUN, 1):
+    with world.control.readers.reading(RUN, 1):
         tier.remove_tree(PATH)
-        world.decisions.rotation.apply(RUN)
-        assert world.decisions.store.replaced(RUN) == [aside] and not tier.list(PATH)
-    world.decisions.rotation.apply(RUN)
+        world.control.rotation.apply(RUN)
+        assert world.control.store.replaced(RUN) == [aside] and not tier.list(PATH)
+    world.control.rotation.apply(RUN)
     assert verify(tier, PATH) == before
 
 
 def test_it_stays_while_the_catalog_describes_another_one(world: SaverWorld) -> None:
     """What was read back is the one before the one that stands there now."""
     aside = replaced_unread(world)
-    world.decisions.rotation.is_replaced(RUN, 1)
-    world.decisions.findings.sound(RUN, 1)
-    world.decisions.rotation.apply(RUN)
-    assert world.decisions.store.replaced(RUN) == [aside]
-    world.decisions.rotation.listed(RUN, 1)
-    world.decisions.rotation.apply(RUN)
-    assert not world.decisions.store.replaced(RUN)
+    world.control.rotation.is_replaced(RUN, 1)
+    world.control.findings.sound(RUN, 1)
+    world.control.rotation.apply(RUN)
+    assert world.control.store.replaced(RUN) == [aside]
+    world.control.rotation.listed(RUN, 1)
+    world.control.rotation.apply(RUN)
+    assert not world.control.store.replaced(RUN)
 
 
 @pytest.mark.parametrize("replacement", ["sound", "gone"])
-def test_a_node_that_may_decide_no_more_leaves_both(world: SaverWorld, tier: FlippingTier, replacement: str) -> None:
+def test_a_node_that_may_decide_no_more_leaves_both(
+    world: SaverWorld, tier: FlippingTier, replacement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stood still for too long: another node decides by now."""
-    aside, alone = replaced_unread(world), world.decisions.rotation.elsewhere
+    aside = replaced_unread(world)
 
     def refuse() -> None:
         raise CatalogUnavailable("the lock was lost")
@@ -197,15 +199,15 @@ def test_a_node_that_may_decide_no_more_leaves_both(world: SaverWorld, tier: Fli
     def lost(run: str, insists: bool) -> Iterator[Callable[[], None]]:
         yield refuse
 
-    world.decisions.rotation.elsewhere = lost
+    monkeypatch.setattr(world.control.rotation, "_elsewhere", lost)
     if replacement == "sound":
-        world.decisions.findings.sound(RUN, 1)
+        world.control.findings.sound(RUN, 1)
     else:
         tier.remove_tree(PATH)
     with pytest.raises(CatalogUnavailable):
-        world.decisions.rotation.apply(RUN)
-    assert world.decisions.store.replaced(RUN) == [aside] and bool(tier.list(PATH)) == (replacement == "sound")
-    world.decisions.rotation.elsewhere = alone
+        world.control.rotation.apply(RUN)
+    assert world.control.store.replaced(RUN) == [aside] and bool(tier.list(PATH)) == (replacement == "sound")
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("damaged", ["replacement", "replaced"])
@@ -224,15 +226,15 @@ def test_a_start_after_a_crash_keeps_the_sound_one(
     kept = verify(tier, sound)
     flip(tier, hurt)
     with saver_world(tier) as world:
-        root_care.sweep(world.decisions.store)
+        root_care.sweep(world.control.store)
         assert verify(tier, sound if sound == PATH else naming.replaced_path(RUN, 1)) == kept
-        world.decisions.recover()
-        assert world.decisions.recorded(30)
+        world.control.recovery.recover()
+        assert world.control.book.recorded(30)
         try:
             verify(tier, PATH)
         except Damaged as error:
-            world.decisions.findings.damaged(RUN, 1, error)
+            world.control.findings.damaged(RUN, 1, error)
         else:
-            world.decisions.findings.sound(RUN, 1)
+            world.control.findings.sound(RUN, 1)
         settled(world)
         assert verify(tier, PATH) == kept

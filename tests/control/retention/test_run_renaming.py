@@ -38,9 +38,9 @@ def root(at: Path) -> Iterator[Root]:
 
 def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
     """Files, marks, findings and numbers of attempts; the old name is in the trash, and takes no space of its own."""
-    catalog, renaming = root.decisions.rotation._catalog, root.decisions.renaming
+    catalog, renaming = root.control.rotation._catalog, root.control.renaming
     mark_verified(catalog, RUN, 2)
-    root.decisions.rotation.mark(RUN, 1, lambda file: run_files.pinned(file, 1))
+    root.control.rotation.mark(RUN, 1, lambda file: run_files.pinned(file, 1))
     before = {path.name: path.read_bytes() for path in (at / "root" / naming.checkpoint_path(RUN, 2)).iterdir()}
     assert renaming.rename(RUN, NEW, dry_run=True).checkpoints == 2 and root.stands()
     renaming.rename(RUN, NEW)
@@ -48,8 +48,8 @@ def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
     with pytest.raises(NoSuchRun):
         catalog.run(RUN)
     assert catalog.checkpoint(NEW, 2).verified and catalog.checkpoint(NEW, 1).run == NEW
-    assert root.decisions.rotation.file(NEW).pins == (1,)
-    assert (root.decisions.attempts.newest(RUN), root.decisions.attempts.newest(NEW)) == (0, 1)
+    assert root.control.rotation.file(NEW).pins == (1,)
+    assert (root.control.attempts.newest(RUN), root.control.attempts.newest(NEW)) == (0, 1)
     after = {path.name: path for path in (at / "root" / naming.checkpoint_path(NEW, 2)).iterdir()}
     assert set(after) == set(before)
     for name, data in before.items():
@@ -58,24 +58,24 @@ def test_a_renamed_run_is_the_same_run(root: Root, at: Path) -> None:
     assert json.loads(after[naming.MANIFEST].read_bytes())["run"] == NEW
     (entry,) = root.trash.entries()
     assert (entry.run, entry.checkpoints) == (RUN, 2) and naming.RENAMED_FILE not in root.tier.list(NEW)
-    assert root.decisions.hello(NEW, "another", 1, None) == 2
-    (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
+    assert root.control.launches.declare(NEW, "another", 1, None) == 2
+    (event,) = root.control.events.after(0, 100, NEW, "run-renamed")
     assert event.detail == {"old": RUN}
     with limited_to(f"{NEW}*"):  # people of another team do not read what it was called
-        (event,) = root.decisions.events.after(0, 100, NEW, "run-renamed")
+        (event,) = root.control.events.after(0, 100, NEW, "run-renamed")
         assert (event.text, event.detail) == (f"a run was renamed to {NEW}", {})
     with limited_to(f"{NEW}*,{RUN}"):
-        assert root.decisions.events.newest(None, 1, NEW, "run-renamed").items[0].detail == {"old": RUN}
+        assert root.control.events.newest(None, 1, NEW, "run-renamed").items[0].detail == {"old": RUN}
 
 
 def test_who_has_seen_an_alert_has_seen_it_under_the_new_name(root: Root) -> None:
     """And a run that is deleted takes what was said of its alerts along: the next one of its name has its own."""
-    seen = Acknowledgements(root.decisions.rotation._catalog.database)
+    seen = Acknowledgements(root.control.rotation._catalog.database)
     made = Acknowledgement(by="ana", at="2026-01-01T00:00:00Z")
     seen.set(AlertKey(RUN, "checkpoint-unhealthy"), made)
     seen.set(AlertKey(RUN, "replica-behind", "far"), made.model_copy(update=dict(until="2100-01-01T00:00:00Z")))
     seen.set(AlertKey(NEW, "replica-behind", "far"), made)  # of a run that was called so once
-    root.decisions.renaming.rename(RUN, NEW)
+    root.control.renaming.rename(RUN, NEW)
     found = seen.known()
     assert set(found) == {AlertKey(NEW, "checkpoint-unhealthy"), AlertKey(NEW, "replica-behind", "far")}
     assert found[AlertKey(NEW, "replica-behind", "far")].until is not None
@@ -97,7 +97,7 @@ def _moments(at: Path) -> list[int]:
     shutil.copytree(at / "root", trial / "root", symlinks=True)
     with opened(trial) as root:
         root.tier.mortal(0)
-        root.decisions.renaming.rename(RUN, NEW)
+        root.control.renaming.rename(RUN, NEW)
         changed = root.tier.changed
     built = sum(path.startswith(naming.RENAMING) for path in changed)
     assert all(path.startswith(naming.RENAMING) for path in changed[:built]) and built > 10
@@ -111,15 +111,15 @@ def _killed(at: Path, kill_at: int) -> str:
     with opened(trial) as root:
         root.tier.mortal(kill_at)
         with pytest.raises(Killed):
-            root.decisions.renaming.rename(RUN, NEW)
+            root.control.renaming.rename(RUN, NEW)
     with opened(trial) as root:
-        assert root.decisions.recorded(30)
+        assert root.control.book.recorded(30)
         there = [name for name in (RUN, NEW) if root.stands(name)]
         assert len(there) == 1, there
-        listed = root.decisions.rotation._catalog.known_runs()
+        listed = root.control.rotation._catalog.known_runs()
         assert set(listed) == set(there) and listed[there[0]].attempt == 1
-        assert root.decisions.attempts.newest(there[0]) == 1
-        assert sorted(root.decisions.rotation._catalog.stamps(there[0])) == STEPS
+        assert root.control.attempts.newest(there[0]) == 1
+        assert sorted(root.control.rotation._catalog.stamps(there[0])) == STEPS
         assert not root.tier.list(naming.RENAMING) and naming.RENAMED_FILE not in root.tier.list(there[0])
         assert [one.run for one in root.trash.entries()] == ([RUN] if there == [NEW] else [])
     shutil.rmtree(trial)
@@ -128,7 +128,7 @@ def _killed(at: Path, kill_at: int) -> str:
 
 def test_what_changes_meanwhile_is_not_lost(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pin that comes while the files get their second names: nothing is renamed."""
-    renaming, rotation = root.decisions.renaming, root.decisions.rotation
+    renaming, rotation = root.control.renaming, root.control.rotation
     build = renaming._build
 
     def pinned(run: str, name: str, attempt: int) -> object:
@@ -152,22 +152,22 @@ def test_what_was_trained_meanwhile_stays(at: Path) -> None:
         for kill_at in count(1):
             root.tier.mortal(kill_at)
             with suppress(Killed):
-                root.decisions.renaming.rename(RUN, NEW)
+                root.control.renaming.rename(RUN, NEW)
             root.tier.mortal(0)
             published = kill_at
             if root.tier.list(NEW):
                 break
         assert published and root.stands()
-        assert root.decisions.hello(RUN, "since", 1, None) == 2
+        assert root.control.launches.declare(RUN, "since", 1, None) == 2
     with opened(at) as root:
         assert root.stands() and root.stands(NEW) and root.trash.entries() == []
         assert naming.RENAMED_FILE not in root.tier.list(NEW)
-        assert (root.decisions.attempts.newest(RUN), root.decisions.attempts.newest(NEW)) == (2, 1)
+        assert (root.control.attempts.newest(RUN), root.control.attempts.newest(NEW)) == (2, 1)
 
 
-def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
+def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that are taken or are none, links, readers, storage without links, several daemons; nothing is moved."""
-    renaming = root.decisions.renaming
+    renaming = root.control.renaming
     with pytest.raises(NoSuchRun):
         renaming.rename("nobody", NEW)
     for name in (RUN, "../x", ""):
@@ -177,19 +177,19 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
     (at / "root" / "taken" / "mine").write_text("mine")
     with pytest.raises(AlreadyCommitted, match="already"):
         renaming.rename(RUN, "taken")
-    assert root.decisions.hello("begun", "one", 1, None) == 1
+    assert root.control.launches.declare("begun", "one", 1, None) == 1
     with pytest.raises(AlreadyCommitted, match="already"):
         renaming.rename(RUN, "begun")
     links = at / "links"
     links.mkdir()
     (links / "last").symlink_to(at / "root" / naming.checkpoint_path(RUN, 1))
-    root.decisions.watch_links(RUN, str(links))
+    root.control.rotation.watch_links(RUN, str(links))
     with pytest.raises(Pinned, match="last"):
         renaming.rename(RUN, NEW)
     os.unlink(links / "last")
-    with root.decisions.reading(RUN, 1), pytest.raises(InUse, match="being read"):
+    with root.control.readers.reading(RUN, 1), pytest.raises(InUse, match="being read"):
         renaming.rename(RUN, NEW)
-    renaming.is_alone = False
+    monkeypatch.setattr(renaming, "_is_alone", False)
     with pytest.raises(InvalidRequest, match="several daemons"):
         renaming.rename(RUN, NEW)
     assert root.stands() and root.listed() and not root.tier.list(NEW)
@@ -198,19 +198,19 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
 @pytest.mark.parametrize("file", [naming.COMMIT, naming.MANIFEST, naming.STATE, "model-00001-of-00001.safetensors"])
 def test_a_damaged_checkpoint_goes_along_and_is_named(root: Root, at: Path, file: str) -> None:
     """What is lacking, or cannot be read, is lacking under the new name; the others are verified as they were."""
-    catalog, there = root.decisions.rotation._catalog, at / "root" / naming.checkpoint_path(RUN, 1)
-    root.decisions.findings.sound(RUN, 2)
+    catalog, there = root.control.rotation._catalog, at / "root" / naming.checkpoint_path(RUN, 1)
+    root.control.findings.sound(RUN, 2)
     if not (there / file).exists():
         file = next(path.name for path in sorted(there.iterdir()) if path.name.endswith(".safetensors"))
     left = {path.name for path in there.iterdir()} - {file}
     os.unlink(there / file)
-    renamed = root.decisions.renaming.rename(RUN, NEW)
+    renamed = root.control.renaming.rename(RUN, NEW)
     assert list(renamed.damaged) == [1] and file in renamed.damaged[1]
     assert {path.name for path in (at / "root" / naming.checkpoint_path(NEW, 1)).iterdir()} == left
     assert not catalog.checkpoint(NEW, 1).verified and catalog.checkpoint(NEW, 1).damage is not None
-    assert catalog.checkpoint(NEW, 2).verified and root.decisions.rotation.proofs.stands(NEW, 2)
+    assert catalog.checkpoint(NEW, 2).verified and root.control.rotation.proofs.stands(NEW, 2)
     assert not root.tier.list(RUN)
-    root.decisions.watch.look()
+    root.control.watch.look()
     assert catalog.checkpoint(NEW, 2).verified
 
 
@@ -219,11 +219,11 @@ def test_a_run_that_is_not_all_there_under_its_new_name_keeps_the_old_one(root: 
     finish = RunRenaming._finish
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RunRenaming, "_finish", lambda *_: None)
-        root.decisions.renaming.rename(RUN, NEW)
+        root.control.renaming.rename(RUN, NEW)
     assert root.stands() and finish is RunRenaming._finish
     os.unlink(at / "root" / naming.checkpoint_path(NEW, 2) / naming.STATE)
     with pytest.raises(StorageFailed, match="kept"):
-        root.decisions.renaming.recover()
+        root.control.renaming.recover()
     assert root.stands() and root.listed()
 
 
@@ -231,9 +231,9 @@ def test_storage_without_second_names_is_refused(root: Root, monkeypatch: pytest
     """And leaves nothing behind that a start would not remove."""
     monkeypatch.setattr(root.tier._tier, "link", lambda source, target: False)
     with pytest.raises(InvalidRequest, match="hard links"):
-        root.decisions.renaming.rename(RUN, NEW)
+        root.control.renaming.rename(RUN, NEW)
     assert root.stands() and root.listed() and not root.tier.list(NEW)
-    root.decisions.renaming.recover()
+    root.control.renaming.recover()
     assert not root.tier.list(naming.RENAMING)
 
 
@@ -244,8 +244,8 @@ def test_ranks_of_neither_run_are_here() -> None:
         rank.save(1)
         assert rank.wait(1).state == "committed"
         world.checked()
-        assert world.decisions.recorded(30)
-        renaming: RunRenaming = world.decisions.renaming
+        assert world.control.book.recorded(30)
+        renaming: RunRenaming = world.control.renaming
         with pytest.raises(InUse, match="connected"):
             rename_run(renaming, world.saver, world.arena, RUN, NEW)
         rank.leave()

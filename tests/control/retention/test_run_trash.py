@@ -23,7 +23,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots, run_files
 from holdfast_service.control.checkpoints.run_files import RunFile
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.run_deletion import delete_run, undelete_run
@@ -69,14 +69,14 @@ class MortalTier:
 
 
 class Root(NamedTuple):
-    """A root with its decisions, as one daemon has them."""
+    """A root with its control, as one daemon has them."""
 
     tier: MortalTier
-    decisions: Decisions
+    control: Control
 
     @property
     def trash(self) -> RunTrash:
-        return self.decisions.trash
+        return self.control.trash
 
     def stands(self, directory: str = RUN) -> bool:
         """Whether the run is there, with all its checkpoints sound; fails on a part of it."""
@@ -87,11 +87,11 @@ class Root(NamedTuple):
         return bool(names)
 
     def listed(self) -> bool:
-        assert self.decisions.recorded(30)
+        assert self.control.book.recorded(30)
         try:
-            known = self.decisions.rotation.file(RUN)
+            known = self.control.rotation.file(RUN)
         except NoSuchRun:
-            assert self.decisions.attempts.newest(RUN) == 0
+            assert self.control.attempts.newest(RUN) == 0
             return False
         return known is not None
 
@@ -101,14 +101,14 @@ def opened(at: Path) -> Iterator[Root]:
     """A daemon's start on this root, and its end."""
     tier = MortalTier(PosixTier(at / "root"))
     catalog = Catalog.open(sqlite_url(str(at / "catalog.sqlite")))
-    decisions = Decisions(tier, catalog, None)  # type: ignore[arg-type]
-    decisions.recover()
-    assert decisions.recorded(30)
+    control = open_control(tier, catalog, None)  # type: ignore[arg-type]
+    control.recovery.recover()
+    assert control.book.recorded(30)
     try:
-        yield Root(tier, decisions)
+        yield Root(tier, control)
     finally:
         tier.mortal(0)
-        decisions.close()
+        control.close()
         catalog.close()
 
 
@@ -121,35 +121,35 @@ def root(at: Path) -> Iterator[Root]:
 def test_a_deleted_run_is_nowhere_but_in_the_trash(root: Root) -> None:
     """And comes back as it was, to be read back again; its attempts' numbers are given to nobody else."""
     told: list[Any] = []
-    root.trash.restored = told.extend
+    root.trash.restored.subscribe(told.extend)
     assert root.trash.delete(RUN, dry_run=True).checkpoints == 2 and root.listed()
     made = root.trash.delete(RUN)
     assert (made.run, made.checkpoints, made.newest, made.attempt) == (RUN, 2, 2, 1) and made.bytes > 0 and made.expires
     assert not root.stands() and not root.listed() and root.stands(f"{naming.RUN_TRASH}/{made.entry}")
     assert [one.entry for one in root.trash.entries()] == [made.entry] and root.trash.seen().bytes == made.bytes
-    assert root.decisions.standing.launch(RUN, 2) is None
+    assert root.control.standing.launch(RUN, 2) is None
     with pytest.raises(NoSuchRun):
         root.trash.delete(RUN)
     root.trash.undelete(RUN)
     assert root.stands() and root.listed() and root.trash.entries() == []
     assert naming.DELETED_FILE not in root.tier.list(RUN)
-    assert told == [CheckpointId(RUN, step) for step in STEPS] and root.decisions.attempts.newest(RUN) == 1
-    assert root.decisions.hello(RUN, "another", 1, None) == 2
+    assert told == [CheckpointId(RUN, step) for step in STEPS] and root.control.attempts.newest(RUN) == 1
+    assert root.control.launches.declare(RUN, "another", 1, None) == 2
     with pytest.raises(NoSuchResource, match="holds no run"):
         root.trash.undelete(RUN)
-    kinds = [event.kind for event in root.decisions.events.after(0, 100, RUN)]
+    kinds = [event.kind for event in root.control.events.after(0, 100, RUN)]
     assert [kind for kind in kinds if "delete" in kind] == ["run-deleted", "run-undeleted"]
 
 
 def test_a_run_of_the_same_name_is_another_one(root: Root) -> None:
     """It is not taken for the deleted one by a restart, and is in the way of bringing that one back."""
     first = root.trash.delete(RUN)
-    assert root.decisions.hello(RUN, "another", 1, None) == 1
+    assert root.control.launches.declare(RUN, "another", 1, None) == 1
     root.trash.recover()
-    assert root.decisions.attempts.newest(RUN) == 1
+    assert root.control.attempts.newest(RUN) == 1
     with pytest.raises(InUse, match="another run"):
         root.trash.undelete(RUN)
-    assert root.decisions.recorded(30)
+    assert root.control.book.recorded(30)
     second = root.trash.delete(RUN)
     assert second.checkpoints == 0
     root.trash.undelete(RUN, first.entry)
@@ -189,7 +189,7 @@ def test_killed_at_every_step(at: Path, act: str) -> None:
             ended.add(bool(entries))
             if entries:
                 root.trash.undelete(RUN)
-                assert root.stands() and root.listed() and root.decisions.attempts.newest(RUN) >= 1
+                assert root.stands() and root.listed() and root.control.attempts.newest(RUN) >= 1
         if survived:
             break
         assert kill_at < 40, "it takes more steps than this test looks at"
@@ -198,7 +198,7 @@ def test_killed_at_every_step(at: Path, act: str) -> None:
 
 def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
     """Pins, links, readers, and files that are not ours; nothing is moved."""
-    rotation = root.decisions.rotation
+    rotation = root.control.rotation
     rotation.mark(RUN, 2, lambda file: run_files.pinned(file, 2))
     with pytest.raises(Pinned, match="pinned or labelled: 2"):
         root.trash.delete(RUN)
@@ -207,11 +207,11 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
     links = at / "links"
     links.mkdir()
     (links / "last").symlink_to(at / "root" / naming.checkpoint_path(RUN, 1))
-    root.decisions.watch_links(RUN, str(links))
+    root.control.rotation.watch_links(RUN, str(links))
     with pytest.raises(Pinned, match="last"):
         root.trash.delete(RUN, marked=True)
     (links / "last").unlink()
-    with root.decisions.reading(RUN, 1), pytest.raises(InUse, match="being read: 1"):
+    with root.control.readers.reading(RUN, 1), pytest.raises(InUse, match="being read: 1"):
         root.trash.delete(RUN)
     for foreign in (f"{RUN}/mine", f"{RUN}/{naming.CHECKPOINTS}/mine", f"{naming.checkpoint_path(RUN, 1)}/mine"):
         (at / "root" / foreign).write_text("mine")
@@ -220,7 +220,7 @@ def test_what_holds_a_run_refuses_it_by_name(root: Root, at: Path) -> None:
         (at / "root" / foreign).unlink()
     assert root.stands() and root.listed() and root.trash.entries() == []
     (at / "root" / RUN / ".run.json.new").write_text("{")  # a crash left it
-    with root.decisions.checking(RUN, 1):  # a check finds out by itself that what it reads is gone
+    with root.control.readers.checking(RUN, 1):  # a check finds out by itself that what it reads is gone
         root.trash.delete(RUN)
 
 
@@ -239,7 +239,7 @@ def test_the_trash_is_emptied_in_time_and_for_room(root: Root) -> None:
     assert root.trash.expire() == [made.entry] and root.tier.list(naming.RUN_TRASH) == []
     with pytest.raises(NoSuchResource):
         root.trash.empty(RUN)
-    events = root.decisions.events.after(0, 100, RUN, "run-purged")
+    events = root.control.events.after(0, 100, RUN, "run-purged")
     assert ["3 days ago" in event.text for event in events] == [True]
 
 
@@ -280,8 +280,8 @@ def test_a_full_disk_does_not_keep_a_run_from_being_deleted(root: Root, monkeypa
     first = root.trash.delete(RUN)
     shutil.copytree(Path(root.tier._tier.root) / naming.RUN_TRASH / first.entry, Path(root.tier._tier.root) / RUN)
     root.trash.recover()
-    roots.list_run(PosixStore(root.tier._tier), root.decisions.rotation._catalog, RUN)
-    root.decisions.findings.sound(RUN, 1)
+    roots.list_run(PosixStore(root.tier._tier), root.control.rotation._catalog, RUN)
+    root.control.findings.sound(RUN, 1)
     replace = root.tier._tier.replace
 
     def on_full_disk(path: str, data: bytes) -> None:
@@ -304,27 +304,27 @@ def test_a_deleted_run_stays_while_what_came_in_its_place_is_not_sound(root: Roo
     made = root.trash.delete(RUN)
     directory = Path(root.tier._tier.root)
     shutil.copytree(directory / naming.RUN_TRASH / made.entry / naming.CHECKPOINTS, directory / RUN / naming.CHECKPOINTS)
-    catalog = root.decisions.rotation._catalog
+    catalog = root.control.rotation._catalog
     roots.list_run(PosixStore(root.tier._tier), catalog, RUN)
     for step in STEPS:
-        root.decisions.findings.sound(RUN, step)
+        root.control.findings.sound(RUN, step)
         (directory / naming.checkpoint_path(RUN, step) / naming.STATE).unlink()
     for _ in range(2):
         assert not root.trash.make_room(2**62, "a save")
     root.trash.days = 1
     assert later(root, now, 72) == [] and [one.entry for one in root.trash.entries()] == [made.entry]
-    (told,) = root.decisions.events.after(0, 100, RUN, "removal-waits")
+    (told,) = root.control.events.after(0, 100, RUN, "removal-waits")
     assert told.level == "error" and told.detail["entry"] == made.entry
     state = naming.checkpoint_path(RUN, STEPS[0]) + f"/{naming.STATE}"
     shutil.copy(directory / naming.RUN_TRASH / made.entry / state.partition("/")[2], directory / state)
-    root.decisions.findings.sound(RUN, STEPS[0])
+    root.control.findings.sound(RUN, STEPS[0])
     assert not root.trash.make_room(2**62, "a save") and root.trash.entries() == []
 
 
 def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:
     """With its run the copies in replicas go: where nothing else is sound of a checkpoint, that has to be said."""
-    database = root.decisions.rotation._catalog.database
-    mark_verified(root.decisions.rotation._catalog, RUN, 1)
+    database = root.control.rotation._catalog.database
+    mark_verified(root.control.rotation._catalog, RUN, 1)
     with database.write() as session:
         session.add(ReplicaRow(run=RUN, step=1, tier="other", state="present", bytes=1, since=""))
     assert root.trash.delete(RUN, dry_run=True)
@@ -334,7 +334,7 @@ def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:
     with pytest.raises(Pinned, match=r"only copies in replicas are known to be sound of 2 checkpoints.*: 1, 9"):
         root.trash.delete(RUN)
     with pytest.raises(Pinned, match="only copies"):
-        root.decisions.renaming.rename(RUN, "another-name")
+        root.control.renaming.rename(RUN, "another-name")
     assert root.stands() and root.trash.delete(RUN, marked=True).checkpoints == 2
 
 
@@ -342,14 +342,14 @@ def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.Monke
     """Before anything that somebody keeps goes, and only as far as needed; it is told for whom."""
     tier = PosixTier(at / "root")
     with saver_world(tier) as world:
-        world.decisions.recover()
-        trash = world.decisions.trash
+        world.control.recovery.recover()
+        trash = world.control.trash
         for _ in range(2):
             (rank,) = world.launch(1)
             rank.save(5)
             assert rank.wait(5).state == "committed"
             world.checked()
-            assert world.decisions.recorded(30)
+            assert world.control.book.recorded(30)
             rank.leave()
             delete_run(trash, world.saver, world.arena, RUN)
         newest, oldest = trash.entries()
@@ -358,7 +358,7 @@ def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.Monke
         rank.save(6)
         assert rank.wait(6).state == "committed"
         assert [one.entry for one in trash.entries()] == [newest.entry]
-        (event,) = world.decisions.events.after(0, 100, RUN, "run-purged")
+        (event,) = world.control.events.after(0, 100, RUN, "run-purged")
         assert f"no room for {RUN}@6" in event.text and event.level == "warning" and event.detail["entry"] == oldest.entry
         rank.leave()
 
@@ -386,8 +386,8 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         rank.save(1)
         assert rank.wait(1).state == "committed"
         world.checked()
-        assert world.decisions.recorded(30)
-        trash = world.decisions.trash
+        assert world.control.book.recorded(30)
+        trash = world.control.trash
         for dry_run in (True, False):
             with pytest.raises(InUse, match="connected"):
                 delete_run(trash, world.saver, world.arena, RUN, dry_run=dry_run)
@@ -420,22 +420,22 @@ def test_names_in_the_trash() -> None:
 
 def test_what_is_let_in_before_a_deletion_and_done_after_it_makes_no_other_run(root: Root) -> None:
     """Whatever of it was looked at before: the run is deleted, so it has no file, and the catalog hears nothing."""
-    catalog = root.decisions.rotation._catalog
+    catalog = root.control.rotation._catalog
     entry = root.trash.delete(RUN)
     for change in ({"owner": "ann"}, {"pins": (1,)}, {"policy": RetentionPolicy(last=1)}):
         with pytest.raises(NoSuchRun, match="deleted meanwhile"):
-            root.decisions.rotation.files.change(RUN, lambda file, made=change: file.model_copy(update=made))  # type: ignore[misc]
+            root.control.rotation.files.change(RUN, lambda file, made=change: file.model_copy(update=made))  # type: ignore[misc]
     run_settings.note(catalog, RUN, run_settings.RunSettings(owner="ann"), known_only=True)
     assert not root.tier.list(RUN) and not root.listed()
     assert [one.entry for one in root.trash.entries()] == [entry.entry]
     root.trash.undelete(RUN)
-    assert root.decisions.rotation.files.change(RUN, lambda file: file.model_copy(update={"owner": "bo"})).owner == "bo"
+    assert root.control.rotation.files.change(RUN, lambda file: file.model_copy(update={"owner": "bo"})).owner == "bo"
 
 
 def test_a_run_without_a_directory_gets_a_file_unless_it_is_being_deleted(root: Root) -> None:
     """A launch that has saved nothing is a run; while it is deleted, nobody makes its directory."""
-    files = root.decisions.rotation.files
-    root.decisions.hello("new-run", "launch", 1, None)
+    files = root.control.rotation.files
+    root.control.launches.declare("new-run", "launch", 1, None)
     assert not root.tier.list("new-run")
     with files.leaving("new-run"), pytest.raises(NoSuchRun):
         files.change("new-run", lambda file: file.model_copy(update={"owner": "ann"}))
@@ -445,7 +445,7 @@ def test_a_run_without_a_directory_gets_a_file_unless_it_is_being_deleted(root: 
 
 def test_what_is_set_while_a_run_is_deleted_makes_no_other_run(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn comes after the deletion: it is refused, and nothing stands there that nobody saved."""
-    files = root.decisions.rotation.files
+    files = root.control.rotation.files
     read, asked = files.read, []
 
     def slow(run: str) -> RunFile:

@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_read_stops_no_save() -> None:
         with pytest.raises(CorruptManifest):
             quotas_of(world).set("*", 5)  # what is in it may still be saved by hand
         world.tier.replace(naming.QUOTAS, json.dumps({"quotas": {"*": 1}}).encode())
-        admission = world.decisions._admission
+        admission = world.control.admission
 
         def away(*_: object) -> int:
             raise CatalogUnavailable("away")
@@ -140,7 +140,7 @@ def test_a_save_waits_for_all_its_quotas_at_once() -> None:
         (rank,) = world.launch(1)
         for length in range(1, len(RUN) + 1):
             quotas_of(world).set(f"{RUN[:length]}*", 2**40)
-        admission, waits = world.decisions._admission, []
+        admission, waits = world.control.admission, []
         asked = admission._ask
         admission._ask = lambda question, wait_s: waits.append(wait_s) or asked(question, wait_s)
         assert save(world, rank, 1) is None

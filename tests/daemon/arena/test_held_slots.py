@@ -146,7 +146,7 @@ def test_what_is_kept_gives_way() -> None:
             if reason == "removed":
                 while not world.catalog.checkpoint(RUN, 1).verified:  # which reads it
                     time.sleep(0.01)
-                world.decisions.rotation.remove(RUN, 1, newest=True)
+                world.control.rotation.remove(RUN, 1, newest=True)
                 world.saver.holds.expire(1.0)
             elif reason == "needed":
                 rest = 2**30 - world.arena.bytes

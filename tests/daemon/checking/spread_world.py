@@ -29,21 +29,21 @@ class SpreadNode(Node):
     def __init__(self, nodes: Nodes, root: Path, name: str, seen: Callable[[Tier], Tier], ready: bool) -> None:
         super().__init__(nodes, root, name)
         self.heed: Callable[[int], None] = lambda size: None
-        assert self.decisions.shared_checks is not None
-        self.shared = self.decisions.shared_checks
+        assert self.control.shared_checks is not None
+        self.shared = self.control.shared_checks
         self.sees = seen(self.tier)
-        self.checker = Checker(self.sees, self.decisions)
+        self.checker = Checker(self.sees, self.control)
         self.spread: SpreadChecks | None = self.begun() if ready else None
 
     def begun(self) -> SpreadChecks:
         """Its thread, which it has from now on."""
-        self.spread = SpreadChecks(self.sees, self.decisions, self.checker, self.shared, lambda size: self.heed(size))
+        self.spread = SpreadChecks(self.sees, self.control, self.checker, self.shared, lambda size: self.heed(size))
         return self.spread
 
     def close(self) -> None:
         if self.spread is not None:
             self.spread.close()
-        self.decisions.close()
+        self.control.close()
 
 
 class SpreadWorld:
@@ -93,7 +93,7 @@ class SpreadWorld:
         return self.known(step)
 
     def events(self, kind: str) -> list[int | None]:
-        return [event.step for event in self.all[0].decisions.events.after(0, 1000, RUN, kind)]
+        return [event.step for event in self.all[0].control.events.after(0, 1000, RUN, kind)]
 
     def close(self) -> None:
         for node in self.all:

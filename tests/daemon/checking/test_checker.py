@@ -68,8 +68,8 @@ def test_damage_is_named_marked_and_told_once(root: Checked) -> None:
     assert [found.damage[key] for key in ("run", "step", "tensor", "offset")] == [RUN, 3, name, offset]
     assert (root.catalog.newest(RUN), root.catalog.run(RUN).newest) == (2, 2)
     assert root.events("checkpoint-damaged") == [3]
-    assert root.decisions.choose(RUN, 1, 0, None, ()) == 2
-    assert f"step 3 is damaged ({found.damage['detail']})" in root.decisions.findings.passed_over(RUN, 2)[0]
+    assert root.control.restores.choose(RUN, 1, 0, None, ()) == 2
+    assert f"step 3 is damaged ({found.damage['detail']})" in root.control.findings.passed_over(RUN, 2)[0]
 
 
 def test_a_later_check_clears_the_mark(root: Checked) -> None:
@@ -89,11 +89,11 @@ def test_damage_of_what_vouches_for_the_rest(root: Checked, name: str) -> None:
     with pytest.raises((NotCommitted, CorruptManifest)):
         root.checker.check(RUN, 3)
     before = root.known(3)
-    root.decisions.recover()
+    root.control.recovery.recover()
     found = root.known(3)
     assert found.state == "damaged" and (found.created, found.bytes) == (before.created, before.bytes)
     assert (found.damage or {})["file"] == name
-    assert root.decisions.choose(RUN, 1, 0, None, ()) == 2
+    assert root.control.restores.choose(RUN, 1, 0, None, ()) == 2
 
 
 def test_nobody_starts_from_nothing_because_all_is_damaged(root: Checked) -> None:
@@ -103,7 +103,7 @@ def test_nobody_starts_from_nothing_because_all_is_damaged(root: Checked) -> Non
         with pytest.raises(Damaged):
             root.checker.check(RUN, step)
     with pytest.raises(CorruptExtent) as caught:
-        root.decisions.choose(RUN, 1, 0, None, ())
+        root.control.restores.choose(RUN, 1, 0, None, ())
     assert "no sound checkpoint" in caught.value.hint
 
 
@@ -139,7 +139,7 @@ def test_what_is_removed_while_it_is_read_is_not_damaged(root: Checked) -> None:
 
     def remove(size: int) -> None:
         if root.path(3).exists():
-            root.decisions.rotation.remove(RUN, 3, newest=True)
+            root.control.rotation.remove(RUN, 3, newest=True)
 
     with pytest.raises(NoSuchCheckpoint):
         root.checker.check(RUN, 3, remove, hold=False)
@@ -152,11 +152,11 @@ def test_a_frozen_save_is_told(tmp_path: Path) -> None:
         shutil.rmtree(root.path(2))
         build(root.path(2), {**varied_arrays(), "extra": {"ranks/00000/rng": np.arange(9)}}, run=RUN, step=2, aliases={})
         build(root.path(3), varied_arrays(seed=1), run=RUN, step=3, aliases={})
-        root.decisions.recover()
+        root.control.recovery.recover()
         for step in (1, 2, 3):
             root.checker.check(RUN, step)
         assert [root.known(step).same_as for step in (1, 2, 3)] == [None, 1, None]
-        (event,) = root.decisions.events.after(0, 100, kind="checkpoint-frozen")
+        (event,) = root.control.events.after(0, 100, kind="checkpoint-frozen")
         assert (event.step, event.level) == (2, "warning") and "bit-identical to step 1" in event.text
 
 
@@ -179,9 +179,9 @@ def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: C
     root.checker.repair = Copies(root).repair if has_copy else None
     goes_on = threading.Event()
     checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
-    root.decisions.watch.mend_by(checks.suspect, lambda places: None)
+    root.control.watch.mend_by(checks.suspect, lambda places: None)
     (root.path(3) / name).unlink()
-    root.decisions.watch.look()
+    root.control.watch.look()
     assert root.known(3).state == "committed"
     goes_on.set()
     wait_until(lambda: checks.left == 0)

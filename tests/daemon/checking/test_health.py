@@ -174,7 +174,7 @@ def test_every_save_is_examined(world: SaverWorld) -> None:
             rank.save(step)
         assert all(rank.wait(step).state == "committed" for rank in ranks)
     world.checked()  # a saver that is closed leaves checks to the next start where the catalog does not answer in time
-    found = world.decisions.statistics.load(RUN, 2)
+    found = world.control.statistics.load(RUN, 2)
     assert found["mean"].tolist() == [(14 + 15) / 2]
     assert found["change"].tolist() == [pytest.approx(7 * np.sqrt(128))]
     assert world.catalog.checkpoint(RUN, 2).healthy is True
@@ -197,15 +197,15 @@ def test_what_control_cannot_say(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     """Without its catalog there is nothing to compare with, and nothing is recorded; both are logged, neither is raised."""
     two = pair(tmp_path, varied_arrays(1), varied_arrays(2))
     with saver_world(two.tier) as world:
-        world.decisions.recover()
+        world.control.recovery.recover()
         drop(world, "checkpoints")
-        with examination(two.tier, world.decisions, "tiny", 10) as examined:
+        with examination(two.tier, world.control, "tiny", 10) as examined:
             assert examined is not None
             verify(two.tier, naming.checkpoint_path("tiny", 10), passed=examined.passed)
         found = examined.result(two.made)
         assert found is not None
         assert np.isnan(found["change"]).all()
-        report(world.decisions, two.made, lambda: examined.result(two.made))
+        report(world.control, two.made, lambda: examined.result(two.made))
     assert "cannot compare tiny@10 with an earlier checkpoint" in caplog.text
     assert "cannot record the statistics of tiny@10" in caplog.text
 
@@ -216,11 +216,11 @@ def test_a_second_check_examines_nothing(world: SaverWorld) -> None:
     rank.save(1)
     assert rank.wait(1).state == "committed"
     world.checked()
-    with examination(world.tier, world.decisions, RUN, 1) as examined:
+    with examination(world.tier, world.control, RUN, 1) as examined:
         assert examined is None
-    before = world.decisions.statistics.load(RUN, 1)
-    report(world.decisions, world.decisions.before(RUN, 2), lambda: None)  # type: ignore[arg-type]
-    assert world.decisions.statistics.load(RUN, 1)["mean"].tolist() == before["mean"].tolist()
+    before = world.control.statistics.load(RUN, 1)
+    report(world.control, world.control.health.before(RUN, 2), lambda: None)  # type: ignore[arg-type]
+    assert world.control.statistics.load(RUN, 1)["mean"].tolist() == before["mean"].tolist()
 
 
 def test_what_passes_twice_counts_once(tmp_path: Path) -> None:

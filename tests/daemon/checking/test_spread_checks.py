@@ -48,10 +48,10 @@ def test_all_nodes_together_find_what_one_finds(world: SpreadWorld) -> None:
     assert (found.check["nodes"], found.check["bytes"]) == (3, found.bytes) and len(found.check["layouts"]) == 2
     read = [node.checker.counts.all()["bytes"] - was for node, was in zip(world.all, before, strict=True)]
     assert sum(read) == found.bytes and max(read) - min(read) <= 2 * 2**15
-    spread = world.all[0].decisions.statistics.load(RUN, 2)
+    spread = world.all[0].control.statistics.load(RUN, 2)
     world.commit_again(2)
     world.all[0].checker.check(RUN, 2)
-    alone = world.all[0].decisions.statistics.load(RUN, 2)
+    alone = world.all[0].control.statistics.load(RUN, 2)
     assert {name: column.tobytes() for name, column in spread.columns.items()} == {
         name: column.tobytes() for name, column in alone.columns.items()
     }
@@ -213,13 +213,13 @@ def test_retention_waits_for_the_whole(world: SpreadWorld, monkeypatch: pytest.M
     world.add("b", ready=False)
     world.commit(1)
     a.checker.check(RUN, 1)
-    a.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+    a.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
     world.commit(2)
     world.begin(2)
     wait_until(lambda: (a.shared.progress(RUN, 2) or (0, 0))[0] > 0)
-    going = a.decisions.checking_by_all(RUN, 2)
-    assert going is not None and 0 < going.done_bytes < going.total_bytes
-    a.decisions.rotation.apply(RUN)
+    going = a.shared.progress(RUN, 2)
+    assert going is not None and 0 < going.done < going.total
+    a.control.rotation.apply(RUN)
     assert world.path(1).exists() and not world.known(2).verified
     world.all[1].begun()
     assert world.ended(2).verified

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
@@ -54,7 +54,7 @@ def count(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def decisions(tmp_path: Path, shapes: dict[str, tuple[int, ...]], count: int) -> Iterator[Decisions]:
+def control(tmp_path: Path, shapes: dict[str, tuple[int, ...]], count: int) -> Iterator[Control]:
     """A root with the checkpoints of a run in mixed precision, all of them verified, and its catalog."""
     config = CONFIG.to_json_string().encode()
     for step in range(count):
@@ -66,8 +66,8 @@ def decisions(tmp_path: Path, shapes: dict[str, tuple[int, ...]], count: int) ->
         assets = {"config.json": config}
         build(path, arrays, run=RUN, step=step, file_bytes_max=10**9, extent_bytes=2**18, assets=assets)
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Decisions(PosixTier(tmp_path / "root"), catalog, None)
-    made.recover()
+    made = open_control(PosixTier(tmp_path / "root"), catalog, None)
+    made.recovery.recover()
     for step in range(count):
         mark_verified(catalog, RUN, step)
     yield made
@@ -79,13 +79,13 @@ def size(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def test_a_year_fits(tmp_path: Path, decisions: Decisions, shapes: dict[str, tuple[int, ...]], count: int) -> None:
+def test_a_year_fits(tmp_path: Path, control: Control, shapes: dict[str, tuple[int, ...]], count: int) -> None:
     """It takes less than 0.3 of the room, on the disk and by the catalog; all weights are bit-equal."""
     root = tmp_path / "root" / RUN
     before = size(root)
-    decisions.rotation.set_policy(RUN, RetentionPolicy(keep_full=3), "*")
-    assert decisions.rotation.settle()
-    thinner = Thinner(PosixTier(tmp_path / "root"), decisions.store, decisions.thinning)
+    control.rotation.set_policy(RUN, RetentionPolicy(keep_full=3), "*")
+    assert control.rotation.settle()
+    thinner = Thinner(PosixTier(tmp_path / "root"), control.store, control.thinning)
     assert thinner.look(RUN) == list(range(count - 3))
     assert size(root) <= 0.3 * before
     for step in range(count):

@@ -50,17 +50,17 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 
 def keep(world: CopiesWorld, **rules: Any) -> None:
-    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-    assert world.decisions.rotation.settle()
+    world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+    assert world.control.rotation.settle()
 
 
 def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
-    return Thinner(world.tier, world.decisions.store, world.decisions.thinning, **parts)
+    return Thinner(world.tier, world.control.store, world.control.thinning, **parts)
 
 
 def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
     """The checkpoint, every byte of it proven; the catalog says the same of it."""
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     reader = open_checkpoint(world.root, None, RUN, step)
     assert reader.verify() == []
     listed = world.catalog.checkpoint(RUN, step)
@@ -80,7 +80,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     inode = os.stat(world.path() / weights).st_ino
     before = world.catalog.checkpoint(RUN, 5)
     keep(world, optim=rule, optim_full=1)
-    shown = world.decisions.rotation.preview(RUN)
+    shown = world.control.rotation.preview(RUN)
     assert [(v.step, v.keep, v.thin, v.compact) for v in shown.verdicts] == [
         (15, True, False, False),
         (10, True, False, True),
@@ -118,7 +118,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     told = world.events("checkpoint-compacted")
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_compacted == pytest.approx(sum(one["freed"] for one in told), rel=0.3)  # files have fewer headers
-    assert world.decisions.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
     assert leftovers(world) == [] and thinner(world).look(RUN) == []
 
 
@@ -223,7 +223,7 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     inode = os.stat(there / weights).st_ino
     keep(world, optim="bf16", optim_full=1)
     thinner(world).look(RUN)
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5)) and os.stat(there / weights).st_ino == inode
     keep(world, optim="bf16", optim_full=1, keep_full=2)
@@ -296,35 +296,36 @@ def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld
         reader.close()
 
 
-def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld) -> None:
+def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in no file, adds to the trainer's `keep_last`, and ends with the run's own policy."""
-    decisions = world.decisions
-    own = decisions.rotation.file(RUN).tag
-    decisions.keep_usually(parse(["--keep-optim", "exact", "--keep-optim-full", "2", "--keep-full", "4"], {}).usual_policy)
-    file = decisions.rotation.file(RUN)
+    control = world.control
+    own = control.rotation.file(RUN).tag
+    usual = parse(["--keep-optim", "exact", "--keep-optim-full", "2", "--keep-full", "4"], {}).usual_policy
+    monkeypatch.setattr(control.files, "_usual", usual)
+    file = control.rotation.file(RUN)
     assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
     assert thinner(world).look(RUN) == [5] and opened(world).manifest.compacted is not None
-    decisions.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
+    control.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
     assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()
     keep(world, last=7)
-    decisions.keep_usually(RetentionPolicy(keep_full=1))
-    assert thinner(world).look(RUN) == [] and decisions.rotation.file(RUN).in_force.keep_full is None
+    monkeypatch.setattr(control.files, "_usual", RetentionPolicy(keep_full=1))
+    assert thinner(world).look(RUN) == [] and control.rotation.file(RUN).in_force.keep_full is None
 
 
 def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
     """What is pinned or read stays as it is; one that was saved anew is not touched."""
     keep(world, optim="bf16", optim_full=1)
-    world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
-    with world.decisions.reading(RUN, 10):
+    world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+    with world.control.readers.reading(RUN, 10):
         assert thinner(world).look(RUN) == []
     with pytest.raises(InUse, match="saved again"):
-        world.decisions.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
+        world.control.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
     assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
 
 
 def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
     """Whoever wants `exact` now gets no int8 from a worker that began under the earlier policy, nor any after `none`."""
-    thinning = world.decisions.thinning
+    thinning = world.control.thinning
     keep(world, optim="int8", optim_full=1)
 
     class Slow:
@@ -336,15 +337,15 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
 
         def publish(self, place: naming.Place, *parts: Any) -> Any:
             self.tried.append(place.step)
-            world.decisions.rotation.set_policy(RUN, self.after, "*")
-            assert world.decisions.rotation.settle()
+            world.control.rotation.set_policy(RUN, self.after, "*")
+            assert world.control.rotation.settle()
             return thinning.publish(place, *parts)
 
     slow = Slow()
-    assert Thinner(world.tier, world.decisions.store, slow).look(RUN) == [] and slow.tried == [5]
+    assert Thinner(world.tier, world.control.store, slow).look(RUN) == [] and slow.tried == [5]
     assert leftovers(world) == []
     slow.after = RetentionPolicy(last=9)
-    assert Thinner(world.tier, world.decisions.store, slow).look(RUN) == [] and slow.tried == [5, 5]
+    assert Thinner(world.tier, world.control.store, slow).look(RUN) == [] and slow.tried == [5, 5]
     keep(world, optim="exact", optim_full=1)
     assert thinner(world).look(RUN) == [5, 10]
     keep(world, optim="int8", optim_full=1)
@@ -355,7 +356,7 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
 
 def test_a_policy_waits_for_what_is_being_published(world: CopiesWorld) -> None:
     """When it is set, nothing is removed, thinned or compacted by the one before any more."""
-    rotation = world.decisions.rotation
+    rotation = world.control.rotation
     setting = threading.Thread(target=rotation.set_policy, args=(RUN, RetentionPolicy(last=9), "*"))
     with rotation.deciding(RUN):
         setting.start()
@@ -390,8 +391,8 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
         assert thinner(world).look(RUN) == []
     assert leftovers(world) == []
-    assert world.decisions.recorded(30)
-    told = world.decisions.events.after(0, 100, kind="thinning-failed")
+    assert world.control.book.recorded(30)
+    told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [one.step for one in told] == [5, 10] and all("free space" in one.text for one in told)
     assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
     assert reported == [5] and world.catalog.checkpoint(RUN, 5).compacted is None
@@ -425,4 +426,4 @@ def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> Non
     with copies_world(tmp_path / "other", (5, 10)) as other:
         keep(other, optim="int8", optim_full=1)
         assert thinner(other).look(RUN) == []
-        assert other.decisions.rotation.preview(RUN).bytes_compacted == 0
+        assert other.control.rotation.preview(RUN).bytes_compacted == 0

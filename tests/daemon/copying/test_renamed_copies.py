@@ -47,7 +47,7 @@ def inodes(tmp_path: Path, run: str) -> dict[str, int]:
 def test_there_is_a_copy_at_every_moment(world: CopiesWorld, tmp_path: Path) -> None:
     """Each gets its new name before the old one goes; the files are the same ones, and what they are is the root's."""
     before = inodes(tmp_path, RUN)
-    world.decisions.renaming.rename(RUN, NEW)
+    world.control.renaming.rename(RUN, NEW)
     assert world.book.removals("far") == []
     seen = set()
     while world.replicators["far"].look():
@@ -64,9 +64,9 @@ def test_there_is_a_copy_at_every_moment(world: CopiesWorld, tmp_path: Path) -> 
 
 def test_renamed_twice_before_the_replica_was_looked_at(world: CopiesWorld, tmp_path: Path) -> None:
     """The copies get the name that their run has then."""
-    world.decisions.renaming.rename(RUN, NEW)
+    world.control.renaming.rename(RUN, NEW)
     world.replicators["far"].look()
-    world.decisions.renaming.rename(NEW, NEWER)
+    world.control.renaming.rename(NEW, NEWER)
     world.copy()
     assert [names(tmp_path, step) for step in STEPS] == [[NEWER]] * 3
     assert [states(world, NEWER, step) for step in STEPS] == [{"far": "present"}] * 3
@@ -76,7 +76,7 @@ def test_storage_without_second_names_has_another_copy_first(
     world: CopiesWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made from the copy that is there, and verified."""
-    world.decisions.renaming.rename(RUN, NEW)
+    world.control.renaming.rename(RUN, NEW)
     monkeypatch.setattr(PosixTier, "link", lambda self, source, target: False)
     while world.replicators["far"].look():
         assert all(names(tmp_path, step) for step in STEPS)
@@ -87,7 +87,7 @@ def test_storage_without_second_names_has_another_copy_first(
 
 def test_a_damaged_copy_is_made_anew(world: CopiesWorld, tmp_path: Path) -> None:
     """What cannot be proven gets no new name; the root's bytes do, and the damaged copy goes after that."""
-    world.decisions.renaming.rename(RUN, NEW)
+    world.control.renaming.rename(RUN, NEW)
     flip(next(at(tmp_path, RUN, 5).glob("model*.safetensors")), 4096)
     world.copy()
     verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(NEW, 5))
@@ -96,7 +96,7 @@ def test_a_damaged_copy_is_made_anew(world: CopiesWorld, tmp_path: Path) -> None
 
 def test_a_checkpoint_that_was_damaged_meanwhile_keeps_its_copy(world: CopiesWorld, tmp_path: Path) -> None:
     """Nothing sound can be copied from the root: the copy that is there gets the new name, and repairs."""
-    world.decisions.renaming.rename(RUN, NEW)
+    world.control.renaming.rename(RUN, NEW)
     os.truncate(world.root / naming.checkpoint_path(NEW, 10) / naming.MANIFEST, 10)
     world.copy()
     assert [names(tmp_path, step) for step in STEPS] == [[NEW]] * 3
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_was_damaged_meanwhile_keeps_its_copy(world: CopiesWor
 
 def test_what_is_removed_under_its_new_name_loses_both(world: CopiesWorld, tmp_path: Path) -> None:
     """A removal is one, whether the copy has its new name already or not."""
-    world.decisions.renaming.rename(RUN, NEW)
-    world.decisions.rotation.remove(NEW, 5)
+    world.control.renaming.rename(RUN, NEW)
+    world.control.rotation.remove(NEW, 5)
     world.copy()
     assert [names(tmp_path, step) for step in STEPS] == [[], [NEW], [NEW]]

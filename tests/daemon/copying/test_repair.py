@@ -159,7 +159,7 @@ def test_both_are_damaged_and_the_catalog_knows_another(world: CopiesWorld) -> N
 
 def test_what_is_gone_is_not_brought_back(world: CopiesWorld) -> None:
     """A checkpoint that was removed is no damage."""
-    world.decisions.rotation.remove(RUN, 5, newest=True)
+    world.control.rotation.remove(RUN, 5, newest=True)
     with pytest.raises(NoSuchCheckpoint):
         world.repairer.run(RUN, 5)
 
@@ -193,7 +193,7 @@ def test_from_slots_that_are_still_held(tmp_path: Path) -> None:
             rank.save(1)
         assert {rank.wait(1).state for rank in ranks} == {"committed"}
         world.checked()  # who reads it back would find the damage too
-        repairer = Repairer(world.tier, world.decisions, world.decisions.repair_book(), dict, world.saver.holds.lend)
+        repairer = Repairer(world.tier, world.control, world.control.repairs, dict, world.saver.holds.lend)
         directory = root / naming.checkpoint_path(SAVED, 1)
         before = contents(directory)
         descriptors = open_files()

@@ -67,14 +67,14 @@ def test_what_is_not_verified_waits(tmp_path: Path) -> None:
 def test_a_copy_goes_after_its_checkpoint_was_removed(world: CopiesWorld, tmp_path: Path) -> None:
     """Removed here, removed there; a new checkpoint of the same step is copied again."""
     world.copy()
-    world.decisions.rotation.remove(RUN, 10)
+    world.control.rotation.remove(RUN, 10)
     assert world.states(10) == {"far": "gone"} and far(tmp_path, 10).exists()
     world.copy()
     assert world.states(10) == {} and not far(tmp_path, 10).exists()
     assert far(tmp_path, 5).exists() and far(tmp_path, 15).exists()
     build(world.path(10), varied_arrays(seed=4), run=RUN, step=10)
-    world.decisions.recover()
-    world.decisions.findings.sound(RUN, 10)
+    world.control.recovery.recover()
+    world.control.findings.sound(RUN, 10)
     world.copy()
     assert contents(far(tmp_path, 10)) == contents(world.path(10))
 
@@ -88,12 +88,12 @@ def test_a_removal_in_the_middle_of_a_copy(world: CopiesWorld, tmp_path: Path, a
         def create(self, path: str, size: int) -> object:
             acts.append(path)
             if len(acts) == at:
-                world.decisions.rotation.remove(RUN, 15, newest=True)
+                world.control.rotation.remove(RUN, 15, newest=True)
             return super().create(path, size)
 
         def publish(self, source: str, target: str) -> None:
             if at == "publish" and target == naming.checkpoint_path(RUN, 15):
-                world.decisions.rotation.remove(RUN, 15, newest=True)
+                world.control.rotation.remove(RUN, 15, newest=True)
             super().publish(source, target)
 
     watched = world.add("watched", Watched(tmp_path / "watched"))
@@ -108,7 +108,7 @@ def test_copies_outlive_a_lost_disk(world: CopiesWorld, tmp_path: Path) -> None:
     """A checkpoint that is gone without a removal keeps its copy, whatever the daemon then finds on an empty disk."""
     world.copy()
     shutil.rmtree(world.root / RUN)
-    world.decisions.recover()
+    world.control.recovery.recover()
     assert world.catalog.run(RUN).checkpoints == 0
     world.replicators["far"]._tier = None  # as after a start
     world.copy()
@@ -122,7 +122,7 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     world.copy()
     before = contents(far(tmp_path, 15))
     shutil.rmtree(world.root / RUN)
-    world.decisions.recover()
+    world.control.recovery.recover()
     if catalog_lost:
         with world.catalog.database.write() as session:
             session.execute(delete(ReplicaRow))
@@ -132,8 +132,8 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     encoded = manifest.encode(msgspec.structs.replace(made, created=utc_now()))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
     (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
-    world.decisions.recover()
-    world.decisions.findings.sound(RUN, 15)
+    world.control.recovery.recover()
+    world.control.findings.sound(RUN, 15)
     world.copy()
     assert contents(far(tmp_path, 15)) == before
     (told,) = world.events("replica-failed")
@@ -147,8 +147,8 @@ def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
     encoded = manifest.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
     (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
-    world.decisions.recover()
-    world.decisions.findings.sound(RUN, 15)
+    world.control.recovery.recover()
+    world.control.findings.sound(RUN, 15)
     world.copy()
     assert world.book.due("far") == []
 
@@ -217,7 +217,7 @@ def test_a_full_or_dead_disk_is_named_and_tried_again(tmp_path: Path, error: Exc
             wait_until(lambda: one.problem is not None)
             assert one.problem is error and world.states(15) == {"sick": "copying"}
             assert len(world.events("replica-failed")) == 1
-            world.decisions.findings.sound(RUN, 5)  # nothing else notices
+            world.control.findings.sound(RUN, 5)  # nothing else notices
             sick.clear()
             one._closed.set()
         finally:
@@ -272,7 +272,7 @@ def test_rows_come_from_the_directory(world: CopiesWorld, tmp_path: Path) -> Non
     world.book.opened("far", PosixTier(tmp_path / "far"))
     assert [world.states(step) for step in STEPS] == [{}, {}, {}]
     shutil.rmtree(world.path(15))
-    world.decisions.recover()
+    world.control.recovery.recover()
     world.book.opened("far", PosixTier(tmp_path / "far"))
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
     assert world.book.stale("far", "2000") == (RUN, 15), "nobody knows when it was read last"
@@ -283,7 +283,7 @@ def test_rows_come_from_the_directory(world: CopiesWorld, tmp_path: Path) -> Non
 
 def test_policy_and_pins_go_along(world: CopiesWorld, tmp_path: Path) -> None:
     """A replica that is served one day keeps what the run keeps."""
-    world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+    world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
     world.copy()
     path = f"{RUN}/{naming.RUN_FILE}"
     assert (tmp_path / "far" / path).read_bytes() == (world.root / path).read_bytes()
@@ -323,7 +323,7 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
         shutil.rmtree(far(tmp_path, step))
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
-    world.decisions.rotation.remove(RUN, 5)
+    world.control.rotation.remove(RUN, 5)
     for step in (10, 15):
         if how == "gone":
             shutil.rmtree(world.path(step))
@@ -338,7 +338,7 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
 def test_other_copies_are_looked_at_before_one_is_removed_because_of_them(world: CopiesWorld, tmp_path: Path) -> None:
     """The root has lost all newer ones, and their copies, which were there when they were made, each lack a file by now."""
     world.copy()
-    world.decisions.rotation.remove(RUN, 5)
+    world.control.rotation.remove(RUN, 5)
     for step in (10, 15):
         shutil.rmtree(world.path(step))
         (far(tmp_path, step) / naming.STATE).unlink()
@@ -354,11 +354,11 @@ def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
     """Step 10 went because 15 stood. Then that was lost: 5 is no reason to remove the copy of 10, unless a person has."""
     world.copy()
     if removed_by == "policy":
-        world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
-        world.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-        assert world.decisions.rotation.settle() and not world.path(10).exists() and world.path(5).exists()
+        world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+        world.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+        assert world.control.rotation.settle() and not world.path(10).exists() and world.path(5).exists()
     else:
-        world.decisions.rotation.remove(RUN, 10)
+        world.control.rotation.remove(RUN, 10)
     shutil.rmtree(far(tmp_path, 15))
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step == 15))
@@ -379,10 +379,10 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
         shutil.rmtree(far(tmp_path, step))
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
-    world.decisions.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
-    assert world.decisions.rotation.settle()
-    assert 5 in Thinner(world.tier, world.decisions.store, world.decisions.thinning).look(RUN)
-    assert world.decisions.recorded(30)
+    world.control.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
+    assert world.control.rotation.settle()
+    assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).look(RUN)
+    assert world.control.book.recorded(30)
     for step in (10, 15):
         if how == "gone":
             shutil.rmtree(world.path(step))
@@ -398,9 +398,9 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
 def test_a_copy_stays_while_what_was_brought_back_is_not_read_back(world: CopiesWorld, tmp_path: Path) -> None:
     """The run was deleted, and came back with a checkpoint that lacks a file: its copy is the only sound one."""
     world.copy()
-    world.decisions.trash.delete(RUN)
-    world.decisions.trash.undelete(RUN)
-    world.decisions.findings.sound(RUN, 5)
+    world.control.trash.delete(RUN)
+    world.control.trash.undelete(RUN)
+    world.control.findings.sound(RUN, 5)
     (world.path(15) / naming.STATE).unlink()
     world.copy()
     verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(RUN, 15))

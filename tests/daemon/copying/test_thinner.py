@@ -35,17 +35,17 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 
 def keep(world: CopiesWorld, **rules: Any) -> None:
-    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-    assert world.decisions.rotation.settle()
+    world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+    assert world.control.rotation.settle()
 
 
 def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
-    return Thinner(world.tier, world.decisions.store, world.decisions.thinning, **parts)
+    return Thinner(world.tier, world.control.store, world.control.thinning, **parts)
 
 
 def groups(world: CopiesWorld, step: int) -> set[str]:
     """The groups of what stands there, every byte of it proven; the catalog says the same."""
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     with open_checkpoint(world.root, None, RUN, step) as reader:
         assert reader.verify() == []
         made = reader.manifest
@@ -64,7 +64,7 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     inode = os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_ino
     before = world.catalog.checkpoint(RUN, 5)
     keep(world, keep_full=1)
-    shown = world.decisions.rotation.preview(RUN)
+    shown = world.control.rotation.preview(RUN)
     assert [(v.step, v.keep, v.thin) for v in shown.verdicts] == [(15, True, False), (10, True, True), (5, True, True)]
     assert thinner(world).look(RUN) == [5, 10]
     assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
@@ -76,7 +76,7 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     told = world.events("checkpoint-thinned")
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_thinned <= sum(one["freed"] for one in told) <= shown.bytes_thinned + 400
-    assert world.decisions.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
     assert leftovers(world) == [] and thinner(world).look(RUN) == []
 
 
@@ -84,12 +84,12 @@ def test_a_restart_lists_what_was_thinned_as_it_is(world: CopiesWorld) -> None:
     """The directory says it; nothing of what is known is lost, and the catalog agrees."""
     keep(world, keep_full=1)
     thinner(world).look(RUN)
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     before = [world.catalog.checkpoint(RUN, step) for step in STEPS]
-    world.decisions.recover()
+    world.control.recovery.recover()
     assert [world.catalog.checkpoint(RUN, step) for step in STEPS] == before
     world.catalog.forget_checkpoint(RUN, 5)
-    world.decisions.recover()
+    world.control.recovery.recover()
     assert world.catalog.checkpoint(RUN, 5).thinned == before[0].thinned
 
 
@@ -98,7 +98,7 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
     keep(world, keep_full=2)
     with monkeypatch.context() as patched:
         patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.listed(run, step))
-        assert thinner(world).look(RUN) == [5] and world.decisions.recorded(30)
+        assert thinner(world).look(RUN) == [5] and world.control.book.recorded(30)
     assert world.catalog.checkpoint(RUN, 5).thinned is None
     assert thinner(world).look(RUN) == []
     assert groups(world, 5) == {"model"} and world.catalog.checkpoint(RUN, 5).verified
@@ -108,22 +108,22 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
 def test_marks_and_readers_hold(world: CopiesWorld) -> None:
     """What is pinned, labelled or read stays whole, also if that begins at the last moment."""
     keep(world, keep_full=1)
-    rotation = world.decisions.rotation
+    rotation = world.control.rotation
     rotation.mark(RUN, 5, lambda file: run_files.labelled(file, 5, "good"))
-    with world.decisions.reading(RUN, 10):
+    with world.control.readers.reading(RUN, 10):
         assert thinner(world).look(RUN) == []
-    publish = world.decisions.thinning.publish
+    publish = world.control.thinning.publish
 
     class Late:
         """Somebody pins it when all is staged."""
 
-        due, clear = world.decisions.thinning.due, world.decisions.thinning.clear
+        due, clear = world.control.thinning.due, world.control.thinning.clear
 
         def publish(self, *parts: Any) -> Any:
             rotation.mark(RUN, 10, lambda file: run_files.pinned(file, 10))
             return publish(*parts)
 
-    assert Thinner(world.tier, world.decisions.store, Late()).look(RUN) == []
+    assert Thinner(world.tier, world.control.store, Late()).look(RUN) == []
     assert [groups(world, step) for step in STEPS] == [{"model", "optim", "extra"}] * 3
     assert leftovers(world) == []
 
@@ -150,7 +150,7 @@ def test_damaged_weights_stay_whole_and_are_reported(world: CopiesWorld) -> None
 def test_one_that_was_saved_anew_is_not_touched(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands there is not what was staged."""
     keep(world, keep_full=1)
-    thinning = world.decisions.thinning
+    thinning = world.control.thinning
     with pytest.raises(InUse, match="saved again"):
         thinning.publish(naming.job_place(RUN, 5, "1"), b"", b"", b"another COMMIT", None)
 
@@ -167,14 +167,14 @@ def test_without_second_names_it_is_copied(world: CopiesWorld, monkeypatch: pyte
     assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
 
 
-def test_another_node_does_it(world: CopiesWorld) -> None:
+def test_another_node_does_it(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one node's duty; one that lost it publishes nothing more."""
     keep(world, keep_full=1)
-    thinning: Thinning = world.decisions.thinning
-    thinning.is_mine = lambda: False
+    thinning: Thinning = world.control.thinning
+    monkeypatch.setattr(thinning, "_is_mine", lambda: False)
     assert thinner(world).look(RUN) == []
     answers = iter([True, False])
-    thinning.is_mine = lambda: next(answers)
+    monkeypatch.setattr(thinning, "_is_mine", lambda: next(answers))
     with pytest.raises(StopIteration):
         thinner(world).look(RUN)
     assert groups(world, 5) == {"model", "optim", "extra"}
@@ -192,7 +192,7 @@ def test_a_failing_disk_leaves_it_whole(world: CopiesWorld, monkeypatch: pytest.
         patch.setattr(posix, "_link", failing)
         assert worker.look(RUN) == worker.look(RUN) == []
     assert groups(world, 5) == {"model", "optim", "extra"} and leftovers(world) == []
-    told = world.decisions.events.after(0, 100, kind="thinning-failed")
+    told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [(one.step, one.level, one.detail["problem"]["code"]) for one in told] == [(5, "warning", "storage-failed")]
     assert "Input/output error" in told[0].text and told[0].detail["problem"]["hint"] in told[0].text
     assert worker.look(RUN) == [5]
@@ -221,7 +221,7 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     inode = os.stat(there / "model-00001-of-00002.safetensors").st_ino
     keep(world, keep_full=1)
     thinner(world).look(RUN)
-    assert world.decisions.recorded(30)
+    assert world.control.book.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5))
     assert os.stat(there / "model-00001-of-00002.safetensors").st_ino == inode
@@ -236,7 +236,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
     """When the worker was told of the run nobody could say what is due; nobody tells it again."""
     keep(world, keep_full=1)
     monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
-    thinning, due = world.decisions.thinning, Thinning.due
+    thinning, due = world.control.thinning, Thinning.due
     asked = iter(range(2))
 
     def away(self: Thinning, run: str) -> Any:
@@ -245,7 +245,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
         return due(self, run)
 
     monkeypatch.setattr(Thinning, "due", away)
-    worker = Thinner(world.tier, world.decisions.store, thinning)
+    worker = Thinner(world.tier, world.control.store, thinning)
     worker.due(RUN)
     wait_until(lambda: all(world.catalog.checkpoint(RUN, step).thinned is not None for step in (5, 10)))
     worker.close()
@@ -254,7 +254,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
 def test_the_thread_does_what_is_due(world: CopiesWorld) -> None:
     """It is told of a run when the run's policy was applied."""
     worker = thinner(world)
-    world.decisions.rotation.applied = worker.due
+    world.control.rotation.applied.subscribe(worker.due)
     keep(world, keep_full=1)
     assert worker.settle()
     worker.close()

@@ -20,7 +20,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -64,7 +64,7 @@ class Node:
         # A question may still be asked when it goes.
         self._directory = tempfile.TemporaryDirectory(dir=memory(), ignore_cleanup_errors=True)
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
-        self.decisions = Decisions(self.tier, self.catalog, None)
+        self.control = open_control(self.tier, self.catalog, None)
         self.saver: Saver | None = None
         self._dead: list[Saver] = []
         self._attached: list[tuple[Participant, ArenaSegment]] = []
@@ -72,7 +72,7 @@ class Node:
 
     def ranks(self, world: int, launch: str = "x") -> list[ArenaSegment]:
         """The segments of a launch, made by a daemon that has died since."""
-        attempt = self.decisions.hello(RUN, launch, world, None)
+        attempt = self.control.launches.declare(RUN, launch, world, None)
         before = Arena(Budget(2**30), self.keeper)
         return [before.reserve(GEOMETRY, "test", SegmentOwner(RUN, rank, world, attempt)) for rank in range(world)]
 
@@ -80,9 +80,9 @@ class Node:
         """The next daemon: it has taken up what there is, and listens to nobody yet."""
         self.arena = Arena(Budget(2**30), self.keeper)
         self._dead += [self.saver] if self.saver is not None else []
-        self.saver = Saver(self.tier, self.decisions, "node")
-        self.adoption = Adoption(self.arena, self.saver, self.decisions)
-        self.decisions.recover(self.adoption.start)
+        self.saver = Saver(self.tier, self.control, "node")
+        self.adoption = Adoption(self.arena, self.saver, self.control)
+        self.control.recovery.recover(self.adoption.start)
         return self.saver
 
     def give_up(self) -> None:
@@ -93,7 +93,7 @@ class Node:
         """A rank comes back with the segment that it had all the while; its saves are of this turn."""
         owner = segment.owner
         assert owner is not None
-        attempt = self.decisions.hello(RUN, "x", owner.world, None)
+        attempt = self.control.launches.declare(RUN, "x", owner.world, None)
         who = Participant(RUN, owner.rank, owner.world, attempt, self.told.append)
         assert self.saver is not None
         self.saver.join(who)
@@ -125,7 +125,7 @@ class Node:
             assert self.arena.bytes == 0
         for saver in self._dead:
             saver.close()  # their threads live, and would look for the catalog without a pause
-        self.decisions.close()
+        self.control.close()
         self.catalog.close()
         self._directory.cleanup()
 
@@ -260,10 +260,10 @@ def test_memory_of_an_older_attempt_is_saved_only_if_it_was_taken(node: Node) ->
     """A round that the last daemon had taken over completely goes on; one that it had not is fenced off (I6)."""
     taken, sealed = node.ranks(1)[0], None
     fill(taken, 0, 5)
-    round_id = node.decisions.begin(RUN, 5, 1, 1)
-    node.decisions.sealed(round_id, 1)
+    round_id = node.control.saves.begin(RUN, 5, 1, 1)
+    node.control.rounds.seal(round_id, 1)
     fill(taken, 1, 6)
-    node.decisions.hello(RUN, "newer", 1, None)
+    node.control.launches.declare(RUN, "newer", 1, None)
     node.start().settle(RUN, 30)
     assert node.committed() == [5] and sealed is None
     assert taken.state(1) is SlotState.FREE
@@ -341,8 +341,8 @@ def rounds(node: Node) -> list[tuple[int, str, str | None]]:
 
 def lost(node: Node) -> list[tuple[int | None, str]]:
     """The steps of which it was said that they are lost, and the level."""
-    assert node.decisions.recorded(60)
-    told = node.decisions.events.after(0, 1000, kind="staged-save-lost")
+    assert node.control.book.recorded(60)
+    told = node.control.events.after(0, 1000, kind="staged-save-lost")
     return [(one.step, one.level) for one in told]
 
 
@@ -350,13 +350,13 @@ def staged_and_not_kept(node: Node) -> tuple[ArenaSegment, Saver]:
     """The memory of a rank that has staged step 5, and the saver of the next daemon, to which nothing was handed over."""
     (segment,) = node.ranks(1)
     fill(segment, 0, 5)
-    round_id = node.decisions.begin(RUN, 5, 1, 1)
-    node.decisions.sealed(round_id, 1)
-    assert node.decisions.recorded(60)
+    round_id = node.control.saves.begin(RUN, 5, 1, 1)
+    node.control.rounds.seal(round_id, 1)
+    assert node.control.book.recorded(60)
     for name in list(node.keeper.kept):
         node.keeper.drop(name)
-    node.decisions.close()
-    node.decisions = Decisions(node.tier, node.catalog, None)
+    node.control.close()
+    node.control = open_control(node.tier, node.catalog, None)
     saver = node.start()
     return segment, saver
 
@@ -369,7 +369,7 @@ def test_a_staged_save_that_nothing_kept_is_said_to_be_lost(node: Node, record: 
     saver = staged_and_not_kept(node)[1]
     if record:
         save = {"run": RUN, "step": 5, "rank": 0, "world": 1}
-        node.decisions.staged_before.let_go({"why": "its root is gone", "saves": [save, {"run": "../x"}, {}]})
+        node.control.staged_before.let_go({"why": "its root is gone", "saves": [save, {"run": "../x"}, {}]})
     node.adoption.expire(time.monotonic())
     assert lost(node) == [] and rounds(node) == [(5, "sealed", None)]
     node.adoption.expire(time.monotonic() + RETURN_S + 1)

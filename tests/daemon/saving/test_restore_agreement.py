@@ -44,6 +44,10 @@ class Known:
     def findings(self) -> Known:
         return self
 
+    @property
+    def restores(self) -> Known:
+        return self
+
     def choose(
         self, run: str, attempt: int, turn: int, step: int | None, groups: tuple[str, ...], healthy: bool
     ) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, RoundAborted, StaleAttempt
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.save_coordinator import SaveCoordinator
 from holdfast_service.daemon.saving import connected_ranks
 from tests.daemon.saver_world import RUN, Rank, refused, saver_world
 from tests.daemons import wait_until
@@ -17,16 +17,16 @@ from tests.daemons import wait_until
 
 def test_a_newer_attempt_that_comes_while_a_round_is_opened_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the answer and the lease a newer launch has begun: the old one is refused (I6)."""
-    begin = Decisions.begin
+    begin = SaveCoordinator.begin
     comes: list[Callable[[], object]] = []
 
-    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int, *intent: Any, **how: bool) -> int:
-        found = begin(decisions, run, step, attempt, size, *intent, **how)
+    def overtaken(saves: SaveCoordinator, run: str, step: int, attempt: int, size: int, *intent: Any, **how: bool) -> int:
+        found = begin(saves, run, step, attempt, size, *intent, **how)
         while comes:
             comes.pop()()
         return found
 
-    monkeypatch.setattr(Decisions, "begin", overtaken)
+    monkeypatch.setattr(SaveCoordinator, "begin", overtaken)
     with saver_world() as world:
         (old,) = world.launch(1)
         comes.append(lambda: world.launch(1))

@@ -96,7 +96,7 @@ def test_a_save_costs_one_more_transaction_at_most(monkeypatch: pytest.MonkeyPat
     """What comes after the end is gathered: check and stalls of all ranks go in together."""
     told: list[dict[str, float]] = []
     with saver_world() as world:
-        monkeypatch.setattr(world.decisions, "measured", lambda number, later: told.append(dict(later)))
+        monkeypatch.setattr(world.control.rounds, "measure", lambda number, later: told.append(dict(later)))
         first, second = world.launch(2)
         first.save(1)
         second.save(1)
@@ -134,7 +134,7 @@ def test_a_failing_catalog_fails_no_save(monkeypatch: pytest.MonkeyPatch, caplog
         raise StorageFailed("the catalog is away")
 
     with saver_world() as world:
-        monkeypatch.setattr(world.decisions, "measured", fail)
+        monkeypatch.setattr(world.control.rounds, "measure", fail)
         (rank,) = world.launch(1)
         rank.save(1)
         assert rank.wait(1).state == "committed"
@@ -163,13 +163,13 @@ def test_a_rank_that_speaks_while_the_round_ends_is_heard(monkeypatch: pytest.Mo
     """The transaction that ends the round has begun without it; it goes into the next."""
     with saver_world() as world:
         (rank,) = world.launch(1)
-        commit = world.decisions.commit
+        commit = world.control.saves.commit
 
         def spoken_over(*arguments: Any) -> Any:
             world.saver.history.stalled(rank.who, 1, 0.5)
             return commit(*arguments)
 
-        monkeypatch.setattr(world.decisions, "commit", spoken_over)
+        monkeypatch.setattr(world.control.saves, "commit", spoken_over)
         if before is not None:
             world.saver.history.stalled(rank.who, 1, before)
         rank.save(1)

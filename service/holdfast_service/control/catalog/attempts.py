@@ -278,6 +278,10 @@ class Attempts:
                 self._store(changed)
             self.complete = True
 
+    def refresh(self, runs: Collection[str]) -> dict[str, int]:
+        """The newest attempts of these runs, of those that have begun on another node since this was last asked."""
+        return {}
+
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
         """Wait until no other node writes a save of this run that all ranks have sealed; False on timeout."""
         return True

@@ -65,9 +65,9 @@ class Catalog:
         self._times = RunTimes(database.is_shared, clock)
 
     @classmethod
-    def open(cls, url: str) -> Catalog:
-        """The catalog at `url`, created or migrated to the newest version first."""
-        return cls(Database.open(url))
+    def open(cls, url: str, node: str | None = None) -> Catalog:
+        """The catalog at `url`, made or brought to the newest version first."""
+        return cls(Database.open(url), node)
 
     def close(self) -> None:
         self.database.close()

@@ -45,15 +45,21 @@ class Following(NamedTuple):
 class Events:
     """The events of one catalog. Thread-safe. A failure to record one is logged, not raised."""
 
-    def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        node: str,
+        now: Callable[[], str],
+        later: Callable[[str, Callable[[], object]], object] | None = None,
+    ) -> None:
+        """`later` has an event recorded when the catalog can be written again."""
         self._database, self._node, self._now = database, node, now
         self.node, self.now = node, now
         self._changed = threading.Condition()
         self._added = 0
         self._listeners: list[Callable[[], None]] = []
         self.hung_up = False
-        # Retries an event once the catalog is writable again; None drops it.
-        self.later: Callable[[str, Callable[[], object]], object] | None = None
+        self._later = later
         self.counts: Counter[str] = Counter()  # by kind, of this process
 
     def add(
@@ -64,12 +70,20 @@ class Events:
         try:
             self.record(kind, text, run, step, level, at, **detail)
         except (CatalogUnavailable, NoSpace) as error:
-            if self.later is None:
+            if self._later is None:
                 log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
             else:
-                self.later(f"the event {kind} of {run}", lambda: self.record(kind, text, run, step, level, at, **detail))
+                self._later(f"the event {kind} of {run}", lambda: self.record(kind, text, run, step, level, at, **detail))
         except CheckpointError as error:
             log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+
+    def enqueue(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
+        """As `add`, without waiting for the catalog."""
+        at = self._now()
+        if self._later is None:
+            self.record(kind, text, run, step, level, at, **detail)
+        else:
+            self._later(f"that {text}", lambda: self.record(kind, text, run, step, level, at, **detail))
 
     def record(
         self,

@@ -51,14 +51,14 @@ class Opened(NamedTuple):
     notice: str | None = None
 
 
-def open_sound(url: str) -> Catalog:
-    """The existing catalog at `url`; `StorageFailed` when it is missing or damaged."""
+def open_sound(url: str, node: str | None = None) -> Catalog:
+    """The catalog at `url`, which is not made if it is not there; `StorageFailed` when it is missing or damaged."""
     path = file_of(url)
     if path is not None and not path.exists():
         raise StorageFailed(
             f"there is no catalog {path}", hint="`holdfast catalog rebuild` creates one from the directories"
         )
-    catalog = Catalog.open(url)
+    catalog = Catalog.open(url, node)
     try:
         if path is not None:
             _quick_check(path, catalog)
@@ -68,7 +68,7 @@ def open_sound(url: str) -> Catalog:
     return catalog
 
 
-def open_catalog(url: str) -> Opened:
+def open_catalog(url: str, node: str | None = None) -> Opened:
     """The catalog at `url`. A SQLite file that is damaged is moved away first, and a new one gets what was readable of it;
     one of an unreleased version is moved away, too.
 
@@ -81,14 +81,14 @@ def open_catalog(url: str) -> Opened:
             log.warning("%s is gone; its write-ahead log was left and is kept as %s%s", path.name, aside.name, _LOG)
         path = None
     if path is None:
-        return Opened(Catalog.open(url))
+        return Opened(Catalog.open(url, node))
     if (revision := _unreleased_revision(path)) is not None:
         aside = _move_away(path, f"revision-{revision}")
         notice = _UNRELEASED.format(path.name, revision, aside.name)
         log.warning("%s", notice)
-        return Opened(Catalog.open(url), aside, notice=notice)
+        return Opened(Catalog.open(url, node), aside, notice=notice)
     try:
-        return Opened(open_sound(url))
+        return Opened(open_sound(url, node))
     except StorageFailed as error:
         if not any(word in error.detail for word in DAMAGED):
             raise
@@ -96,7 +96,7 @@ def open_catalog(url: str) -> Opened:
     aside = _move_away(path, "damaged")
     notice = f"{why}: rebuilding it; the damaged one is kept as {aside.name}"
     log.error("%s", notice)
-    catalog = Catalog.open(url)
+    catalog = Catalog.open(url, node)
     with closing(sqlite3.connect(aside)) as old:
         old.text_factory = lambda encoded: encoded.decode(errors="replace")
         salvaged = salvage(old, path)

@@ -132,7 +132,9 @@ class SharedAttempts(Attempts):
             return session.get(RunRow, run) is not None
 
     def refresh(self, runs: Collection[str]) -> dict[str, int]:
-        """Query the newest attempts of these runs; returns those that this daemon did not know."""
+        """As `Attempts.refresh`; the catalog is asked."""
+        if not runs:
+            return {}
         with self._database.apart() as session:
             found = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs))).all()
         newer = {run: attempt for run, attempt in found if attempt > self.newest(run)}

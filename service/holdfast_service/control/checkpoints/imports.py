@@ -17,6 +17,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.checkpoints.commit import Vouched
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
 
@@ -32,10 +33,17 @@ class Imports:
     import is on that run's line, whatever its own lineage is.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, events: Events, room: Room, way: Callable[[str], Way]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        events: Events,
+        room: Room,
+        way: Callable[[str], Way],
+        published: Signal[[Manifest]],
+    ) -> None:
         self._store, self._catalog, self._events = store, catalog, events
-        self._room, self.way = room, way
-        self.on_commit: Callable[[Manifest], None] = lambda made: None
+        self._room, self.way, self._published = room, way, published
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
         """The attempt of an import; `AlreadyCommitted` if the step is already a checkpoint.
@@ -63,5 +71,5 @@ class Imports:
         self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was {how} and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
-        self.on_commit(made)
+        self._published.publish(made)
         return made

@@ -9,10 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
+from holdfast_service.control.cluster.cluster import SharedHolds
+from holdfast_service.control.signals import Signal
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
 OPENED = "HTTP"  # it opens files before it answers, and reads on whatever replaces them
@@ -24,23 +26,20 @@ _Key = tuple[str, int]
 
 
 class Readers:
-    """The holds of all readers in this process. Thread-safe. `freed` is called with the run of each released hold.
+    """The holds of all readers in this process. Thread-safe. `freed` publishes the run of each hold that ends.
 
-    Where several nodes serve a root, `announce` publishes a hold to the others before the read, and `elsewhere` returns
-    theirs: steps, with seconds that remain at least. Both say whether all readers read open files only. Checks are not
-    announced: they detect that their checkpoint is gone.
+    Where several nodes serve a root, a hold is announced to the others before the read, and their holds count. Checks are
+    not announced: they detect that their checkpoint is gone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, shared: SharedHolds | None = None) -> None:
+        self._clock, self._shared = clock, shared
         self._lock = threading.Lock()
         self._holds: dict[_Key, dict[str, float]] = {}  # by reader: until when
         self._removing: set[_Key] = set()
         self._awaited: Counter[_Key] = Counter()
         self._numbers = count()
-        self.freed: Callable[[str], None] = lambda run: None
-        self.announce: Callable[[str, int, bool], None] = lambda run, step, opened: None
-        self.elsewhere: Callable[[str, bool], Mapping[int, float]] = lambda run, opened: {}
+        self.freed: Signal[[str]] = Signal()
         self._announced: dict[tuple[_Key, bool], float] = {}  # until when the other nodes know of it
 
     def hold(self, run: str, step: int, who: str, seconds: float) -> None:
@@ -61,8 +60,8 @@ class Readers:
             told = not known and not who.startswith(CHECK)
             if told:
                 self._announced[(run, step), opened] = self._clock() + ANNOUNCED_S
-        if told:
-            self.announce(run, step, opened)
+        if told and self._shared is not None:
+            self._shared.announce(run, step, opened)
 
     def release(self, run: str, step: int, who: str) -> None:
         """End a hold; idempotent."""
@@ -72,11 +71,11 @@ class Readers:
                 return
             if not held:
                 del self._holds[run, step]
-        self.freed(run)
+        self.freed.publish(run)
 
     @contextmanager
-    def reading(self, run: str, step: int, what: str, linger_s: float = 0.0) -> Iterator[None]:
-        """Hold a checkpoint for the block and `linger_s` after it; for `READ_MAX_S` at most."""
+    def reading(self, run: str, step: int, what: str = "the daemon", linger_s: float = 0.0) -> Iterator[None]:
+        """Hold a checkpoint for the length of a block, and for `linger_s` behind it; for `READ_MAX_S` at most."""
         who = f"{what} {next(self._numbers)}"
         self.hold(run, step, who, READ_MAX_S)
         try:
@@ -86,6 +85,10 @@ class Readers:
                 with suppress(NoSuchCheckpoint):  # it took longer than a reader may
                     self.hold(run, step, what, linger_s)
             self.release(run, step, who)
+
+    def checking(self, run: str, step: int) -> AbstractContextManager[None]:
+        """As `reading`, for a check: it ends when `is_awaited` says that a save waits to take the checkpoint's place."""
+        return self.reading(run, step, CHECK)
 
     def held(self, run: str, opened: bool = True) -> dict[int, float]:
         """The steps of a run that are being read, and the seconds until their last hold ends.
@@ -118,8 +121,10 @@ class Readers:
 
     def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:
         """What other nodes read. A save that replaces a checkpoint does not fail because this cannot be queried."""
+        if self._shared is None:
+            return {}
         try:
-            return self.elsewhere(run, opened)
+            return self._shared.elsewhere(run, opened)
         except CatalogUnavailable:
             if opened:
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -17,15 +18,18 @@ from sqlalchemy.orm import Session, aliased
 from holdfast_files.opened import read_bounded
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
+from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit, removal, roots
 from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
+from holdfast_service.control.cluster.cluster import repairing
+from holdfast_service.control.cluster.duties import ClusterLocks
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
 from holdfast_service.storage import PosixStore, Tier
@@ -256,8 +260,24 @@ class ReplicaBook:
 class RepairBook:
     """The catalog's queries and records for repairs."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
-        self._tier, self._catalog, self._events = tier, catalog, events
+    def __init__(self, tier: Tier, catalog: Catalog, events: Events, book: Book, locks: ClusterLocks | None) -> None:
+        """`locks` of a root that several nodes serve."""
+        self._tier, self._catalog, self._events, self._book, self._locks = tier, catalog, events, book, locks
+
+    @contextmanager
+    def repairing(self, run: str, step: int) -> Iterator[None]:
+        """No other node repairs this checkpoint, in the same place of staging, for the length of the block; as far as the
+        catalog can be asked. `CatalogUnavailable` if another one takes long.
+        """
+        with ExitStack() as held:
+            if self._locks is not None:
+                try:
+                    held.enter_context(self._locks.locked(repairing(run, step), asks=False))
+                except CatalogUnavailable as away:
+                    if self._book.trouble is None:
+                        raise
+                    log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
+            yield
 
     def known(self, run: str, step: int) -> bodies.CheckpointInfo | None:
         try:

@@ -61,6 +61,11 @@ def runs(tier: Files) -> list[str]:
     return [name for name in tier.list("") if naming.is_run_name(name) and marks & set(tier.list(name))]
 
 
+def stands(tier: Files, run: str, step: int) -> bool:
+    """Whether a checkpoint of this step stands in the directory."""
+    return tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
+
+
 def committed(store: Store, run: str) -> list[int]:
     """The steps of a run with a COMMIT file, valid or not, ascending."""
     return [step for step in store.steps(run) if has_commit(store, run, step)]

@@ -119,12 +119,18 @@ class RunFiles:
     whether its newest launch has saved: then it had a directory.
     """
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-        self.usual = RetentionPolicy()  # of runs without a policy of their own, besides how many are kept
-        self.elsewhere: Callable[[str], AbstractContextManager[Callable[[], object]]] = lambda run: nullcontext(bool)
-        self.is_run: Callable[[str], bool] = lambda run: True
-        self.has_saved: Callable[[str], bool] = lambda run: False
+    def __init__(
+        self,
+        tier: Tier,
+        usual: RetentionPolicy | None = None,
+        *,
+        is_run: Callable[[str], bool] = lambda run: True,
+        has_saved: Callable[[str], bool] = lambda run: False,
+        elsewhere: Callable[[str], AbstractContextManager[Callable[[], object]]] | None = None,
+    ) -> None:
+        """`usual` is the policy of runs without one of their own, besides how many are kept."""
+        self._tier, self._usual = tier, usual or RetentionPolicy()
+        self._is_run, self._has_saved, self._elsewhere = is_run, has_saved, elsewhere or (lambda run: nullcontext(bool))
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
         self._leaving: set[str] = set()  # runs that are being deleted
 
@@ -133,7 +139,7 @@ class RunFiles:
         """Lock the run's file against all nodes within the block. Call what it yields before writing: this process may have
         been suspended for so long that another node has changed the file.
         """
-        with self.changing, self.elsewhere(run) as still:
+        with self.changing, self._elsewhere(run) as still:
             yield still
 
     @contextmanager
@@ -148,7 +154,7 @@ class RunFiles:
                 self._leaving.discard(run)
 
     def read(self, run: str) -> RunFile:
-        return read_run_file(self._tier, run).with_usual(self.usual)
+        return read_run_file(self._tier, run).with_usual(self._usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; an unchanged one is not written. `NoSuchRun` if the run was
@@ -170,9 +176,9 @@ class RunFiles:
         """`NoSuchRun` if the run is gone. Call it under `exclusively`, before its file is written."""
         if self._tier.list(run):
             return
-        if run in self._leaving or not self.is_run(run):
+        if run in self._leaving or not self._is_run(run):
             raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
-        if self.has_saved(run):
+        if self._has_saved(run):
             raise NoSuchRun(
                 f"the directory of the run {run!r} is gone: it was moved or removed, and not by Holdfast",
                 hint=f"put it back; or `holdfast rm {run}` takes the run off the lists",

@@ -124,12 +124,10 @@ class Crews:
 
 
 class SharedHolds:
-    """Checkpoints that are being read by way of a node, so that no other node removes them. `here` says which are."""
+    """Checkpoints that are being read by way of a node, so that no other node removes them."""
 
     def __init__(self, membership: Membership, locks: ClusterLocks) -> None:
         self._membership, self._locks, self._database = membership, locks, membership.database
-        self.here: Callable[[], Mapping[tuple[str, int], bool]] = dict
-        membership.heard.append(self.renew)
 
     def announce(self, run: str, step: int, opened: bool) -> None:
         """Somebody begins to read by way of this node. It waits for a removal that another node is deciding on. `opened`: it
@@ -157,9 +155,8 @@ class SharedHolds:
                 found[step] = max(found.get(step, 0.0), float(seconds))
         return found
 
-    def renew(self) -> None:
-        """Renew what is still being read here; the rest ends."""
-        here = self.here()
+    def renew(self, here: Mapping[tuple[str, int], bool]) -> None:
+        """Renew what is still being read `here`; the rest ends."""
         with self._database.apart() as session:
             mine = HoldRow.node == self._membership.me.name
             known = {(row.run, row.step) for row in session.scalars(select(HoldRow).where(mine))}

@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from holdfast_formats import naming
 from holdfast_formats.choosing import lacking
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
-from holdfast_formats.files import Files
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.lost import LostCheckpoints
+from holdfast_service.control.launches.standing import Standing
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Store
 
@@ -65,49 +66,52 @@ class Mending:
 
 
 class Known(NamedTuple):
-    """What is known of checkpoints. `left`: steps of a run that training has left behind. `relist` compares the list of a
-    run with its directories.
-    """
+    """What is known of checkpoints. `relist` compares the list of a run with its directories."""
 
     health: HealthRecords
     findings: Findings
     readers: Readers
-    left: Callable[[str], set[int]]
+    standing: Standing
     relist: Callable[[str], object]
     absences: roots.Absences
     mending: Mending
 
 
-class Choices:
+class RestoreSelector:
     """Answers the questions of all launches. Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         store: Store,
         catalog: Catalog,
         attempts: Attempts,
         book: Book,
+        events: Events,
         known: Known,
-        tell: Callable[..., None],
+        cluster: Cluster | None,
     ) -> None:
-        """`tell` records an event, by and by."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
-        self._book, self._tell = book, tell
+        self._book, self._events, self._cluster = book, events, cluster
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
-        self._left, self._relist, self._absences = known.left, known.relist, known.absences
+        self._standing, self._relist, self._absences = known.standing, known.relist, known.absences
         self._mending = known.mending
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
         self.lost = LostCheckpoints(catalog, known.mending.copies)
 
-    def choose(self, asked: RestoreQuestion) -> int | None:
-        """The step that every rank of this attempt restores; None when there is nothing to restore.
+    def choose(
+        self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
+    ) -> int | None:
+        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore.
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
         is raised, and `StateMismatch` where the sound ones lack one of the groups: nobody starts from nothing because of it
         without being asked to, or where a step is named and another rank has had another answer. Asked for a healthy one:
         `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
         """
+        if self._cluster is not None:
+            self._standing.begins(run, (attempt, turn))
+        asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             self._await_seen(asked)  # not under the lock: other runs do not wait for it
             self._have_mended(asked)
@@ -122,8 +126,12 @@ class Choices:
             )
         return chosen
 
-    def parted(self, run: str, attempt: int) -> bool:
-        """The ranks of this attempt read what they restored no more; whether there was anything."""
+    def parted(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt read what they restored no more."""
+        if self._release(run, attempt) and self._cluster is not None:
+            self._cluster.membership.beat_soon()
+
+    def _release(self, run: str, attempt: int) -> bool:
         step = self._restored.pop((run, attempt), None)
         if step is not None:
             self._readers.release(run, step, f"attempt {attempt}")
@@ -140,14 +148,14 @@ class Choices:
             if asked.healthy:
                 raise
             log.warning("attempt %s of %s restores from the directory listing: %s", attempt, run, away.detail)
-            step = self._standing(asked)
+            step = self._in_directories(asked)
         chosen = self._attempts.answer(run, attempt, turn, step)
         self._book.tell("which step a launch restores", lambda: self._note(asked, chosen))
         if chosen is not None:
-            self.parted(run, attempt)
+            self._release(run, attempt)
             self._restored[run, attempt] = chosen
             self._readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
-            self._tell("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
+            self._events.enqueue("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
         return chosen
 
     def _await_seen(self, asked: RestoreQuestion) -> None:
@@ -164,7 +172,7 @@ class Choices:
             except CheckpointError:  # it is raised again when there is nothing to wait for
                 listed = []
             hidden = {found.step for found in listed} - set(self._store.steps(asked.run))
-            if step is not None and not stands(self._store.files, asked.run, step):
+            if step is not None and not roots.stands(self._store.files, asked.run, step):
                 hidden.add(step)
             if not hidden:
                 return
@@ -221,7 +229,7 @@ class Choices:
             self._refuse_if_none_will_do(run, asked.groups)
         return found
 
-    def _standing(self, asked: RestoreQuestion) -> int | None:
+    def _in_directories(self, asked: RestoreQuestion) -> int | None:
         """As the directories have it: the newest whose manifest is sound, and of which no damage was seen here."""
         run, step = asked.run, asked.step
         steps = roots.committed(self._store, run)
@@ -231,7 +239,7 @@ class Choices:
             return step
         damage: Damaged | None = None
         offers: dict[int, Collection[str]] = {}
-        left = self._left(run)
+        left = self._standing.left(run)
         for found in reversed([there for there in steps if there not in left]):
             seen = self._findings.seen(run, found)
             try:
@@ -265,8 +273,3 @@ class Choices:
             )
             raise damage
         self.lost.refuse(run)
-
-
-def stands(tier: Files, run: str, step: int) -> bool:
-    """Whether a checkpoint of this step stands in the directory."""
-    return tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None

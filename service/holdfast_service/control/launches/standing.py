@@ -19,8 +19,8 @@ from holdfast_service.control.catalog import lines
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.lines import ListedCheckpoint
+from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings.checks import Findings
-from holdfast_service.control.launches.choosing import stands
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Standing:
 
     def launch(self, run: str, step: int) -> Key | None:
         """Which launch, by attempt and turn, made the checkpoint of this step; None where there is no sound one."""
-        if not stands(self._store.files, run, step):
+        if not roots.stands(self._store.files, run, step):
             return None
         found = next((c for c in self._there(run) if c.step == step), None)
         return (found.attempt, found.turn) if found is not None and found.sound else None
@@ -89,7 +89,7 @@ class Standing:
         """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
         there = self._there(run)
         at = next((number for number, found in enumerate(there) if found.step == step), None)
-        if at is not None and not stands(self._store.files, run, step):
+        if at is not None and not roots.stands(self._store.files, run, step):
             there[at] = there[at]._replace(sound=False)
         try:
             return lines.place(there, run, (step, attempt), intent)

@@ -64,10 +64,12 @@ class Admission:
         files: RunFiles,
         rotation: Rotation,
         ask: Ask,
+        empty_trash: Callable[[int, str], object],
     ) -> None:
+        """`empty_trash` removes deleted runs until so many bytes are free."""
         self._tier, self._catalog = tier, catalog
         self._files, self._rotation, self._ask = files, rotation, ask
-        self.empty_trash: Callable[[int, str], object] = lambda free_bytes, whom: None  # until so many are free
+        self._empty_trash = empty_trash
         self._teams = TeamQuotas(tier, catalog.database)
 
     def admit(self, plan: WritePlan) -> None:
@@ -81,7 +83,7 @@ class Admission:
         """
         shortage = self._shortage(plan)
         if isinstance(shortage, NoSpace):  # what was deleted goes before anything that somebody keeps
-            self.empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
+            self._empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
             shortage = self._shortage(plan)
         if shortage is None:
             return

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from holdfast_formats.errors import Damaged, NoSuchCheckpoint
 from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog, CommitProof
 from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.retention.policy import Candidate, Decision
+from holdfast_service.control.signals import Signal
 
 log = logging.getLogger(__name__)
 
@@ -22,29 +23,14 @@ UNKNOWN = CommitProof(None, 0.0)
 Decide = Callable[[Sequence[Candidate]], list[Decision]]
 
 
-class Discoveries(Protocol):
-    """Hears what a look has found of a checkpoint that counted as verified."""
+class Discoveries:
+    """What looks find of checkpoints that counted as verified, by run and step; `proven` as which files they were."""
 
-    def missing(self, run: str, step: int) -> None: ...
-    def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None: ...
-    def changed(self, run: str, step: int, proven: str) -> None: ...
-    def put_back(self, run: str, step: int) -> None: ...
-
-
-class Silent:
-    """Records nothing: for roots without a daemon, and for tests."""
-
-    def missing(self, run: str, step: int) -> None:
-        log.error("%s@%s is gone from the storage", run, step)
-
-    def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
-        log.error("%s@%s is damaged: %s", run, step, error.detail)
-
-    def changed(self, run: str, step: int, proven: str) -> None:
-        log.warning("%s@%s has other files than those that were read back", run, step)
-
-    def put_back(self, run: str, step: int) -> None:
-        log.error("%s@%s is the one again that had been replaced", run, step)
+    def __init__(self) -> None:
+        self.missing: Signal[[str, int]] = Signal()
+        self.damaged: Signal[[str, int, Damaged, str]] = Signal()
+        self.changed: Signal[[str, int, str]] = Signal()
+        self.put_back: Signal[[str, int]] = Signal()
 
 
 class ProvenDecisions(NamedTuple):
@@ -57,14 +43,9 @@ class ProvenDecisions(NamedTuple):
 class Proofs:
     """The looks of one root that come before a removal."""
 
-    def __init__(self, looks: Looks, catalog: Catalog, hears: Callable[[], Discoveries] = Silent) -> None:
-        """`hears` gives what is told of what is found."""
-        self.looks, self._catalog, self._hears = looks, catalog, hears
-
-    @property
-    def discoveries(self) -> Discoveries:
-        """Hears what was found otherwise, too."""
-        return self._hears()
+    def __init__(self, looks: Looks, catalog: Catalog) -> None:
+        self.looks, self._catalog = looks, catalog
+        self.discoveries = Discoveries()
 
     def decided(self, run: str, candidates: Sequence[Candidate], decide: Decide) -> ProvenDecisions:
         """What `decide` says of the candidates that are there. All that stay and count were looked at, so that nothing goes
@@ -99,14 +80,14 @@ class Proofs:
         try:
             stamp = self.looks.look(run, c.step)
         except NoSuchCheckpoint:
-            self.discoveries.missing(run, c.step)
+            self.discoveries.missing.publish(run, c.step)
             return None
         except Damaged as error:
-            self.discoveries.damaged(run, c.step, error, proven or "")
+            self.discoveries.damaged.publish(run, c.step, error, proven or "")
             return c._replace(verified=False)
         if proven is None:  # damage was found since it was listed as verified
             return c._replace(verified=False)
         if stamp != proven != ANY_FILES:
-            self.discoveries.changed(run, c.step, proven)
+            self.discoveries.changed.publish(run, c.step, proven)
             return c._replace(verified=False)
         return c

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from holdfast_formats import naming
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -39,12 +40,16 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.control.retention.proofs import UNKNOWN, Discoveries, Proofs, ProvenDecisions, Silent
+from holdfast_service.control.retention.proofs import UNKNOWN, Proofs, ProvenDecisions
 from holdfast_service.control.retention.replaced import Replaced
 from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
+
+# Who insists takes the lock of a run from a node that has it for too long. It yields what raises once that lock is lost.
+Elsewhere = Callable[[str, bool], AbstractContextManager[Callable[[], None]]]
 
 NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
@@ -62,19 +67,18 @@ class Rotation:
         catalog: Catalog,
         files: RunFiles,
         readers: Readers,
-        hears: Callable[[], Discoveries] = Silent,
+        events: Events | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`hears` gives what is told of what looks at the storage find."""
+        """`elsewhere` is a lock of a run against the daemons of other nodes, if there may be any."""
         self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
         self.looks = Looks(store.files)
-        self.proofs = Proofs(self.looks, catalog, hears)
+        self.proofs = Proofs(self.looks, catalog)
         self._replaced = Replaced(store, catalog, self.proofs, readers)
         self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
         self._local = threading.Lock()
-        # A lock of a run against the daemons of other nodes, if there may be any; who insists takes it from one that has it
-        # for too long. It yields what raises once that lock is lost.
-        self.elsewhere: Callable[[str, bool], AbstractContextManager[Callable[[], None]]] = _alone
+        self._elsewhere = elsewhere or _alone
         self._still_deciding: Callable[[], None] = _nothing
         self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
@@ -85,9 +89,9 @@ class Rotation:
         # Checkpoints that replaced others, by run and step: the catalog still describes the old ones.
         self._fresh: Counter[tuple[str, int]] = Counter()
         self._freshness = threading.Lock()
-        self.events: Events | None = None  # records events, if given
-        self.applied: Callable[[str], None] = lambda run: None  # hears each run whose policy was applied; must not wait
-        self.readers.freed = self.look_again
+        self._events = events
+        self.applied: Signal[[str]] = Signal()  # each run whose policy was applied; subscribers must not wait
+        self.readers.freed.subscribe(self.look_again)
 
     @contextmanager
     def deciding(self, run: str, without: bool = False) -> Iterator[None]:
@@ -96,7 +100,7 @@ class Rotation:
         """
         with self._local, ExitStack() as stack:
             try:
-                self._still_deciding = stack.enter_context(self.elsewhere(run, without))
+                self._still_deciding = stack.enter_context(self._elsewhere(run, without))
                 stack.callback(self._decided)
             except CatalogUnavailable as away:
                 if not without:
@@ -150,7 +154,7 @@ class Rotation:
                 self._wait_for_readers(run, candidates, file)
                 freed = [*trashed.values(), *self._settle_replaced(run)]
             self._free(freed)
-        self.applied(run)
+        self.applied.publish(run)
         for decision in gone:
             if decision.step in trashed:
                 log.info("removed %s@%s: %s", run, decision.step, "; ".join(decision.reasons))
@@ -162,7 +166,7 @@ class Rotation:
         When this returns, no removal is going on that looked before: what stands now under a link stays. Raises what
         `links.watch` raises.
         """
-        links.watch(self.files, run, directory)
+        links.watch(self.files, naming.check_run(run), directory)
         with self.deciding(run, without=True):
             pass
 
@@ -472,8 +476,8 @@ class Rotation:
         return path
 
     def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
-        if self.events is not None:
-            self.events.add(kind, text, run, step, level, **detail)
+        if self._events is not None:
+            self._events.add(kind, text, run, step, level, **detail)
 
     def _foreign(self, run: str, step: int) -> list[str]:
         try:
@@ -485,7 +489,7 @@ class Rotation:
         """Let go of what was replaced, or put it back; what is to be freed."""
         settled = self._replaced.settle(run, self._freshly(run), self.still_deciding)
         for step in settled.back:
-            self.proofs.discoveries.put_back(run, step)
+            self.proofs.discoveries.put_back.publish(run, step)
         if settled.again_s is not None:
             self.due(run, settled.again_s)
         return settled.freed

@@ -59,13 +59,22 @@ class _Mark(BaseModel):
 class RunRenaming:
     """Thread-safe. The caller sees to it that no rank can join either run (`daemon/saving/run_deletion.py`)."""
 
-    def __init__(
-        self, tier: Tier, catalog: Catalog, attempts: Attempts, rotation: Rotation, trash: RunTrash, events: Events
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        tier: Tier,
+        catalog: Catalog,
+        attempts: Attempts,
+        rotation: Rotation,
+        trash: RunTrash,
+        events: Events,
+        renamed: Callable[[str], None],
+        *,
+        is_alone: bool,
     ) -> None:
+        """`renamed`: this run is another one from now on, or none. `is_alone`: no other daemon serves the root."""
         self._tier, self._catalog, self._attempts = tier, catalog, attempts
         self._rotation, self._trash, self._events = rotation, trash, events
-        self.is_alone = True  # no other daemon serves this root
-        self.renamed: Callable[[str], None] = lambda run: None  # the run of this name is another one from now on, or none
+        self._renamed, self._is_alone = renamed, is_alone
 
     def rename(self, run: str, name: str, dry_run: bool = False) -> RenamedRun:
         """Rename a run; with `dry_run` only say whether that would work. Returns what it was. Damaged checkpoints go along
@@ -76,7 +85,7 @@ class RunRenaming:
         """
         known = self._catalog.run(run)
         naming.check_run(name)
-        if not self.is_alone:
+        if not self._is_alone:
             raise InvalidRequest(
                 "a run of a root that several daemons share cannot be renamed",
                 hint="stop all but one, or import its checkpoints under the other name",
@@ -107,7 +116,7 @@ class RunRenaming:
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
         for step, damage in damaged.items():
-            self._rotation.proofs.discoveries.damaged(name, step, damage, ANY_FILES)
+            self._rotation.proofs.discoveries.damaged.publish(name, step, damage, ANY_FILES)
         return renamed
 
     def _damaged(self, run: str) -> dict[int, Damaged]:
@@ -210,8 +219,8 @@ class RunRenaming:
         self._move_rows(run, name)
         self._prove_again(run, name)
         self._attempts.rename(run, name)
-        self.renamed(run)
-        self.renamed(name)
+        self._renamed(run)
+        self._renamed(name)
         if self._tier.list(run):
             self._trash.put_away(run, self._catalog.run(name))
         if naming.RENAMED_FILE in self._tier.list(name):

@@ -31,6 +31,7 @@ from holdfast_service.control.database.visible import visible
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.trash_ages import Ages, TrashAges
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store, Tier
 
 log = logging.getLogger(__name__)
@@ -72,17 +73,21 @@ class RunTrash:
         attempts: Attempts,
         rotation: Rotation,
         events: Events,
+        later: Callable[[str, Callable[[], object]], None],
+        forgotten: Callable[[str], None],
+        days: float | None = KEPT_DAYS,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`later` runs what it is given after what waits to be recorded. `forgotten`: the run is another one from now on, or
+        none.
+        """
         self._tier, self._store, self._catalog = tier, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
         self._ages = TrashAges(tier)
         self._kept: set[str] = set()  # entries of which it was told that they stay
         self._owed: dict[str, _Note] = {}  # deleted runs that the catalog still lists, also if their entries are gone
-        self.days: float | None = KEPT_DAYS
-        self.later: Callable[[str, Callable[[], object]], None] = lambda what, act: None  # after what waits to be recorded
-        self.forgotten: Callable[[str], None] = lambda run: None  # the run is another one from now on, or none
-        self.restored: Callable[[Collection[CheckpointId]], None] = lambda places: None  # these are to be read back
+        self._later, self._forgotten, self.days = later, forgotten, days
+        self.restored: Signal[[Collection[CheckpointId]]] = Signal()  # these are to be read back
 
     def entries(self) -> list[TrashedRun]:
         """All that can be brought back, the newest first."""
@@ -115,7 +120,7 @@ class RunTrash:
                 with self._catalog.database.told_later(f"{run} was deleted"):
                     self._forget(run)
                 if run in self._owed:  # what waits to be recorded would have it listed again
-                    self.later(f"that {run} was deleted", lambda: self._forget_recorded(note))
+                    self._later(f"that {run} was deleted", lambda: self._forget_recorded(note))
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
         self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
@@ -173,7 +178,7 @@ class RunTrash:
         standing = roots.committed(self._store, run)
         with self._catalog.database.told_later(f"copies of {run} count again"):
             replicas.returned(self._catalog.database, run, standing)
-        self.restored([CheckpointId(run, step) for step in standing])
+        self.restored.publish([CheckpointId(run, step) for step in standing])
         self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
         return found
 
@@ -258,7 +263,7 @@ class RunTrash:
         run_removal.forget(self._catalog, run)
         self._attempts.forget(run)
         self._owed.pop(run, None)
-        self.forgotten(run)
+        self._forgotten(run)
 
     def _forget_recorded(self, note: _Note) -> None:
         with self._rotation.deciding(note.run):
@@ -268,7 +273,7 @@ class RunTrash:
     def _settle(self, run: str) -> None:
         """The run is there, and not deleted: nobody gets an attempt's number that it has seen."""
         note = self._note(run)
-        self.forgotten(run)
+        self._forgotten(run)
         if note is not None:
             self._attempts.saw(run, note.attempt)
         self._tier.remove_file(f"{run}/{naming.DELETED_FILE}")

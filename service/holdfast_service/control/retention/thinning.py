@@ -19,9 +19,9 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.commit import publish_copy
-from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.thin_policy import ThinDecision, decide_thinning
 from holdfast_service.storage import Store
@@ -35,16 +35,25 @@ CHANGED = ("groups", "tensors", "files", "bytes", "thinned", "thin_bytes", "comp
 class Thinning:
     """The decisions about thinning in one root. Thread-safe."""
 
-    def __init__(self, store: Store, catalog: Catalog, book: Book, rotation: Rotation, files: RunFiles) -> None:
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        store: Store,
+        catalog: Catalog,
+        book: Book,
+        rotation: Rotation,
+        events: Events,
+        published: Callable[[Manifest], None],
+        is_mine: Callable[[], bool] | None = None,
+    ) -> None:
+        """`published` is told what stands there now; `is_mine` says whether it is this node, of several, that thins."""
         self._store, self._catalog, self._book = store, catalog, book
-        self._rotation, self._files = rotation, files
-        self.is_mine: Callable[[], bool] = lambda: True  # whether it is this node, of several, that thins
-        self.made: Callable[[Manifest], None] = lambda made: None  # hears what stands there now
+        self._rotation, self._events = rotation, events
+        self._published, self._is_mine = published, is_mine or (lambda: True)
 
     def due(self, run: str) -> list[ThinDecision]:
         """What is thinned or compacted next of a run, oldest first; nothing where another node does it."""
         found = sorted(one for one in self._decided(run).values() if one.acts)
-        return found if found and self.is_mine() else []
+        return found if found and self._is_mine() else []
 
     def publish(self, place: Place, encoded: bytes, commit: bytes, whole: bytes, small: OptimRule | None) -> Manifest:
         """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke. `small`: it
@@ -67,7 +76,7 @@ class Thinning:
                     self._take_back_if_late(run, step, commit)
                 finally:  # whatever has come of it
                     self.was_done(run, step)
-        self.made(made)
+        self._published(made)
         self.clear(place)
         for before in self._store.replaced(run):  # what takes its place was read back before
             if before.step == step:
@@ -98,11 +107,9 @@ class Thinning:
 
     def waits(self, run: str, step: int, error: CheckpointError) -> None:
         """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""
-        events, problem = self._rotation.events, error.problem()  # the error itself holds on to who met it
-        if events is None:
-            return
+        problem = error.problem()  # the error itself holds on to who met it
         text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
-        told = partial(events.record, "thinning-failed", text, run, step, "warning", problem=problem)
+        told = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
         self._book.tell(f"why {run}@{step} is not thinned or compacted yet", told)
 
     def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
@@ -119,7 +126,7 @@ class Thinning:
             raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
-        policy = self._files.read(run).in_force
+        policy = self._rotation.files.read(run).in_force
         if policy.keep_full is None and policy.optim is None:
             return {}
         file, candidates = self._rotation.looked_at(run)
@@ -152,16 +159,14 @@ class Thinning:
         return told
 
     def _tell(self, made: Manifest) -> None:
-        if self._rotation.events is None:
-            return
         if (small := made.compacted) is not None:
             freed, kind = small.bytes - made.bytes, f"optimizer states as {small.optim}" if small.lossy else "bit for bit"
             text = f"step {made.step} was stored in fewer bytes, {kind}: {freed} of {small.bytes} bytes are free"
             about: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "optim": small.optim, "error": small.error}
-            self._rotation.events.add("checkpoint-compacted", text, made.run, made.step, **about)
+            self._events.add("checkpoint-compacted", text, made.run, made.step, **about)
             return
         assert made.thinned is not None
         freed, gone = made.thinned.bytes - made.bytes, ", ".join(made.thinned.groups)
         text = f"step {made.step} was thinned to its weights: {freed} of {made.thinned.bytes} bytes are free ({gone})"
         detail: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "groups": list(made.thinned.groups)}
-        self._rotation.events.add("checkpoint-thinned", text, made.run, made.step, **detail)
+        self._events.add("checkpoint-thinned", text, made.run, made.step, **detail)

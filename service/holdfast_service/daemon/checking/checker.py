@@ -21,8 +21,8 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.checks import Fence
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.portions import WrittenSpan
@@ -70,8 +70,8 @@ class Checker:
     `repair` replaces damaged bytes by verified ones, and returns where they came from; None if there is no copy.
     """
 
-    def __init__(self, tier: Tier, decisions: Decisions, repair: Repair | None = None) -> None:
-        self._tier, self._decisions = tier, decisions
+    def __init__(self, tier: Tier, control: Control, repair: Repair | None = None) -> None:
+        self._tier, self._control = tier, control
         self.repair = repair
         self.counts = CheckCounts()
 
@@ -89,14 +89,14 @@ class Checker:
         directory = naming.checkpoint_path(run, step)
 
         def record(error: Damaged) -> None:
-            self._decisions.findings.damaged(run, step, error, checked=True, fence=fence)
+            self._control.findings.damaged(run, step, error, checked=True, fence=fence)
 
         with (
-            self._decisions.checking(run, step) if hold else nullcontext(),
-            examination(self._tier, self._decisions, run, step) as examined,
+            self._control.readers.checking(run, step) if hold else nullcontext(),
+            examination(self._tier, self._control, run, step) as examined,
         ):
             before = None if examined is None else examined.before
-            proof: str | None = self._decisions.findings.proof(run, step)
+            proof: str | None = self._control.findings.proof(run, step)
             heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
             counted = self.counting(heed)
             made, damages = self._examined(
@@ -109,11 +109,11 @@ class Checker:
             try:
                 tried = self.conclude(made, lambda: examined.result(made) if examined else None, heed)
             except Damaged as error:
-                with self._decisions.reading(run, step):
+                with self._control.readers.reading(run, step):
                     self._give_up(run, step, [error], record)
                 raise
         check = told_of(made, time.monotonic() - began, tried, repaired)
-        self._decisions.findings.sound(run, step, check, tried.same_as, made, fence, proof)
+        self._control.findings.sound(run, step, check, tried.same_as, made, fence, proof)
         return check
 
     def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:
@@ -127,20 +127,20 @@ class Checker:
             same_as = self._same_as(made)
         except NotFound:
             raise self._gone(made.run, made.step) from None
-        report(self._decisions, made, result)
+        report(self._control, made, result)
         self.counts.add("checks")
         return Trials(tried.layouts, same_as)
 
     def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
         """The recorded state of a checkpoint."""
-        return self._decisions.findings.found(run, step)
+        return self._control.findings.found(run, step)
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
         """A reader reports damage. Check there, and repair or record it; None if everything is sound.
 
         Raises `NoSuchCheckpoint` if the checkpoint is being removed.
         """
-        with self._decisions.reading(run, step):
+        with self._control.readers.reading(run, step):
             only = _files([error])
             found = examine(self._tier, naming.checkpoint_path(run, step), self.counting(None), only)
             if not found.damages:
@@ -165,7 +165,7 @@ class Checker:
         """
         directory = naming.checkpoint_path(run, step)
         sources: list[str] = []
-        with self._decisions.reading(run, step):
+        with self._control.readers.reading(run, step):
             for _ in range(REPAIR_ROUNDS_MAX + 1):
                 # Is it damaged while it cannot be removed? And is it sound, after a repair?
                 found = examine(self._tier, directory, self.counting(None), _files(damages))
@@ -182,7 +182,7 @@ class Checker:
     def _repair(self, run: str, step: int, error: Damaged) -> str | None:
         if self.repair is None:
             return None
-        with self._decisions.repairing(run, step):
+        with self._control.repairs.repairing(run, step):
             try:
                 source = self.repair(run, step, error)
             except CheckpointError as failure:
@@ -190,7 +190,7 @@ class Checker:
                 return None
         if source is not None:
             self.counts.add("repaired")
-            self._decisions.findings.repaired(run, step, error, source)
+            self._control.findings.repaired(run, step, error, source)
         return source
 
     def _give_up(
@@ -205,11 +205,11 @@ class Checker:
         if record is not None:
             record(first)
         else:
-            self._decisions.findings.damaged(run, step, first, checked=True)
+            self._control.findings.damaged(run, step, first, checked=True)
 
     def _same_as(self, made: Manifest) -> int | None:
         """The previous checkpoint, if this one has the same tensors: a save of something that does not train."""
-        before = self._decisions.findings.before(made.run, made.step)
+        before = self._control.findings.before(made.run, made.step)
         if before is None:
             return None
         try:
@@ -236,7 +236,7 @@ class Checker:
             if heed is not None:
                 heed(size)
             for run, step in read:
-                if self._decisions.is_awaited(run, step):
+                if self._control.readers.is_awaited(run, step):
                     raise InUse(
                         f"{run}@{step} is about to be replaced by a new save", hint="check it again when that is committed"
                     )

@@ -21,7 +21,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.writing import writer
@@ -166,7 +166,7 @@ def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> Part
 
 
 @contextmanager
-def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterator[Examination | None]:
+def examination(tier: Tier, control: Control, run: str, step: int) -> Iterator[Examination | None]:
     """The examination of a checkpoint that is about to be verified; None for one that has been examined already.
 
     Within the block, the previous checkpoint is protected from removal.
@@ -174,12 +174,12 @@ def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterat
     with ExitStack() as held:
         made: Examination | None = Examination(tier, None)
         try:
-            examined = decisions.is_examined(run, step)
-            before = None if examined else decisions.before(run, step)
+            examined = control.statistics.has(run, step)
+            before = None if examined else control.health.before(run, step)
             if examined:
                 made = None
             elif before is not None:
-                held.enter_context(decisions.checking(before.run, before.step))
+                held.enter_context(control.readers.checking(before.run, before.step))
                 made = Examination(tier, before)
         except InUse:  # a save is about to replace it: this check begins again then
             raise
@@ -188,11 +188,11 @@ def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterat
         yield made
 
 
-def report(decisions: Decisions, made: Manifest, result: Callable[[], Statistics | None]) -> None:
+def report(control: Control, made: Manifest, result: Callable[[], Statistics | None]) -> None:
     """Pass the findings to control; an error is logged and affects nothing else."""
     try:
         found = result()
         if found is not None:
-            decisions.examined(made, found)
+            control.health.take(made, found)
     except Exception:
         log.exception("cannot record the statistics of %s@%s", made.run, made.step)

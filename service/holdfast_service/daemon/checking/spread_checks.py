@@ -28,8 +28,8 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
-from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.findings.shared_checks import SharedChecks
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import health, portions
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
@@ -58,8 +58,8 @@ class _Left(Exception):
 class SpreadChecks:
     """A thread that does this node's portions. Thread-safe. `heed` may wait before each piece that is read."""
 
-    def __init__(self, tier: Tier, decisions: Decisions, checker: Checker, shared: SharedChecks, heed: Heed) -> None:
-        self._tier, self._decisions, self._checker, self._shared, self._heed = tier, decisions, checker, shared, heed
+    def __init__(self, tier: Tier, control: Control, checker: Checker, shared: SharedChecks, heed: Heed) -> None:
+        self._tier, self._control, self._checker, self._shared, self._heed = tier, control, checker, shared, heed
         self._not_before: dict[tuple[str, int, int], float] = {}  # what this node has given back: time.monotonic()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-portions", daemon=True)
@@ -89,8 +89,8 @@ class SpreadChecks:
         plans = portions.divide(made, readers, written)
         if len(plans) < 2:
             return None
-        examine = not self._decisions.is_examined(run, step)
-        before = self._decisions.before(run, step) if examine else None
+        examine = not self._control.statistics.has(run, step)
+        before = self._control.health.before(run, step) if examine else None
         of = CheckedCheckpoint(run, step, sha256, None if before is None else before.step, examine)
         self._shared.begin(of, plans)
         self._wake.set()
@@ -172,7 +172,7 @@ class SpreadChecks:
 
     def _prove(self, portion: Portion) -> None:
         of = portion.of
-        with self._decisions.checking(of.run, of.step), ExitStack() as held:
+        with self._control.readers.checking(of.run, of.step), ExitStack() as held:
             made = self._made(portion)
             if made is None:
                 return
@@ -190,7 +190,7 @@ class SpreadChecks:
 
     def _end(self, ending: CheckEnding) -> None:
         of = ending.of
-        with self._decisions.checking(of.run, of.step):
+        with self._control.readers.checking(of.run, of.step):
             made = self._made(ending)
             if made is None:
                 return
@@ -255,7 +255,7 @@ class SpreadChecks:
             return None
         before = self._before(of)
         if before is not None:
-            held.enter_context(self._decisions.checking(before.run, before.step))
+            held.enter_context(self._control.readers.checking(before.run, before.step))
         return Examination(self._tier, before)
 
     def _before(self, of: CheckedCheckpoint) -> Manifest | None:

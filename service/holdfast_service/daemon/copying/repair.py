@@ -20,7 +20,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.control.checkpoints.replicas import RepairBook
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Going, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
@@ -69,13 +69,13 @@ class Repairer:
     def __init__(
         self,
         tier: Tier,
-        decisions: Decisions,
+        control: Control,
         records: RepairBook,
         replicas: Callable[[], Mapping[str, Tier]],
         lend: Lend = lambda run, step: ((), ()),
     ) -> None:
         self._tier, self._replicas, self._lend = tier, replicas, lend
-        self._decisions, self._records = decisions, records
+        self._control, self._records = control, records
         self._lock = threading.Lock()
 
     def repair(self, run: str, step: int, error: CheckpointError) -> str | None:
@@ -108,7 +108,7 @@ class Repairer:
         tiers = {f"replica {other}": tier for other, tier in self._replicas().items() if other != name}
         if name is not None:
             tiers = {PRIMARY: self._tier, **tiers}
-        with self._lock, self._decisions.reading(*which):
+        with self._lock, self._control.readers.reading(*which):
             if name is None and not target.list(naming.checkpoint_path(*which)):
                 return bring_back(target, which, tiers, self._records)
             outcome = mend(target, which, error, Elsewhere(tiers, self._held, self._records.known(*which)))
@@ -120,7 +120,7 @@ class Repairer:
         return outcome
 
     def _held(self, made: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
-        return held_slots(*self._lend(made.run, made.step), made, self._decisions)
+        return held_slots(*self._lend(made.run, made.step), made, self._control)
 
 
 def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:

@@ -25,7 +25,8 @@ from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.checkpoints import planner
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.writing.gathering import ExtentSlice, FileBytes
 from holdfast_service.storage import Tier
 
@@ -138,7 +139,7 @@ class HeldSlotSource:
 
 @contextmanager
 def held_slots(
-    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions
+    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, control: Control
 ) -> Iterator[HeldSlotSource | None]:
     """The held slots of this very checkpoint, mapped within the block; None if they are no longer complete.
 
@@ -148,12 +149,10 @@ def held_slots(
     with ExitStack() as stack:
         for fd in fds:
             stack.callback(os.close, fd)
-        yield _opened(parts, fds, made, decisions) if parts else None
+        yield _opened(parts, fds, made, control) if parts else None
 
 
-def _opened(
-    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions
-) -> HeldSlotSource | None:
+def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, control: Control) -> HeldSlotSource | None:
     tables: list[SlotTable] = []
     slots: dict[int, memoryview] = {}
     try:
@@ -165,7 +164,7 @@ def _opened(
             tables.append(slot_table.decode(bytes(memory[start : start + header.table_bytes]), header.data_bytes))
             data = geometry.data_offset(part.slot)
             slots[part.rank] = memory[data : data + header.data_bytes]
-        plan = decisions.plan(tables)
+        plan = planner.plan(tables)
     except (CheckpointError, OSError, ValueError) as error:
         log.info("cannot read the in-memory checkpoint: %s", error)
         return None

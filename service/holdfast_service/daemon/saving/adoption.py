@@ -15,7 +15,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import Outcome
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment, find_sealed
 from holdfast_service.daemon.saving.rounds import Participant
@@ -44,8 +44,8 @@ class TakenUp(NamedTuple):
 class Adoption:
     """The segments found at start, until their ranks reconnect or are given up."""
 
-    def __init__(self, arena: Arena, saver: Saver, decisions: Decisions) -> None:
-        self._arena, self._saver, self._decisions = arena, saver, decisions
+    def __init__(self, arena: Arena, saver: Saver, control: Control) -> None:
+        self._arena, self._saver, self._control = arena, saver, control
         self._absent: dict[SegmentOwner, _Absent] = {}
         self._settle_at = float("inf")  # time.monotonic()
 
@@ -78,7 +78,7 @@ class Adoption:
                     raise CheckpointError(f"slot {slot} is not complete")
                 intent = None if sealed is None else sealed.table.intent
                 self._saver.refuse_given_up(who, header.step)
-                round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
+                round_id = self._control.saves.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
                 log.info("cannot adopt %s@%s of rank %d: %s", who.run, header.step, who.rank, error.detail)
                 found.refused[header.step] = error
@@ -104,7 +104,7 @@ class Adoption:
         """
         self._give_up(now)
         if now > self._settle_at:
-            self._decisions.settle_staged()
+            self._control.staged_before.settle()
 
     def _give_up(self, now: float) -> None:
         for owner, absent in list(self._absent.items()):

@@ -27,7 +27,7 @@ from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.cluster.ranks_words import RanksWords
 from holdfast_service.control.cluster.rendezvous import Rendezvous
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf, ShareHandovers, on_node
@@ -71,14 +71,14 @@ class JointSaves:
     def __init__(
         self,
         party: JointParty,
-        decisions: Decisions,
+        control: Control,
         node: str,
         writer: ShareWriter,
         *,
         host: Host,
         history: SaveHistory,
     ) -> None:
-        self._party, self._decisions, self._node, self._writer = party, decisions, node, writer
+        self._party, self._control, self._node, self._writer = party, control, node, writer
         self._host, self._history = host, history
         self._awaited = AwaitedNodes(party.rendezvous, party.crews, node)
         self._handovers = ShareHandovers(party.rendezvous, node, self._help)
@@ -319,9 +319,9 @@ class JointSaves:
         staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
-            made = self._decisions.commit(current.id, written.plan, measured, staged)
+            made = self._control.saves.commit(current.id, written.plan, measured, staged)
             if joint.handover is not None:
-                self._decisions.written_for(made, joint.handover)
+                self._control.saves.written_for(made, joint.handover)
         except CatalogUnavailable:  # the claim is still this node's when it is back
             raise
         except Exception as error:
@@ -355,7 +355,7 @@ class JointSaves:
         if joint.ended.result is None:
             measured = self._history.ending(joint.current, **joint.measured)
             try:
-                self._decisions.joined(joint.current.id, *joint.current.key, measured)
+                self._control.saves.joined(joint.current.id, *joint.current.key, measured)
             except Exception:  # the checkpoint exists: ranks get the outcome even if the rest cannot be recorded
                 log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
         written: Sequence[WrittenSpan] = ()

@@ -17,8 +17,9 @@ from holdfast_formats.staging.declaration import Declaration
 from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.control.checkpoints import share_planner
 from holdfast_service.control.cluster.rendezvous import Rendezvous
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.portions import WrittenSpan
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -71,13 +72,13 @@ class ShareWriter:
 
     def __init__(
         self,
-        decisions: Decisions,
+        control: Control,
         node: str,
         rendezvous: Rendezvous,
         exchange: ExchangeServer,
         history: SaveHistory,
     ) -> None:
-        self._decisions, self._node = decisions, node
+        self._control, self._node = control, node
         self._rendezvous, self._exchange, self._history = rendezvous, exchange, history
         self._declarations: dict[str, Declaration] = {}
 
@@ -94,7 +95,7 @@ class ShareWriter:
         if state.delivered:  # before this daemon was started: it may be published by now (I4)
             return ShareWritten(share, {})
         if seen.parts[0].node == self._node:
-            self._decisions.admit(share.plan)  # equal on all nodes: a refusal ends the round for all
+            self._control.admission.admit(share.plan)  # equal on all nodes: a refusal ends the round for all
         planned = time.monotonic()
         written = self._write(seen, self._node, share, slots, is_over)
         self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt), is_over)
@@ -111,7 +112,7 @@ class ShareWriter:
     ) -> _Written:
         plan, began = share.plan, time.monotonic()
         place = Place(plan.run, plan.step, plan.attempt, seen.id)
-        timed = FsyncTimed(self._decisions.store.begin(place))
+        timed = FsyncTimed(self._control.store.begin(place))
         peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.look(seen.id))
         ranks = next(one.ranks for one in seen.parts if one.node == node)
         what = NodeShare(share.shares, share.block_bytes, ranks)
@@ -147,7 +148,7 @@ class ShareWriter:
                     del self._declarations[next(iter(self._declarations))]
                 self._declarations[digest] = declaration.decode(declared)
             decoded.append((digest, part.decode(self._declarations[digest], said)))
-        return self._decisions.plan_share(decoded, [one.node for one in seen.parts].index(node))
+        return share_planner.plan_share(decoded, [one.node for one in seen.parts].index(node))
 
 
 class Peers:

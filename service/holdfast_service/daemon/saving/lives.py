@@ -9,7 +9,7 @@ import logging
 import time
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.saving.adoption import RETURN_S
 from holdfast_service.daemon.saving.saver import Saver
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 class RunLives:
     """The state of all runs of this root. `look` is called by one thread at a time."""
 
-    def __init__(self, saver: Saver, decisions: Decisions, return_s: float = RETURN_S) -> None:
-        self._saver, self._decisions = saver, decisions
-        self._awaited = dict(decisions.running())
+    def __init__(self, saver: Saver, control: Control, return_s: float = RETURN_S) -> None:
+        self._saver, self._control = saver, control
+        self._awaited = dict(control.lives.running())
         self._until = time.monotonic() + return_s
 
     def look(self) -> None:
@@ -33,6 +33,6 @@ class RunLives:
             self._awaited = {}
         for run, (attempt, life) in found.items():
             try:
-                self._decisions.became(run, attempt, life)
+                self._control.lives.became(run, attempt, life)
             except CheckpointError as error:  # it is tried again at the next look
                 log.warning("cannot record that %s is %s: %s", run, life, error.detail)

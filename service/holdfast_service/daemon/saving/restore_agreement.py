@@ -14,7 +14,7 @@ from collections.abc import Callable
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.control.cluster.rendezvous import Rendezvous
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class RestoreAgreement:
     def __init__(
         self,
         look: Look,
-        decisions: Decisions,
+        control: Control,
         unheard_s: float = UNHEARD_S,
         rendezvous: Rendezvous | None = None,
         spans: Callable[[Participant], bool] = lambda who: False,
     ) -> None:
         """With a `rendezvous`, ranks of a launch may be on other nodes; `spans` returns whether they may now."""
         self._rendezvous, self._spans = rendezvous, spans
-        self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
+        self._look, self._control, self._findings, self.unheard_s = look, control, control.findings, unheard_s
         self._changed = threading.Condition()
         self._turns: dict[tuple[str, int, int], _Turn] = {}  # oldest first
         self._gone: dict[tuple[str, int], set[int]] = {}
@@ -80,7 +80,7 @@ class RestoreAgreement:
 
     def choose(self, who: Participant, turn: int, asked: StepQuestion) -> Answer:
         """The step that this rank's attempt restores as its `turn`-th, the same for all its ranks."""
-        step = self._decisions.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy)
+        step = self._control.restores.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy)
         return Answer(step=step, notes=self.told(who, turn, step, named=asked.step is not None))
 
     def told(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from holdfast_formats.errors import InvalidRequest, RunBusy
 from holdfast_formats.staging.messages import Introduction
 from holdfast_formats.staging.wire import PROTOCOL, Outcome, Stop
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -77,7 +77,7 @@ def check(hello: Introduction) -> None:
         raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
 
 
-def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callable[[int], _Made], asker: Asker) -> _Made:
+def let_in(saver: Saver, control: Control, hello: Introduction, join: Callable[[int], _Made], asker: Asker) -> _Made:
     """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is active.
 
     `LimitExceeded` for a new run of a tenant that already has too many runs without a save. `keep_last` counts only if the
@@ -93,14 +93,14 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
     limit = time.monotonic() + DYING_S
     while True:
         with saver.entering(hello.run):
-            living = [] if hello.take_over else _others(saver, decisions, hello)
+            living = [] if hello.take_over else _others(saver, control, hello)
             if not living:
-                decisions.admit_run(hello.run, asker.tenant)
+                control.empty_runs.admit(hello.run, asker.tenant)
                 who = (hello.run, hello.launch, hello.world, keep_last, hello.rank, hello.session)
                 try:
-                    joined = join(attempt := decisions.hello(*who, take_over=hello.take_over))
+                    joined = join(attempt := control.launches.declare(*who, take_over=hello.take_over))
                     if hello.info is not None:
-                        decisions.launched(hello.run, attempt, hello.world, hello.info)
+                        control.launches.record_info(hello.run, attempt, hello.world, hello.info)
                     return joined
                 except RunBusy as busy:  # on another node, where it may be dying
                     if busy.members["retry_after_s"] or time.monotonic() > limit:
@@ -122,8 +122,8 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
     )
 
 
-def _others(saver: Saver, decisions: Decisions, hello: Introduction) -> list[Participant]:
+def _others(saver: Saver, control: Control, hello: Introduction) -> list[Participant]:
     living = [other for other in saver.present(hello.run) if other.left_s() != 0]
-    if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
+    if not living or control.launches.is_declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []
     return [] if saver.belongs(hello.run, hello.process) else living

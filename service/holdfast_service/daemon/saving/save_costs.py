@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
 from holdfast_service.daemon.writing.disk_limit import DiskLimit
@@ -51,8 +51,8 @@ class _Save:
 class SaveHistory:
     """Saves whose timings may still change; the oldest are dropped. Thread-safe."""
 
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions = decisions
+    def __init__(self, control: Control) -> None:
+        self._control = control
         self._lock = threading.Lock()
         self._saves: OrderedDict[RoundKey, _Save] = OrderedDict()
         self.disk = DiskLimit()
@@ -115,7 +115,7 @@ class SaveHistory:
         for round_id, later in told:
             assert round_id is not None
             try:
-                self._decisions.measured(round_id, later)
+                self._control.rounds.measure(round_id, later)
             except CheckpointError as error:
                 log.warning("cannot record all timings of save %d: %s", round_id, error.detail)
 

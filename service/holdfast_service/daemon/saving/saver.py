@@ -23,7 +23,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages
@@ -59,35 +59,35 @@ class Saver:
     """Owner of all saves of this node. Its methods are called from any thread."""
 
     def __init__(
-        self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None, party: JointParty | None = None
+        self, tier: Tier, control: Control, node: str, checker: Checker | None = None, party: JointParty | None = None
     ) -> None:
         """With a `party`, ranks of a save may be on other nodes."""
-        self._decisions, self._node = decisions, node
+        self._control, self._node = control, node
         self._going = GoingSaves(jointly=party is not None)
         self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
         self._open, self._pending = self._going.open, self._going.pending
         self._given_up = GivenUp()
-        self.history = SaveHistory(decisions)
-        self._ends = UnsavedEnds(decisions, self.history)
-        checker = checker or Checker(tier, decisions)
+        self.history = SaveHistory(control)
+        self._ends = UnsavedEnds(control, self.history)
+        checker = checker or Checker(tier, control)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
         self.spread: SpreadChecks | None = None
-        if party is not None and decisions.shared_checks is not None:
-            self.spread = SpreadChecks(tier, decisions, checker, decisions.shared_checks, self.giving_way)
-        self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded, self.spread)
+        if party is not None and control.shared_checks is not None:
+            self.spread = SpreadChecks(tier, control, checker, control.shared_checks, self.giving_way)
+        self.checks = Checks(checker, self.history.verified, self.giving_way, control.book.recorded, self.spread)
         self.restores = RestoreAgreement(
-            checker.suspect, decisions, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
+            checker.suspect, control, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
         self.stops = StopAgreement(self._lock, self._connected, None if party is None else self.look_at_ranks)
-        self.holds = HeldCheckpoints(decisions.committed, partly=party is not None)
-        self._write_queue = WriteQueue(decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
+        self.holds = HeldCheckpoints(control.standing.launch, partly=party is not None)
+        self._write_queue = WriteQueue(control, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(self._filled)
         self._joint: JointSaves | None = None
         self._ranks: RanksExchange | None = None
         if party is not None:
             party.exchange.lent = self.holds.lent
-            writer = ShareWriter(decisions, node, party.rendezvous, party.exchange, self.history)
+            writer = ShareWriter(control, node, party.rendezvous, party.exchange, self.history)
             going = self._going
             host = Host(
                 self._ready,
@@ -97,7 +97,7 @@ class Saver:
                 self._joint_given_up,
                 self._joint_ended,
             )
-            self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
+            self._joint = JointSaves(party, control, node, writer, host=host, history=self.history)
             here = RanksHere(going.spanning, self._waited_for, self._end_stuck_of_nodes)
             self._ranks = RanksExchange(party.words, node, here, self.stops)
 
@@ -205,7 +205,7 @@ class Saver:
             if self._open.get(current.key) is not current:
                 return False
             self._going.complete(current)
-        self._decisions.sealed(current.id, current.world)
+        self._control.rounds.seal(current.id, current.world)
         return True
 
     def _joint_given_up(self, current: SaveRound, error: CheckpointError) -> None:
@@ -268,7 +268,7 @@ class Saver:
             here = self._connected.ranks(who.run, who.attempt)
         self.holds.trains(who.owner, here)
         quiet = self._going.is_told_elsewhere(who)
-        round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
+        round_id = self._control.saves.begin(*key, who.world, intent, quiet=quiet)
         slot = -1
         try:
             if policy == "wait":
@@ -278,7 +278,7 @@ class Saver:
                 begun = self._open.get(key) or self._pending.get(key)
                 if begun is None:
                     # It may have ended, or been fenced off, since.
-                    round_id = self._decisions.begin(*key, who.world, intent, quiet=quiet)
+                    round_id = self._control.saves.begin(*key, who.world, intent, quiet=quiet)
                     self.history.begun(key)
                 if begun is not None and key in self._pending and not begun.complete:
                     raise RoundAborted(f"step {step} is being saved by ranks of several nodes, this one's among them")
@@ -312,7 +312,7 @@ class Saver:
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
                 self._given_up.refuse(key, who.rank)
-                if current is None and self._decisions.committed(who.run, step) == (who.attempt, turn):
+                if current is None and self._control.standing.launch(who.run, step) == (who.attempt, turn):
                     return
                 raise self._given_up.why(key, f"rank {who.rank} has no lease on slot {slot} for step {step}")
             try:
@@ -323,7 +323,7 @@ class Saver:
                 raise
             del current.leases[who.rank]
             count = self._take(current, who.rank, sealed)
-        self._decisions.sealed(current.id, count)
+        self._control.rounds.seal(current.id, count)
         if self._joint is not None:
             self._joint.look()
 
@@ -340,7 +340,7 @@ class Saver:
                 current.leases[who.rank] = SlotLease(segment, slot, current.deadline)
                 return
             count = self._take(current, who.rank, sealed)
-        self._decisions.sealed(round_id, count)
+        self._control.rounds.seal(round_id, count)
 
     def take_over(
         self, who: Participant, awaited: Mapping[int, int], refused: Mapping[int, CheckpointError] = _NONE
@@ -368,12 +368,13 @@ class Saver:
                 who.newest = step if who.newest is None else max(step, who.newest)
                 unknown.discard(step)
         for step in sorted(unknown):
-            committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])
+            committed = self._control.standing.launch(who.run, step) == (who.attempt, awaited[step])
             key = RoundKey(who.run, step, who.attempt)
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
-            error, groups = (None, self._decisions.groups(who.run, step)) if committed else (refused.get(step, lost), ())
+            error = None if committed else refused.get(step, lost)
+            groups = self._control.standing.groups(who.run, step) if committed else ()
             who.notify(outcome_of(key, error, groups))
 
     def waits(self, who: Participant, step: int | None) -> None:
@@ -390,7 +391,7 @@ class Saver:
             current = self._open.get(key)
             if current is not None:
                 self._abort(current, error)
-            elif key not in self._pending and self._decisions.committed(who.run, step) is None:
+            elif key not in self._pending and self._control.standing.launch(who.run, step) is None:
                 self._given_up.know(key, who.rank, error)
                 if self._joint is not None and len(self._connected.of(who.run)) < who.world:
                     self._joint.refuse(key, who.world, error)
@@ -407,7 +408,7 @@ class Saver:
             if not any(other.rank == who.rank for other in present):
                 self.restores.gone(who)
             if not present:
-                self._decisions.parted(who.run, who.attempt)
+                self._control.launches.parted(who.run, who.attempt)
             for current in [r for k, r in self._open.items() if (k.run, k.attempt) == (who.run, who.attempt)]:
                 back = any(other.rank == who.rank for other in present)
                 if current.participants.get(who.rank) is who and who.rank not in current.sealed:
@@ -457,7 +458,7 @@ class Saver:
         with self._lock:
             if not self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s):
                 return False
-        return self._decisions.settled_elsewhere(run, max(limit - time.monotonic(), 0.0))
+        return self._control.attempts.settled_elsewhere(run, max(limit - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Write and verify complete saves, end the others, stop."""
@@ -472,7 +473,7 @@ class Saver:
             self._ranks.close()
         if self._joint is not None:
             self._joint.close()
-        self._decisions.recorded(CLOSE_S)
+        self._control.book.recorded(CLOSE_S)
         self.checks.close()
         if self.spread is not None:
             self.spread.close()
@@ -589,7 +590,7 @@ class Saver:
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         asks = error is None and current.averaged
-        groups = self._decisions.groups(current.key.run, current.key.step) if asks else ()
+        groups = self._control.standing.groups(current.key.run, current.key.step) if asks else ()
         with self._lock:  # ranks that reconnect later ask for the committed steps
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]

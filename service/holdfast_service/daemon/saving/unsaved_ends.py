@@ -6,7 +6,7 @@ import logging
 
 from holdfast_formats.errors import CheckpointError, GenerationDropped
 from holdfast_formats.naming import Place
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
 from holdfast_service.observe.logs import about
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class UnsavedEnds:
-    def __init__(self, decisions: Decisions, history: SaveHistory) -> None:
-        self._decisions, self._history = decisions, history
+    def __init__(self, control: Control, history: SaveHistory) -> None:
+        self._control, self._history = control, history
 
     def tell(self, current: SaveRound, error: CheckpointError, staging: Place | None) -> None:
         """A round has ended: record it, and remove its staged files."""
@@ -30,6 +30,6 @@ class UnsavedEnds:
     ) -> None:
         """Record an end, also of a round that never had a slot."""
         try:
-            self._decisions.abort(round_id, error, staging, measured)
+            self._control.saves.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # ranks must get the outcome even without the catalog
             log.error("cannot record the end of %s@%s attempt %s: %s", *key, failure.detail)

@@ -12,7 +12,8 @@ from contextlib import suppress
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.naming import Place
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.checkpoints import planner
+from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
@@ -29,7 +30,7 @@ class WriteQueue:
 
     def __init__(
         self,
-        decisions: Decisions,
+        control: Control,
         node: str,
         holds: HeldCheckpoints,
         *,
@@ -38,7 +39,7 @@ class WriteQueue:
         history: SaveHistory,
     ) -> None:
         """`lock` is the saver's: its state and this queue change together. `ended` is called without it."""
-        self._decisions, self._node, self._holds = decisions, node, holds
+        self._control, self._node, self._holds = control, node, holds
         self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[SaveRound | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-write-queue", daemon=True)
@@ -88,10 +89,10 @@ class WriteQueue:
 
     def _write_and_commit(self, current: SaveRound) -> Manifest:
         began = time.monotonic()
-        plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
+        plan = planner.plan([sealed.table for sealed in current.sealed.values()])
         planned = time.monotonic()
-        timed = FsyncTimed(self._decisions.store.begin(Place(*current.key)))
-        self._decisions.admit(plan)
+        timed = FsyncTimed(self._control.store.begin(Place(*current.key)))
+        self._control.admission.admit(plan)
         slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
         writing = time.monotonic()
         with self._history.writing():
@@ -101,7 +102,7 @@ class WriteQueue:
         measured = self._history.ending(
             current, write_s=written - writing, fsync_s=timed.seconds, queue_s=writing - current.completed
         )
-        made = self._decisions.commit(current.id, plan, measured)
+        made = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
         published = time.monotonic()

@@ -1,0 +1,78 @@
+"""Launches: attempts are declared here, and what their trainers say of them is recorded. Nothing waits for the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.runs import RunLaunch
+from holdfast_service.control.catalog.attempts import Member
+from holdfast_service.control.launches.choosing import RestoreSelector
+from holdfast_service.control.parts import CheckpointParts
+from holdfast_service.control.recovery import Recovery
+from holdfast_service.control.retention.wishes import RetentionWishes
+
+
+class LaunchRegistry:
+    """The launches of the runs of one root. Thread-safe."""
+
+    def __init__(
+        self, parts: CheckpointParts, wishes: RetentionWishes, recovery: Recovery, restores: RestoreSelector
+    ) -> None:
+        self._catalog, self._book, self._events, self._cluster = parts.catalog, parts.book, parts.events, parts.cluster
+        self._attempts, self._rounds, self._abouts, self._standing = (
+            parts.attempts,
+            parts.rounds,
+            parts.abouts,
+            parts.standing,
+        )
+        self._wishes, self._recovery, self._restores = wishes, recovery, restores
+
+    def declare(  # noqa: PLR0913 - each is one thing that a rank says
+        self,
+        run: str,
+        launch: str,
+        world: int,
+        keep_last: int | None,
+        rank: int = 0,
+        session: str = "",
+        take_over: bool = False,
+    ) -> int:
+        """The attempt number of this launch; the first rank of a launch declares it.
+
+        `keep_last` is the run's policy until one is set. New to a run, it removes nothing committed before this launch.
+        """
+        naming.check_run(run)
+        self._recovery.learn_attempts()
+        member = Member(rank, session, world, take_over)
+        attempt, new = self._attempts.declare(run, launch, lambda: self._rounds.complete(run), member)
+        if new:
+            at = utc_now()
+            self._book.tell(
+                f"that attempt {attempt} of {run} has started",
+                lambda: self._catalog.declare_attempt(run, launch, world, at, attempt),
+            )
+            text = f"attempt {attempt} has started with {world} {'rank' if world == 1 else 'ranks'}"
+            self._events.enqueue("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
+        self._wishes.take(run, keep_last, attempt, new)
+        if new:
+            self._book.tell(f"that {run} is trained again", lambda: self._abouts.resumed(run))
+        self._standing.learn(run)
+        return attempt
+
+    def is_declared(self, run: str, launch: str, rank: int = 0, session: str = "", world: int = 0) -> bool:
+        """Whether this launch has an attempt already, which this rank, spoken for by this checkpointer, can join."""
+        return self._attempts.of(run, launch, Member(rank, session, world)) is not None
+
+    def record_info(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
+        """Remember what the trainer of an attempt says of it; returns at once where the catalog is away."""
+        made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
+        self._book.tell(f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made))
+
+    def parted(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt are here no more."""
+        self._restores.parted(run, attempt)
+        if self._cluster is not None:
+            self._cluster.crews.parted(run)

@@ -1,0 +1,109 @@
+"""Makes all that decides over one root, whole; the daemon calls each part by its name.
+
+Saves never wait for the catalog: attempts, saves and directories are known here, and the catalog is updated later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.imports import Imports
+from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.findings.shared_checks import SharedChecks
+from holdfast_service.control.insight.lives import KnownLives
+from holdfast_service.control.launch_registry import LaunchRegistry
+from holdfast_service.control.launches.choosing import Known, Mending, RestoreSelector
+from holdfast_service.control.launches.save_permits import SavePermits
+from holdfast_service.control.parts import CheckpointParts, checkpoint_parts, parts_of, record_parts
+from holdfast_service.control.publishing import Publishing
+from holdfast_service.control.recovery import Recovery
+from holdfast_service.control.retention.run_trash import KEPT_DAYS
+from holdfast_service.control.retention.wishes import RetentionWishes
+from holdfast_service.control.root_care import RootCare
+from holdfast_service.control.save_coordinator import SaveCoordinator
+from holdfast_service.control.staged_before import StagedBefore
+from holdfast_service.storage import Tier
+
+
+@dataclass(frozen=True)
+class Control(CheckpointParts):
+    """All that decides over one root. Every call of a part either decides and records, or raises a named error and changes
+    nothing.
+    """
+
+    recovery: Recovery
+    wishes: RetentionWishes
+    mending: Mending
+    restores: RestoreSelector
+    publishing: Publishing
+    saves: SaveCoordinator
+    launches: LaunchRegistry
+    lives: KnownLives
+    staged_before: StagedBefore
+    imports: Imports
+    repairs: RepairBook
+    replicas: ReplicaBook
+    shared_checks: SharedChecks | None  # these two: of a root that several nodes serve
+    care: RootCare | None
+
+    @property
+    def node_of_many(self) -> str:
+        """This node's name where several serve the root, else nothing."""
+        return "" if self.cluster is None else self.cluster.node
+
+    def writers(self) -> set[str]:
+        """The nodes whose daemons are up, this one among them."""
+        members = () if self.cluster is None else self.cluster.membership.members()
+        return {self.events.node, *(member.name for member in members if member.live)}
+
+    def close(self) -> None:
+        """Remove what is due, write the remaining records to the catalog, stop."""
+        self.rotation.close()
+        self.book.close()
+
+
+def open_control(  # noqa: PLR0913 - each is one thing
+    tier: Tier,
+    catalog: Catalog,
+    keep_last: int | None = None,
+    cluster: Cluster | None = None,
+    *,
+    usual: RetentionPolicy | None = None,
+    trash_days: float | None = KEPT_DAYS,
+    claim: Callable[[], None] = lambda: None,
+) -> Control:
+    """`keep_last` and `usual` are in force for runs without a policy of their own. `claim` raises where a catalog that is
+    back is another root's.
+    """
+    parts = checkpoint_parts(record_parts(tier, catalog, cluster, usual or RetentionPolicy()), trash_days)
+    store, book, attempts, events, standing = parts.store, parts.book, parts.attempts, parts.events, parts.standing
+    mending = Mending()
+    known = Known(parts.health, parts.findings, parts.readers, standing, parts.watch.relist, parts.absences, mending)
+    restores = RestoreSelector(store, catalog, attempts, book, events, known, cluster)
+    publishing = Publishing(parts, restores)
+    recovery = Recovery(parts, claim)
+    wishes = RetentionWishes(parts.files, catalog, book, keep_last)
+    permits = SavePermits(attempts, standing, catalog, book)
+    return Control(
+        **parts_of(parts),
+        recovery=recovery,
+        wishes=wishes,
+        mending=mending,
+        restores=restores,
+        publishing=publishing,
+        saves=SaveCoordinator(parts, permits, publishing, recovery, restores),
+        launches=LaunchRegistry(parts, wishes, recovery, restores),
+        lives=KnownLives(attempts, catalog, book, events.enqueue, shared=cluster is not None),
+        staged_before=StagedBefore(store, catalog, book, parts.rounds, events),
+        imports=Imports(store, catalog, events, parts.admission, standing.way, parts.published),
+        repairs=RepairBook(tier, catalog, events, book, None if cluster is None else cluster.locks),
+        replicas=ReplicaBook(tier, catalog, events),
+        shared_checks=None if cluster is None else SharedChecks(cluster.membership, parts.findings),
+        care=None
+        if cluster is None
+        else RootCare(tier, store, catalog, cluster, events, parts.rotation.due, parts.absences),
+    )

@@ -1,0 +1,152 @@
+"""The parts that know a root and decide about its checkpoints, made in the order in which they need one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.moments import utc_now
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.rounds import Rounds
+from holdfast_service.control.catalog.shared_attempts import SharedAttempts
+from holdfast_service.control.catalog.statistics import StatisticsStore
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.run_abouts import RunAbouts
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
+from holdfast_service.control.cluster.duties import THINNING, UPKEEP
+from holdfast_service.control.findings.checks import Findings
+from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.launches.standing import Standing
+from holdfast_service.control.retention.admission import Admission
+from holdfast_service.control.retention.empty_runs import EmptyRuns
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.retention.run_renaming import RunRenaming
+from holdfast_service.control.retention.run_trash import RunTrash
+from holdfast_service.control.retention.thinning import Thinning
+from holdfast_service.control.root_watch import RootWatch
+from holdfast_service.control.signals import Signal
+from holdfast_service.storage import PosixStore, Store, Tier
+
+NAMES_S = 90.0  # clients of network file systems remember for no longer, unless told to, which names there are
+
+
+@dataclass(frozen=True)
+class RecordParts:
+    """What is known of a root, and where it is recorded."""
+
+    tier: Tier
+    store: Store
+    catalog: Catalog
+    cluster: Cluster | None  # daemons of other nodes may serve the same root with the same catalog
+    returned: Signal[[]]  # the catalog answers, for the first time or again
+    published: Signal[[Manifest]]  # saved, or brought in from elsewhere; subscribers must not wait
+    book: Book
+    events: Events
+    attempts: Attempts
+    rounds: Rounds
+    statistics: StatisticsStore
+    health: HealthRecords
+    files: RunFiles
+    abouts: RunAbouts
+    absences: roots.Absences
+
+
+@dataclass(frozen=True)
+class CheckpointParts(RecordParts):
+    """The checkpoints that stand in it, and what may become of them."""
+
+    readers: Readers
+    rotation: Rotation
+    findings: Findings
+    standing: Standing
+    empty_runs: EmptyRuns
+    trash: RunTrash
+    renaming: RunRenaming
+    admission: Admission
+    thinning: Thinning
+    watch: RootWatch
+
+
+def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: RetentionPolicy) -> RecordParts:
+    """`usual` is in force for runs without a policy of their own."""
+    returned: Signal[[]] = Signal()
+    book = Book(catalog.database, returned.publish)
+    attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
+    events = Events(catalog.database, catalog.node or "node", utc_now, book.tell)
+    statistics = StatisticsStore(catalog.database)
+    files = RunFiles(
+        tier,
+        usual,
+        is_run=attempts.has,
+        has_saved=lambda run: catalog.has_saved(run, attempts.newest(run)),
+        elsewhere=None if cluster is None else lambda run: cluster.locks.locked(changing(run)),
+    )
+    return RecordParts(
+        tier=tier,
+        store=PosixStore(tier),
+        catalog=catalog,
+        cluster=cluster,
+        returned=returned,
+        published=Signal(),
+        book=book,
+        events=events,
+        attempts=attempts,
+        rounds=Rounds(catalog, book, utc_now),
+        statistics=statistics,
+        health=HealthRecords(tier, statistics, events),
+        files=files,
+        abouts=RunAbouts(tier, catalog, files, events),
+        absences=roots.Absences(0.0 if cluster is None else NAMES_S),
+    )
+
+
+def checkpoint_parts(records: RecordParts, trash_days: float | None) -> CheckpointParts:
+    """Deleted runs can be brought back for `trash_days`."""
+    tier, store, catalog, cluster = records.tier, records.store, records.catalog, records.cluster
+    book, events, attempts, files = records.book, records.events, records.attempts, records.files
+    readers = Readers(shared=None if cluster is None else cluster.holds)
+    elsewhere = None if cluster is None else lambda run, insists: cluster.locks.locked(deciding(run), insists=insists)
+    rotation = Rotation(store, catalog, files, readers, events, elsewhere)
+    findings = Findings(catalog, events, book, utc_now, rotation.due, rotation.looks)
+    standing = Standing(store, catalog, book, findings)
+    trash = RunTrash(tier, store, catalog, attempts, rotation, events, book.tell, standing.forget, trash_days)
+    thins = None if cluster is None else partial(cluster.duties.has, THINNING)
+    thinning = Thinning(store, catalog, book, rotation, events, standing.made, thins)
+    if cluster is not None:
+        cluster.membership.heard.append(lambda: cluster.holds.renew(readers.places()))
+    return CheckpointParts(
+        **parts_of(records),
+        readers=readers,
+        rotation=rotation,
+        findings=findings,
+        standing=standing,
+        empty_runs=EmptyRuns(tier, catalog, attempts, files, events),
+        trash=trash,
+        renaming=RunRenaming(tier, catalog, attempts, rotation, trash, events, standing.forget, is_alone=cluster is None),
+        admission=Admission(tier, catalog, files, rotation, book.ask, trash.make_room),
+        thinning=thinning,
+        watch=RootWatch(
+            store,
+            catalog,
+            rotation,
+            findings,
+            events,
+            records.absences,
+            thinned=thinning.record,
+            replaced=standing.look_again,
+            is_mine=lambda: cluster is None or cluster.duties.has(UPKEEP),
+        ),
+    )
+
+
+def parts_of(parts: RecordParts) -> dict[str, Any]:
+    """Each by its name, so that a larger record can have them too."""
+    return {field.name: getattr(parts, field.name) for field in fields(parts)}

@@ -1,0 +1,103 @@
+"""Brings root and catalog into agreement: at the start of the daemon, and whenever the catalog answers again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.moments import utc_now
+from holdfast_service.control import root_care
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.findings import missing
+from holdfast_service.control.jobs.staged import wanted_places
+from holdfast_service.control.parts import CheckpointParts
+
+log = logging.getLogger(__name__)
+
+ASK_S = 10.0
+
+
+class Recovery:
+    """What an earlier daemon left in one root is put right, and its catalog says what stands there."""
+
+    def __init__(self, parts: CheckpointParts, claim: Callable[[], None]) -> None:
+        """`claim` raises where the catalog is another root's."""
+        self._tier, self._store, self._catalog, self._cluster = parts.tier, parts.store, parts.catalog, parts.cluster
+        self._book, self._attempts, self._rounds, self._events = parts.book, parts.attempts, parts.rounds, parts.events
+        self._rotation, self._renaming, self._trash = parts.rotation, parts.renaming, parts.trash
+        self._absences, self._claim = parts.absences, claim
+        self._started = False  # what an earlier daemon left in the catalog was put right
+        parts.returned.subscribe(self._returned)
+
+    def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
+        """At start: remove leftovers that were never committed, update the catalog from the directories, end old saves.
+
+        Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
+        """
+        if self._cluster is None:  # else others may be writing there: see `RootCare`
+            root_care.sweep(self._store, spared=wanted_places(self._catalog.database, self._store.files))
+        self._started = False
+        self._book.unknown()
+        while not self._book.settle() and self._book.trouble is None:
+            pass
+        adopt()
+        why = "the daemon ended before this save was complete"
+        self._book.tell(
+            "which saves ended with the last daemon",
+            lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
+        )
+
+    def reconcile(self) -> list[roots.Unreadable]:
+        """List what stands in the directories; returns what cannot be read."""
+        return roots.reconcile(self._store, self._catalog, absences=self._absences)
+
+    def _returned(self) -> None:
+        """The catalog is there, for the first time or again: it may be an older one, another one, or one without rows."""
+        before = missing.living(self._catalog)
+        self._follow()
+        try:
+            self._renaming.recover()
+            self._trash.recover()
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:  # the next start tries again
+            log.error("cannot finish what was begun with deleted and renamed runs: %s", error.detail)
+        for run in roots.runs(self._tier):
+            if self._store.replaced(run):  # an earlier daemon has not come to let go of it
+                self._rotation.due(run)
+        for run, step in missing.lost_since(self._catalog, before):
+            log.error("%s: %s", run, missing.tell(self._events, run, step))
+
+    def _follow(self) -> None:
+        database, rebuilt = self._catalog.database, None
+        if database.unsound:
+            rebuilt = salvage.mend(database)
+        self._claim()
+        if rebuilt is not None:
+            self._events.record("catalog-rebuilt", rebuilt, level="warning")
+        if not self._started:
+            self._events.skip_lost_ids()
+        self._rounds.look_again()
+        for run, step, problem in self.reconcile():
+            log.error("cannot read %s@%s: %s", run, step, problem.detail)
+        self._attempts.merge(self._catalog.declared())
+        self._catalog.note_attempts(self._attempts.known())
+        if self._started:
+            return
+        for found in self._catalog.settle_committed_rounds(utc_now()):
+            text = f"step {found.step} is committed; the daemon ended before it could report it"
+            self._events.record("checkpoint-committed", text, found.run, found.step)
+        self._started = True
+
+    def learn_attempts(self) -> None:
+        """In a root that has no file of them yet, or has lost it, the catalog knows which attempts were declared."""
+        if self._attempts.complete:
+            return
+        try:
+            self._attempts.merge(self._book.ask(self._catalog.declared, ASK_S))
+        except CatalogUnavailable:
+            if roots.runs(self._store.files):
+                raise
+            self._attempts.merge({})  # nothing was ever saved here

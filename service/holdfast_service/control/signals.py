@@ -1,0 +1,24 @@
+"""Events between parts of the service: who publishes one does not know who acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec
+
+P = ParamSpec("P")
+
+
+class Signal(Generic[P]):
+    """One kind of event. Subscribers are called in the thread that publishes, in the order of their subscription; what one
+    raises reaches the publisher.
+    """
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Callable[P, object], ...] = ()
+
+    def subscribe(self, subscriber: Callable[P, object]) -> None:
+        self._subscribers = (*self._subscribers, subscriber)
+
+    def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for subscriber in self._subscribers:
+            subscriber(*args, **kwargs)
