@@ -56,13 +56,7 @@ PAGES = {
     "/audit": ("Audit", "Nothing was changed yet", "CSV"),
     "/audit?who=nobody&kind=pin-set&refused=true": ("No entry matches",),
     "/tokens": ("Tokens",),
-    "/api": (
-        "/v1/runs/{run}/checkpoints",
-        "Submit a job",
-        "Needs a token of scope admin",
-        "RetentionPolicy",
-        "whole number or null",
-    ),
+    "/api": ("API", "/openapi.json", "holdfast.Api"),
     "/login": ("Sign in", "Token"),
 }
 

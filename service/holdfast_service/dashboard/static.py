@@ -29,8 +29,11 @@ SERVED = (
     "overlay.js",
     "overview.css",
     "find.js",
+    "reference.js",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
+    "vendor/swagger-ui-5.32.6-bundle.js",
+    "vendor/swagger-ui-5.32.6.css",
     "vendor/uPlot-1.6.32.iife.min.js",
     "vendor/uPlot-1.6.32.min.css",
 )

@@ -175,7 +175,6 @@ PLACES: Mapping[str, Go] = {
     "notified": _form("/notifications", "Send a test to mouse", {}),
     "trash": _address("/trash"),
     "purge": _address("/runs/gone-mouse/purge"),
-    "api": _address("/api"),
     "find": _address("/find?q=tiny"),
     "find-nothing": _address(f"/find?q={quote('no such thing')}"),
     "palette": _palette,
