@@ -1,6 +1,7 @@
-"""The names under which a Megatron model is stored: its own, or those of a Hugging Face architecture.
+"""The names under which a Megatron model is stored: its own, or those of Hugging Face, by the mapping program that imports
+and exports use too.
 
-A table says which tensors of Hugging Face the rows of one of Megatron's are. So the pieces of a local parameter are cut
+A program says which rows of Hugging Face's tensors one of Megatron's has. So the pieces of a local parameter are cut
 further, along rows, and no rank needs more than it has: `from_pretrained` reads what any parallel layout has saved.
 """
 
@@ -8,16 +9,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib import resources
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.integrations.megatron.pieces import ModelTensors, ParameterPiece, Stored
-from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layout import rules
+from holdfast.integrations.megatron.pieces import ModelTensors, ParameterPiece
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.foreign.moves import BoxMove, drawn
+from holdfast_formats.programs.choice import load
+from holdfast_formats.programs.environment import Environment
+from holdfast_formats.programs.operations import Ranks
+from holdfast_formats.programs.sizes import sizes_for
+from holdfast_formats.programs.stored_names import lenient
+from holdfast_formats.region import Box, Shape
 
-_PLACES = {"{layer}": r"(?P<layer>\d+)", "{part}": r"(?P<part>weight|bias)"}
+_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+# Norms that stand before a Linear, and their names inside Transformer Engine's fused layers, which the program has.
+_NORMS = {"input_layernorm": "self_attention.linear_qkv.layer_norm", "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm"}
+_NORM = re.compile(rf"(decoder\.layers\.\d+\.)({'|'.join(_NORMS)})\.(weight|bias)")
+
+
+class _Target(NamedTuple):
+    """A part of one of Megatron's tensors, as a part of a stored tensor of this name and shape."""
+
+    name: str
+    shape: Shape
+    move: BoxMove
 
 
 class Names(Protocol):
@@ -49,8 +65,10 @@ class MegatronNames:
 class HuggingFaceNames:
     """The names of the architecture that a transformers config, or the contents of a config.json, states."""
 
+    family = "huggingface"
+
     def __init__(self, config: Any) -> None:
-        """Raises `InvalidRequest` for architectures without a table."""
+        """Raises `InvalidRequest` for architectures without a program."""
         said = config if isinstance(config, Mapping) else config.to_dict() if hasattr(config, "to_dict") else None
         if said is None:
             raise InvalidRequest(
@@ -58,18 +76,16 @@ class HuggingFaceNames:
                 hint="AutoConfig.from_pretrained(…), or json.loads of a config.json",
             )
         architectures = list(said.get("architectures") or [])
-        found = next((name for name, about in _tables().items() if set(architectures) & set(about["architectures"])), None)
-        if found is None:
-            known = sorted(one for about in _tables().values() for one in about["architectures"])
+        kinds = [name.removesuffix("ForCausalLM").lower() for name in architectures if name.endswith("ForCausalLM")]
+        program = load("hf-megatron-inverse")
+        if set(kinds).isdisjoint(program.model_types):
             raise InvalidRequest(
-                f"there is no table of Megatron's names for the architectures {architectures}",
-                hint=f"there are tables for {', '.join(known)}; without huggingface=, Megatron's own names are used",
+                f"Megatron's names have no program for the architectures {architectures}",
+                hint=f"there is one for {', '.join(program.model_types)}; leave huggingface= out to use Megatron's own names",
             )
-        self.family = f"huggingface {found}"
         self._config = said
-        self._rows = [
-            (re.compile(_pattern(name)), entry) for entry in _tables()[found]["tensors"] for name in entry["megatron"]
-        ]
+        self._statements = lenient(program.statements)
+        self._sizes = sizes_for(program.sizes, {**said, "padded_vocab_size": None})
 
     def check(self, chunks: Sequence[Any]) -> None:
         """Refuse a model of other sizes than the config's."""
@@ -79,10 +95,13 @@ class HuggingFaceNames:
             "hidden_size": config.hidden_size,
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_query_groups,
+            "head_dim": getattr(config, "kv_channels", None),
             "rms_norm_eps": config.layernorm_epsilon,
         }
         wrong = [
-            f"{name}: {self._config[name]}, Megatron's {now}" for name, now in pairs.items() if self._differs(name, now)
+            f"{name}: {self._config[name]}, Megatron's {now}"
+            for name, now in pairs.items()
+            if now is not None and self._differs(name, now)
         ]
         tied = getattr(chunks[0], "share_embeddings_and_output_weights", None)
         if tied is not None and self._differs("tie_word_embeddings", bool(tied)):
@@ -93,101 +112,53 @@ class HuggingFaceNames:
             )
 
     def renamed(self, tensors: ModelTensors) -> ModelTensors:
-        """Raises `InvalidRequest`, with the name, for a tensor that the table does not have, and for other sizes."""
+        """Raises `InvalidRequest`, with the name, for a tensor that the program does not have, and for other sizes."""
+        own = {piece.name: stored.own for stored in tensors.tensors for piece in stored.pieces}
+        targets = self._targets({piece.name: piece.shape for stored in tensors.tensors for piece in stored.pieces}, own)
         found = [
-            stored._replace(pieces=tuple(new for piece in stored.pieces for new in self._renamed(stored, piece)))
+            stored._replace(pieces=tuple(new for piece in stored.pieces for new in _cut(piece, targets[piece.name])))
             for stored in tensors.tensors
         ]
         return ModelTensors(tuple(found), tensors.modules)
 
+    def _targets(self, shapes: Mapping[str, Shape], own: Mapping[str, str]) -> dict[str, list[_Target]]:
+        """The parts of stored tensors that each of Megatron's tensors has, by its name; `own` has the module's names."""
+        for name in _VOCABULARY & shapes.keys():
+            if shapes[name][0] != self._config.get("vocab_size"):
+                raise InvalidRequest(
+                    f"{own[name]} has {shapes[name][0]} rows, and vocab_size of the Hugging Face config is "
+                    f"{self._config.get('vocab_size')}",
+                    hint="Megatron pads the vocabulary: set vocab_size to its padded size; those rows are trained",
+                )
+        called = {_NORM.sub(lambda match: f"{match[1]}{_NORMS[match[2]]}_{match[3]}", name): name for name in shapes}
+        around = Environment({fused: shapes[name] for fused, name in called.items()}, self._sizes, Ranks())
+        try:
+            for statement in self._statements:
+                around.run(statement, None)
+        except StateMismatch as problem:
+            raise InvalidRequest(
+                f"the Hugging Face config is not this model's: {problem.detail}", hint="use the config of this model"
+            ) from problem
+        for name in map(called.__getitem__, around.unnamed()):
+            raise InvalidRequest(
+                f"{own[name]} is called {name} by Megatron, and Hugging Face's architecture has no name for it",
+                hint="without huggingface=, Megatron's own names are used",
+            )
+        found: dict[str, list[_Target]] = {name: [] for name in shapes}
+        for name, arranged in around.held.items():
+            for move in arranged.moves:
+                found[called[move.source.name]].append(_Target(name, arranged.shape, move))
+        return found
+
     def _differs(self, name: str, now: Any) -> bool:
         return self._config.get(name) is not None and self._config[name] != now
 
-    def _renamed(self, stored: Stored, piece: ParameterPiece) -> Iterator[ParameterPiece]:
-        for pattern, entry in self._rows:
-            match = pattern.fullmatch(piece.name)
-            if match is not None:
-                names = [name.format(**match.groupdict()) for name in entry["stored"]]
-                yield from _cut(piece, names, self._segments(stored, piece, entry))
-                return
-        raise InvalidRequest(
-            f"{stored.own} is called {piece.name} by Megatron, and the table of {self.family} has no name for it",
-            hint="without huggingface=, Megatron's own names are used",
-        )
 
-    def _segments(self, stored: Stored, piece: ParameterPiece, entry: Mapping[str, Any]) -> list[_Segment]:
-        rows, kind = piece.shape[0], entry.get("rows")
-        if entry.get("vocabulary") and rows != self._config.get("vocab_size"):
-            raise InvalidRequest(
-                f"{stored.own} has {rows} rows, and vocab_size of the Hugging Face config is "
-                f"{self._config.get('vocab_size')}",
-                hint="Megatron pads the vocabulary: set vocab_size to its padded size; those rows are trained",
-            )
-        if kind == "qkv":
-            return self._of_heads(stored, rows)
-        if kind == "halves":
-            return [_Segment(0, rows // 2, 0, 0), _Segment(rows // 2, rows // 2, 1, 0)]
-        return [_Segment(0, rows, 0, 0)]
-
-    def _of_heads(self, stored: Stored, rows: int) -> list[_Segment]:
-        heads = int(self._config["num_attention_heads"])
-        groups = int(self._config.get("num_key_value_heads") or heads)
-        size = int(self._config.get("head_dim") or self._config["hidden_size"] // heads)
-        if rows != (heads + 2 * groups) * size or heads % groups:
-            raise InvalidRequest(
-                f"{stored.own} has {rows} rows; by the Hugging Face config, {heads} heads and two times {groups} key-value "
-                f"heads of size {size} have {(heads + 2 * groups) * size}",
-                hint="use the config of this model",
-            )
-        queries = heads // groups * size
-        found = []
-        for group in range(groups):
-            at = group * (queries + 2 * size)
-            found += [
-                _Segment(at, queries, 0, group * queries),
-                _Segment(at + queries, size, 1, group * size),
-                _Segment(at + queries + size, size, 2, group * size),
-            ]
-        return found
-
-
-class _Segment(NamedTuple):
-    """The rows of a tensor of Megatron's from `start` on are the rows from `row` on of the stored tensor number `target`."""
-
-    start: int
-    rows: int
-    target: int
-    row: int
-
-
-def _cut(piece: ParameterPiece, names: Sequence[str], segments: Sequence[_Segment]) -> Iterator[ParameterPiece]:
-    """The pieces of stored tensors that contain the rows of a piece."""
-    sizes = [sum(one.rows for one in segments if one.target == target) for target in range(len(names))]
-    first, stop, width = piece.offset[0], piece.offset[0] + piece.box[0], prod(piece.box[1:])
-    for one in segments:
-        begin, end = max(first, one.start), min(stop, one.start + one.rows)
-        if begin < end:
-            yield ParameterPiece(
-                names[one.target],
-                (sizes[one.target], *piece.shape[1:]),
-                (one.row + begin - one.start, *piece.offset[1:]),
-                (end - begin, *piece.box[1:]),
-                piece.start + (begin - first) * width,
-            )
-
-
-def _pattern(name: str) -> str:
-    text = re.escape(name)
-    for place, pattern in _PLACES.items():
-        text = text.replace(re.escape(place), pattern)
-    return text
-
-
-@lru_cache
-def _tables() -> dict[str, dict[str, Any]]:
-    folder = resources.files("holdfast.integrations.megatron").joinpath("rules")
-    return {
-        path.name.removeprefix("mcore_").removesuffix(".toml"): rules.decode(path.read_bytes())
-        for path in folder.iterdir()
-        if path.name.endswith(".toml")
-    }
+def _cut(piece: ParameterPiece, targets: Sequence[_Target]) -> Iterator[ParameterPiece]:
+    """The pieces of stored tensors that contain the rows of a piece, in their order in memory."""
+    width = prod(piece.box[1:])
+    parts = [(one, drawn(one.move, Box(piece.offset, piece.box))) for one in targets]
+    held = [(one, part) for one, part in parts if part is not None and part.box.volume]
+    for one, part in sorted(held, key=lambda pair: pair[1].box.offset):
+        start = piece.start + (part.box.offset[0] - piece.offset[0]) * width
+        yield ParameterPiece(one.name, one.shape, part.target.offset, part.target.shape, start)
