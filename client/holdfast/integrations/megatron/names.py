@@ -81,7 +81,7 @@ class HuggingFaceNames:
         if set(kinds).isdisjoint(program.model_types):
             raise InvalidRequest(
                 f"Megatron's names have no program for the architectures {architectures}",
-                hint=f"there is one for {', '.join(program.model_types)}; leave huggingface= out to use Megatron's own names",
+                hint=f"it is for {', '.join(program.model_types)}; without huggingface=, Megatron's own names are stored",
             )
         self._config = said
         self._statements = lenient(program.statements)
