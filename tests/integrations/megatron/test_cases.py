@@ -39,7 +39,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         ("moments", "row"),
         ("architecture", "GPT2LMHeadModel"),
         ("vocabulary", "vocab_size"),
-        ("heads", "linear_qkv"),
+        ("heads", "head_dim"),
         ("sizes", "num_hidden_layers"),
         ("no-table-entry", "decoder.another.weight"),
         ("rerun", "rerun state machine"),

@@ -83,7 +83,9 @@ class HuggingFaceNames:
                 f"Megatron's names have no program for the architectures {architectures}",
                 hint=f"it is for {', '.join(program.model_types)}; without huggingface=, Megatron's own names are stored",
             )
-        self._config = said
+        self._config = dict(said)
+        if not said.get("head_dim") and said.get("hidden_size") and said.get("num_attention_heads"):
+            self._config["head_dim"] = said["hidden_size"] // said["num_attention_heads"]
         self._statements = lenient(program.statements)
         self._sizes = sizes_for(program.sizes, {**said, "padded_vocab_size": None})
 
