@@ -102,11 +102,11 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
         served = assembly.open_root(config, root, stack)
-        door = policy.policy(config, listener)
+        access = policy.policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
-        services = assembly.services(config, served, node, door, stack)
+        services = assembly.services(config, served, node, access, stack)
         served.control.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
-        if listener is not None and door.tokens:
+        if listener is not None and access.tokens:
             stack.enter_context(policy.announced(config, listener, services.owner))
         if served.identity.copy_of is not None:
             text = f"{root} is a copy of another root and has a new ID from now on"

@@ -1,4 +1,4 @@
-"""A service whose door is as a test says, and requests that come to it."""
+"""A service with the access policy that a test needs, and requests that come to it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Guarded:
 
 
 @contextmanager
-def guarded(root: Path, door: Policy) -> Iterator[Guarded]:
+def guarded(root: Path, policy: Policy) -> Iterator[Guarded]:
     build_root(root, RUNS)
-    with served(root, door=door) as running:
+    with served(root, access=policy) as running:
         yield Guarded(running)
 
 

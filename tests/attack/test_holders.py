@@ -45,7 +45,7 @@ class Crowd(NamedTuple):
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     root = tmp_path_factory.mktemp("crowd") / "root"
     build_root(root, {f"holder-{number:02}": (5,) for number in range(HOLDERS)})
-    with served(root, door=Policy(tokens=True)) as service:
+    with served(root, access=Policy(tokens=True)) as service:
         tokens = service.services.tokens
         wanted = [TokenRequest(name=f"t{number}", scope="admin", runs=f"holder-{number:02}") for number in range(HOLDERS)]
         yield Crowd(service, [Holder(number, tokens.create(one).token) for number, one in enumerate(wanted)])

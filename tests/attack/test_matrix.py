@@ -101,7 +101,7 @@ def test_the_table_has_every_route(tmp_path: Path) -> None:
 
 
 def let_in(route: Route, key: tuple[str, str] | None, run: str) -> bool:
-    """Whether the door should let this through."""
+    """Whether the access check should let this through."""
     if route.scope == "open" or (route.path == "/logout" and key is not None):
         return True
     if key is None:
@@ -266,7 +266,7 @@ def test_a_host_that_is_none(target: Target) -> None:
         ("/v1/jobs", {"kind": "export", "run": FOREIGN, "step": 5, "arguments": {"to": "out"}}),
     ],
 )
-def test_a_body_that_the_door_was_told_not_to_look_at(target: Target, path: str, body: dict, said: str) -> None:
+def test_a_body_that_the_access_check_was_told_not_to_look_at(target: Target, path: str, body: dict, said: str) -> None:
     """A token for one team's runs takes no place among another's ranks, and `write` runs no job of an admin's."""
     types = [("Content-Type", said)] if said != "BOTH" else [JSON, ("Content-Type", "application/x-www-form-urlencoded")]
     method = "POST" if path == "/v1/jobs" else "PUT"

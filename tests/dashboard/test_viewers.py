@@ -60,7 +60,7 @@ LINKS = {"/tokens": "all", "/audit": "some", "/import": "all", f"{CHECKPOINT}/re
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     root = tmp_path_factory.mktemp("viewed")
     build_root(root, {"team-a": (3,)})  # an older one, which may be removed
     with guarded(root, Policy(tokens=True)) as made:
@@ -75,13 +75,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield made
 
 
-def offered(door: Guarded, token: str) -> tuple[set[str], set[str], dict[str, str]]:
+def offered(guard: Guarded, token: str) -> tuple[set[str], set[str], dict[str, str]]:
     """The forms that post something, the links, and the text, of all pages."""
     forms: set[str] = set()
     links: set[str] = set()
     texts: dict[str, str] = {}
     for path in PAGES:
-        answer = door.ask("GET", path, token, headers={"Accept": "text/html"})
+        answer = guard.ask("GET", path, token, headers={"Accept": "text/html"})
         page = Page(answer.text)
         assert page.faults() == [], path
         texts[path] = page.text
@@ -108,14 +108,14 @@ def offered(door: Guarded, token: str) -> tuple[set[str], set[str], dict[str, st
         ("admin", "*", WRITES | CHANGES_RUN | CHANGES_ALL),
     ],
 )
-def test_nothing_is_offered_that_would_be_refused(door: Guarded, scope: str, runs: str, may: set[str]) -> None:
+def test_nothing_is_offered_that_would_be_refused(guard: Guarded, scope: str, runs: str, may: set[str]) -> None:
     """Each page, for each scope, of one's own run and of all: exactly the forms that the API would do for its viewer."""
-    token = door.token(scope, runs)  # type: ignore[arg-type]
-    name = door.running.services.tokens.verify(token).name
-    forms, links, texts = offered(door, token)
+    token = guard.token(scope, runs)  # type: ignore[arg-type]
+    name = guard.running.services.tokens.verify(token).name
+    forms, links, texts = offered(guard, token)
     cancels = {form for form in forms if form.endswith("/cancel")}
     assert forms - cancels == may
-    kinds = {door.ask("GET", f"/v1/jobs/{form.split('/')[2]}", token).json()["kind"] for form in cancels}
+    kinds = {guard.ask("GET", f"/v1/jobs/{form.split('/')[2]}", token).json()["kind"] for form in cancels}
     wanted = {"verify"} if "pin" in "".join(may) else set()
     wanted |= {"scrub"} if (scope, runs) == ("write", "*") else {"scrub", "export"} if "/import" in may else set()
     assert kinds == wanted
@@ -124,7 +124,7 @@ def test_nothing_is_offered_that_would_be_refused(door: Guarded, scope: str, run
     assert all(f"signed in as {name} {scope}" in text for text in texts.values())
 
 
-def test_nobody_is_signed_in_at_the_sign_in_page(door: Guarded) -> None:
+def test_nobody_is_signed_in_at_the_sign_in_page(guard: Guarded) -> None:
     """It names nobody, and has no page to go to that asks for more."""
-    page = Page(door.ask("GET", "/login").text)
+    page = Page(guard.ask("GET", "/login").text)
     assert page.faults() == [] and "signed in as" not in page.text and "/tokens" not in page.addresses()

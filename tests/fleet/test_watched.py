@@ -131,7 +131,7 @@ def closing_proxy(to: str) -> Iterator[Proxy]:
 def test_a_token_goes_to_its_own_address_alone(tmp_path: Path) -> None:
     """A daemon that asks for one is unreachable without it; a redirect does not take it elsewhere."""
     build_root(tmp_path / "a", {"llama": (5,)})
-    with served(tmp_path / "a", door=Policy(tokens=True)) as a, closing_proxy(a.url) as thief:
+    with served(tmp_path / "a", access=Policy(tokens=True)) as a, closing_proxy(a.url) as thief:
         token = a.services.tokens.create(TokenRequest(name="watcher")).token
         with watching(a.url) as watch:
             wait_until(lambda: "--watch-tokens" in (watch.daemons()[0].problem or ""))

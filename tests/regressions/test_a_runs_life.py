@@ -190,7 +190,7 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
 
 
 def test_what_is_taken_is_taken_over_http_too() -> None:
-    """The door has limits of its own: of depth, of numbers, of text."""
+    """The access check has limits of its own: of depth, of numbers, of text."""
     deep: Any = {"x": -(2**63) + 1}
     for _ in range(200):
         deep = {"x": deep, "y": [2**63 - 1]}

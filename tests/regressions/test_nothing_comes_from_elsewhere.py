@@ -34,14 +34,14 @@ class Addresses(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with guarded(tmp_path_factory.mktemp("pages"), Policy()) as made:
         yield made
 
 
-def paths(door: Guarded) -> list[str]:
+def paths(guard: Guarded) -> list[str]:
     """Every address of the API that is read without a choice to make, the pages, and what the framework brings besides."""
-    described = door.ask("GET", "/openapi.json").json()["paths"]
+    described = guard.ask("GET", "/openapi.json").json()["paths"]
     api = [path for path, methods in described.items() if "{" not in path and "get" in methods]
     pages = [
         "/",
@@ -60,13 +60,13 @@ def paths(door: Guarded) -> list[str]:
     return [*api, *pages, CHECKPOINT, f"{CHECKPOINT}/manifest", "/docs", "/redoc", "/openapi.json", "/nothing"]
 
 
-def test_no_page_loads_anything_from_elsewhere(door: Guarded) -> None:
+def test_no_page_loads_anything_from_elsewhere(guard: Guarded) -> None:
     """Whatever is HTML has the pages' policy and names this service alone; the rest may load and run nothing."""
     pages = 0
-    for path in paths(door):
+    for path in paths(guard):
         if path == "/v1/events":
             continue  # a stream, which does not end
-        answer = door.ask("GET", path, headers={"Accept": "text/html,application/json"}, follow_redirects=True)
+        answer = guard.ask("GET", path, headers={"Accept": "text/html,application/json"}, follow_redirects=True)
         policy = answer.headers.get("content-security-policy", "")
         assert policy.startswith("default-src 'none'") and "frame-ancestors 'none'" in policy, path
         assert "unsafe" not in policy and not NAMED.search(policy), path
@@ -80,20 +80,20 @@ def test_no_page_loads_anything_from_elsewhere(door: Guarded) -> None:
     assert pages > 10
 
 
-def test_the_interactive_pages_of_the_framework_are_gone(door: Guarded) -> None:
+def test_the_interactive_pages_of_the_framework_are_gone(guard: Guarded) -> None:
     """They load scripts of a CDN, unpinned; the description itself stays, for tools."""
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
-        assert door.ask("GET", path).status_code == 404
-    described = door.ask("GET", "/openapi.json")
+        assert guard.ask("GET", path).status_code == 404
+    described = guard.ask("GET", "/openapi.json")
     assert described.status_code == 200 and "/v1/runs" in described.json()["paths"]
 
 
-def test_refusals_have_a_policy_too(door: Guarded) -> None:
-    """What is turned away at the door, or asks for what is not there, is an answer like others."""
+def test_refusals_have_a_policy_too(guard: Guarded) -> None:
+    """What is refused, or asks for what is not there, is an answer like others."""
     for answer in (
-        door.ask("GET", "/v1/runs", headers={"Authorization": "Bearer no"}),
-        door.ask("GET", "/v1/runs", headers={"Host": "rebound.example"}),
-        door.ask("PUT", "/healthz"),
+        guard.ask("GET", "/v1/runs", headers={"Authorization": "Bearer no"}),
+        guard.ask("GET", "/v1/runs", headers={"Host": "rebound.example"}),
+        guard.ask("PUT", "/healthz"),
     ):
         assert isinstance(answer, httpx.Response) and answer.is_error
         assert answer.headers["content-security-policy"].startswith("default-src 'none'")

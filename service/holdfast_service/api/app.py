@@ -77,8 +77,8 @@ def create_app(services: Services) -> FastAPI:
         routes=[*_ROUTES],
     )
     app.state.services = services
-    app.state.behind_tls = services.door.tls
-    app.state.logout = services.door.logins.logout if services.door.logins is not None else None
+    app.state.behind_tls = services.access.tls
+    app.state.logout = services.access.logins.logout if services.access.logins is not None else None
     app.state.trail = AuditTrail(services.audit)
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
@@ -93,7 +93,7 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)
     # The last one added is the outermost. What is refused is measured as well.
-    checks = (app.state.declarations, services.door, services.tokens, services.refusals, app.state.trail)
+    checks = (app.state.declarations, services.access, services.tokens, services.refusals, app.state.trail)
     app.add_middleware(AccessMiddleware, *checks)
     app.add_middleware(Observed, app.state.requests)
     app.add_middleware(ContentPolicy)

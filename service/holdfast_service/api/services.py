@@ -56,7 +56,7 @@ class Services:
     """The services of the HTTP edge. `files_root` is the tier's directory if it has one: then files are read from it
     directly.
 
-    `remote` takes uploads; None without a daemon. `runner` runs jobs; None without them. `door` is the access policy.
+    `remote` takes uploads; None without a daemon. `runner` runs jobs; None without them. `access` is the access policy.
     `suspect` is called with damage found by a request, to have it checked.
     """
 
@@ -77,7 +77,7 @@ class Services:
     delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join
     undelete_run: Callable[..., TrashedRun] | None = None
     rename_run: Callable[..., RenamedRun] | None = None
-    door: Policy = field(default_factory=Policy)
+    access: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     book: Book | None = None  # pending catalog writes, of a service that saves
     history: RoundHistory | None = None  # what saves took, of a service that watches them

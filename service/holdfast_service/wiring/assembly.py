@@ -268,7 +268,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
     return about
 
 
-def services(config: Config, root: ServedRoot, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
+def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
     from holdfast_service.api.services import Services, no_other_node, no_secret
 
@@ -304,7 +304,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, door: Policy, st
         delete_run=partial(delete_run, control.trash, saver, node.arena),
         undelete_run=partial(undelete_run, control.trash, saver, node.arena),
         rename_run=partial(rename_run, control.renaming, saver, node.arena),
-        door=door,
+        access=access,
         audit_days=config.audit_days,
         replicas={name: one.retry for name, one in node.replicators.items()},
         history=watch(config, control.catalog.database, stack),

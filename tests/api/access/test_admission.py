@@ -138,19 +138,19 @@ def test_many_tokens_cost_little() -> None:
 
 def test_over_rest(tmp_path: Path) -> None:
     """429 with Retry-After and a problem; the client's reading requests wait and succeed; a page's own questions are one."""
-    with guarded(tmp_path, Policy(tokens=True)) as door:
-        token = door.token("read", requests_per_s=1)
-        answers = [door.ask("GET", "/v1/runs", token) for _ in range(30)]
+    with guarded(tmp_path, Policy(tokens=True)) as guard:
+        token = guard.token("read", requests_per_s=1)
+        answers = [guard.ask("GET", "/v1/runs", token) for _ in range(30)]
         refused = [answer for answer in answers if answer.status_code == 429]
         assert refused and code(refused[0]) == (429, "too-many-requests")
         assert int(refused[0].headers["retry-after"]) == refused[0].json()["retry_after_s"] >= 1
-        with Api(door.running.url, token=token) as api:
+        with Api(guard.running.url, token=token) as api:
             assert len(list(api.runs())) == 3
-        bulk = door.token("read", bytes_per_s=1)
-        assert door.ask("GET", f"{CHECKPOINT}/manifest", bulk).status_code == 200
-        assert door.ask("GET", "/v1/runs", bulk).status_code == 429
-        paged = door.token("read", requests_per_s=1)
-        assert [door.ask("GET", "/runs/team-a", paged).status_code for _ in range(3)] == [200, 200, 200]
+        bulk = guard.token("read", bytes_per_s=1)
+        assert guard.ask("GET", f"{CHECKPOINT}/manifest", bulk).status_code == 200
+        assert guard.ask("GET", "/v1/runs", bulk).status_code == 429
+        paged = guard.token("read", requests_per_s=1)
+        assert [guard.ask("GET", "/runs/team-a", paged).status_code for _ in range(3)] == [200, 200, 200]
 
 
 def test_a_client_waits_where_it_is_told_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +174,11 @@ def test_nobody_has_what_came_before_on_the_connection(tmp_path: Path) -> None:
     """A request from the pipeline, or after a body that made the connection wait, is judged and told of as any other: its
     task has the context of an earlier one, by which pages ask the API in their viewer's name.
     """
-    with guarded(tmp_path, Policy(tokens=True)) as door:
-        admin, limited = door.token("admin"), door.token("read", requests_per_s=1)
-        host, _, port = door.running.url.removeprefix("http://").partition(":")
+    with guarded(tmp_path, Policy(tokens=True)) as guard:
+        admin, limited = guard.token("admin"), guard.token("read", requests_per_s=1)
+        host, _, port = guard.running.url.removeprefix("http://").partition(":")
         shown = f"Host: localhost\r\nAuthorization: Bearer {limited}\r\n"
-        many = read(door.running.url, f"GET /v1/runs HTTP/1.1\r\n{shown}\r\n".encode() * 30)
+        many = read(guard.running.url, f"GET /v1/runs HTTP/1.1\r\n{shown}\r\n".encode() * 30)
         assert many.status == 200 and b"HTTP/1.1 429" in many.body
         connection = http.client.HTTPConnection(host, int(port), timeout=60)
         with closing(connection):
@@ -189,7 +189,7 @@ def test_nobody_has_what_came_before_on_the_connection(tmp_path: Path) -> None:
             connection.request("PUT", f"{CHECKPOINT}/pin", headers={"Cookie": f"holdfast_token={admin}"})
             second = connection.getresponse()
             assert second.status == 403
-        told = door.ask("GET", "/v1/audit", admin, params={"limit": "2"}).json()["items"]
+        told = guard.ask("GET", "/v1/audit", admin, params={"limit": "2"}).json()["items"]
         assert {(one["kind"], one["via"]) for one in told} == {("job-submitted", "http"), ("pin-set", "http")}
         assert told[0]["request"] == second.headers["x-request-id"] != told[1]["request"]
 

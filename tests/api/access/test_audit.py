@@ -29,8 +29,8 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield made
 
 
-def entries(door: Guarded, token: str, **asked: str) -> list[AuditEntry]:
-    found = door.ask("GET", "/v1/audit", token, params=asked).json()["items"]
+def entries(guard: Guarded, token: str, **asked: str) -> list[AuditEntry]:
+    found = guard.ask("GET", "/v1/audit", token, params=asked).json()["items"]
     return [AuditEntry.model_validate(item) for item in found]
 
 
@@ -127,7 +127,7 @@ def test_what_only_looks_like_a_rehearsal_is_told_of(closed: Guarded) -> None:
 
 @pytest.mark.parametrize("ending", ["%0A", "%0D", "%1B[31m", "%E2%80%AE", "%C2%85"])
 def test_a_path_is_one_for_the_door_and_for_the_route(closed: Guarded, ending: str) -> None:
-    """A newline at the end is a route's to ignore: the door would take the request for another one, or for none."""
+    """A newline at the end is a route's to ignore: the access check would take the request for another one, or for none."""
     admin = closed.token("admin")
     for method, path in (("PUT", f"{CHECKPOINT}/pin"), ("GET", "/v1/tokens"), ("DELETE", "/v1/tokens/x")):
         assert code(closed.ask(method, path + ending, admin)) == (400, "invalid-request")
@@ -276,6 +276,6 @@ def test_an_enemy_fills_nothing(closed: Guarded) -> None:
     assert entries(closed, admin, refused="true")[0].who
 
 
-def _throttles(door: Guarded) -> None:
+def _throttles(guard: Guarded) -> None:
     """Let everything be told of again."""
-    door.running.app.state.trail._throttle.reset()
+    guard.running.app.state.trail._throttle.reset()

@@ -71,8 +71,8 @@ def test_a_body_longer_than_it_says(ajar: Guarded) -> None:
 
 
 @contextmanager
-def raw(door: Guarded) -> Iterator[socket.socket]:
-    host, _, port = door.running.url.removeprefix("http://").partition(":")
+def raw(guard: Guarded) -> Iterator[socket.socket]:
+    host, _, port = guard.running.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         yield connection
 
@@ -220,8 +220,8 @@ def test_requests_of_one_peer_leave_room(ajar: Guarded, monkeypatch: pytest.Monk
     wait_until(lambda: answers(ajar))
 
 
-def answers(door: Guarded) -> bool:
+def answers(guard: Guarded) -> bool:
     """Whether a connection more is served; one that is turned away may be cut off before it has read why."""
     with suppress(httpx.TransportError):
-        return door.ask("GET", "/healthz").status_code == 200
+        return guard.ask("GET", "/healthz").status_code == 200
     return False

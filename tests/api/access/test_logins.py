@@ -58,7 +58,7 @@ def written(directory: Path, **changes: Any) -> Path:
 class Site(NamedTuple):
     """A service that believes a proxy, and that proxy."""
 
-    door: Guarded
+    guard: Guarded
     url: str
 
     def ask(self, who: str, method: str, path: str, **parts: Any) -> httpx.Response:
@@ -70,8 +70,8 @@ class Site(NamedTuple):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("logins")
     policy = Policy(tokens=True, logins=logins.load(written(directory)))
-    with guarded(directory / "root", policy) as door, login_proxy(door.running.url, _latin(PEOPLE), SECRET) as url:
-        yield Site(door, url)
+    with guarded(directory / "root", policy) as guard, login_proxy(guard.running.url, _latin(PEOPLE), SECRET) as url:
+        yield Site(guard, url)
 
 
 def _latin(people: dict[str, Person]) -> dict[str, Person]:
@@ -88,7 +88,7 @@ def test_a_person_is_known_by_name(site: Site) -> None:
     assert "ann@lab.example" in page and "/runs/team-a" in page and "/runs/team-b" not in page and "Sign out" in page
     pinned = site.ask("ann", "POST", "/runs/team-a/checkpoints/5/pin", headers={"Sec-Fetch-Site": "same-origin"})
     assert pinned.status_code == 303
-    told = site.door.ask("GET", "/v1/audit", site.door.token("admin"), params={"kind": "pin-set"}).json()["items"]
+    told = site.guard.ask("GET", "/v1/audit", site.guard.token("admin"), params={"kind": "pin-set"}).json()["items"]
     assert [(one["who"], one["by"], one["via"]) for one in told] == [("ann@lab.example", "login", "dashboard")]
 
 
@@ -98,9 +98,9 @@ def test_a_name_ends_with_any_letter(site: Site) -> None:
     for person in ("voilà", "开发者", "Å"):
         headers = {b"X-Holdfast-Proxy-Secret": SECRET.encode(), b"X-Forwarded-Groups": f"{person},ops".encode()}
         headers[b"X-Forwarded-Email"] = person.encode()
-        answer = get(site.door.running.url + "/v1/whoami", headers=headers)
+        answer = get(site.guard.running.url + "/v1/whoami", headers=headers)
         assert (answer.status_code, answer.json()["name"]) == (200, person)
-        page = get(site.door.running.url + "/runs/team-a", headers=headers)
+        page = get(site.guard.running.url + "/runs/team-a", headers=headers)
         assert page.status_code == 200 and person in page.text
 
 
@@ -135,7 +135,7 @@ def test_signing_out(site: Site) -> None:
 
 def test_a_token_goes_through_the_proxy(site: Site) -> None:
     """Whoever shows one is who the token says, behind the proxy too."""
-    headers = {"Authorization": f"Bearer {site.door.token('read', 'team-b')}"}
+    headers = {"Authorization": f"Bearer {site.guard.token('read', 'team-b')}"}
     assert site.ask("zoë", "GET", "/v1/whoami", headers=headers).json()["by"] == "token"
 
 
@@ -153,24 +153,24 @@ def test_a_token_goes_through_the_proxy(site: Site) -> None:
 def test_whoever_only_says_so_is_refused(site: Site, headers: dict[str, str]) -> None:
     """The same address as the proxy's, without its secret: on every kind of path, with a good token too."""
     for path in ("/v1/runs", "/", "/healthz", "/login"):
-        assert code(site.door.ask("GET", path, headers=headers)) == (403, "forbidden")
-    assert code(site.door.ask("GET", "/v1/runs", site.door.token(), headers=headers)) == (403, "forbidden")
+        assert code(site.guard.ask("GET", path, headers=headers)) == (403, "forbidden")
+    assert code(site.guard.ask("GET", "/v1/runs", site.guard.token(), headers=headers)) == (403, "forbidden")
 
 
 def test_what_a_browser_adds_is_dropped_or_refused(site: Site) -> None:
     """The proxy of this test drops it, as oauth2-proxy does; and of two headers none is believed."""
     assert site.ask("ann", "GET", "/v1/whoami", headers=SHOWN).json()["name"] == "ann@lab.example"
     good = [("X-Holdfast-Proxy-Secret", SECRET), *SHOWN.items()]
-    assert ask(site.door.running.url, "GET", "/v1/runs", good).status == 200
+    assert ask(site.guard.running.url, "GET", "/v1/runs", good).status == 200
     for name, value in (*good, ("X-Auth-Request-Email", "a@b"), ("X-Forwarded-User", "a")):
         twice = [*[one for one in good if one[0] != name], (name, value), (name, "other")]
-        assert ask(site.door.running.url, "GET", "/v1/runs", twice).status == 400, name
+        assert ask(site.guard.running.url, "GET", "/v1/runs", twice).status == 400, name
 
 
 def test_the_other_family_says_nothing(site: Site) -> None:
     """X-Auth-Request-… is not what this service was told to read."""
     headers = {"X-Auth-Request-Email": "zoe@lab.example", "X-Auth-Request-Groups": "ops", "X-Holdfast-Proxy-Secret": SECRET}
-    assert code(site.door.ask("GET", "/v1/runs", headers=headers)) == (401, "unauthenticated")
+    assert code(site.guard.ask("GET", "/v1/runs", headers=headers)) == (401, "unauthenticated")
 
 
 def loaded(directory: Path, **changes: Any) -> logins.Logins:
@@ -218,11 +218,11 @@ def test_everybody_whom_the_proxy_lets_in(tmp_path: Path) -> None:
 def test_limits_are_each_person_s(tmp_path: Path) -> None:
     """Everybody comes from the proxy's address, and has limits of their own all the same; a page counts as one request."""
     policy = Policy(tokens=True, logins=logins.load(written(tmp_path, requests_per_s=1)))
-    with guarded(tmp_path / "root", policy) as door:
+    with guarded(tmp_path / "root", policy) as guard:
 
         def ask(who: str, path: str = "/v1/whoami") -> httpx.Response:
             headers = {"X-Forwarded-Email": who, "X-Forwarded-Groups": "team-a", "X-Holdfast-Proxy-Secret": SECRET}
-            return door.ask("GET", path, headers=headers)
+            return guard.ask("GET", path, headers=headers)
 
         assert ask("ann@lab.example", "/runs/team-a").status_code == 200
         answers = [ask("ann@lab.example") for _ in range(50)]
@@ -230,7 +230,7 @@ def test_limits_are_each_person_s(tmp_path: Path) -> None:
         assert refused and code(refused[0]) == (429, "too-many-requests") and int(refused[0].headers["retry-after"]) >= 1
         assert "--logins" in refused[0].json()["hint"] and "token" not in refused[0].json()["detail"]
         assert ask("max@lab.example").status_code == 200
-        assert door.ask("GET", "/v1/whoami", door.token()).status_code == 200
+        assert guard.ask("GET", "/v1/whoami", guard.token()).status_code == 200
 
 
 def test_what_is_no_file_is_said_so(tmp_path: Path) -> None:

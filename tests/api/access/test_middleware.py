@@ -1,4 +1,4 @@
-"""The door: who comes in, who sees what, what other sites' pages cannot do, and which bodies are not looked at."""
+"""The access check: who comes in, who sees what, what other sites' pages cannot do, and which bodies are not looked at."""
 
 from __future__ import annotations
 
@@ -184,21 +184,21 @@ def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> 
     """Between two runs of a team stand many others: its pages skip them, and their cursors name none."""
     steps = {f"a-{n:02d}-other": (1,) for n in range(20)} | {"team-a": (5,), "team-z": (5,)}
     build_root(tmp_path, steps)
-    with served(tmp_path, door=Policy(tokens=True)) as running:
-        door = Guarded(running)
-        assert len(door.ask("GET", "/v1/summaries?sort=attention&limit=50", door.token()).json()["items"]) == 22
-        token, cursor, seen = door.token("read", "team-*"), "", []
+    with served(tmp_path, access=Policy(tokens=True)) as running:
+        guard = Guarded(running)
+        assert len(guard.ask("GET", "/v1/summaries?sort=attention&limit=50", guard.token()).json()["items"]) == 22
+        token, cursor, seen = guard.token("read", "team-*"), "", []
         while True:
-            page = door.ask("GET", f"/v1/summaries?sort=attention&limit=1{cursor}", token).json()
+            page = guard.ask("GET", f"/v1/summaries?sort=attention&limit=1{cursor}", token).json()
             seen.append([item["run"] for item in page["items"]])
             if page["next"] is None:
                 break
             assert b"other" not in base64.urlsafe_b64decode(page["next"])
             cursor = f"&cursor={page['next']}"
         assert sorted(seen) == [["team-a"], ["team-z"]]
-        assert "no run has been saved here yet" not in door.ask("GET", "/", token).text.lower()
+        assert "no run has been saved here yet" not in guard.ask("GET", "/", token).text.lower()
         forged = base64.urlsafe_b64encode(b"summary-attention:zz").decode()
-        assert code(door.ask("GET", f"/v1/summaries?sort=attention&cursor={forged}", token)) == (400, "invalid-request")
+        assert code(guard.ask("GET", f"/v1/summaries?sort=attention&cursor={forged}", token)) == (400, "invalid-request")
 
 
 def test_metrics_of_some_runs(closed: Guarded) -> None:
@@ -274,15 +274,15 @@ def test_every_door_is_asked_by_names_that_are_its_own(ajar: Guarded, closed: Gu
     for a cookie as well; a token in the header needs no name.
     """
     cookie = {"Cookie": f"holdfast_token={closed.token()}"}
-    for door, path, shown in (
+    for guard, path, shown in (
         (ajar, "/v1/runs", {}),
         (ajar, "/healthz", {}),
         (closed, "/v1/runs", cookie),
         (closed, "/login", {}),
     ):
-        if door is closed and host == "node-7.example":
+        if guard is closed and host == "node-7.example":
             continue
-        answer = door.ask("GET", path, headers={"Host": host, **shown})
+        answer = guard.ask("GET", path, headers={"Host": host, **shown})
         assert (answer.status_code == 200) is allowed, (path, answer.text)
         if not allowed:
             assert code(answer) == (403, "forbidden")
@@ -305,7 +305,7 @@ def test_every_door_is_asked_by_names_that_are_its_own(ajar: Guarded, closed: Gu
     ],
 )
 def test_other_sites_pages_change_nothing(ajar: Guarded, headers: dict[str, str], allowed: bool) -> None:
-    """On an open door a browser's word is asked for where there is one; reading is not affected."""
+    """Where no token is needed, a browser's word is asked for where there is one; reading is not affected."""
     headers = {name: value.replace("OWN", ajar.running.url) for name, value in headers.items()}
     answer = ajar.ask("PUT", f"{CHECKPOINT}/labels/good", headers=headers)
     assert (answer.status_code == 204) is allowed, answer.text
@@ -340,7 +340,7 @@ def test_an_empty_bearer_is_a_wrong_one(closed: Guarded, shown: str) -> None:
 
 
 def test_a_cookie_is_one(closed: Guarded) -> None:
-    """With two tokens in it, the door would believe one and a page the other: neither is."""
+    """With two tokens in it, the access check would believe one and a page the other: neither is."""
     headers = {"Cookie": f"holdfast_token={closed.token()}; holdfast_token={closed.token('admin')}"}
     assert code(closed.ask("GET", "/v1/runs", headers=headers)) == (400, "invalid-request")
 
@@ -355,13 +355,13 @@ def test_the_login_page(closed: Guarded, behind_tls: Guarded) -> None:
     assert [closed.ask(method, "/static/x").status_code for method in ("GET", "PUT")] == [404, 401]
     wrong = closed.ask("POST", "/login", data={"token": "hf_no"}, headers={"Sec-Fetch-Site": "same-origin"})
     assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
-    for door, secure in ((closed, False), (behind_tls, True)):
-        token = door.token()
-        taken = door.ask("POST", "/login", data={"token": token}, headers={"Sec-Fetch-Site": "same-origin"})
+    for guard, secure in ((closed, False), (behind_tls, True)):
+        token = guard.token()
+        taken = guard.ask("POST", "/login", data={"token": token}, headers={"Sec-Fetch-Site": "same-origin"})
         cookie = taken.headers["set-cookie"]
         assert taken.status_code == 303 and ("Secure" in cookie) is secure
         assert "HttpOnly" in cookie and "SameSite=strict" in cookie
-        assert door.ask("GET", "/v1/runs", headers={"Cookie": cookie.partition(";")[0]}).status_code == 200
+        assert guard.ask("GET", "/v1/runs", headers={"Cookie": cookie.partition(";")[0]}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -380,19 +380,19 @@ def test_nobody_is_signed_in_by_a_page_of_another_site(
     closed: Guarded, behind_tls: Guarded, origin: str | None, site: str | None, at_tls: int, in_clear: int
 ) -> None:
     """Nor, behind TLS, by one that came without it: the token has travelled in clear then. A program states neither."""
-    for door, status in ((closed, in_clear), (behind_tls, at_tls)):
+    for guard, status in ((closed, in_clear), (behind_tls, at_tls)):
         host = "localhost"
         headers = {"Host": host} | ({"Origin": origin.replace("HOST", host)} if origin else {})
         headers |= {"Sec-Fetch-Site": site} if site else {}
-        answer = door.ask("POST", "/login", data={"token": door.token()}, headers=headers)
+        answer = guard.ask("POST", "/login", data={"token": guard.token()}, headers=headers)
         assert (answer.status_code, "set-cookie" in answer.headers) == (status, status == 303)
 
 
 def test_behind_tls_no_redirect_leads_past_it(closed: Guarded, behind_tls: Guarded) -> None:
     """The framework makes an absolute address of the request, which reaches us in clear."""
-    for door, scheme in ((closed, "http"), (behind_tls, "https")):
-        headers = {"Host": "localhost", "Authorization": f"Bearer {door.token()}"}
-        sent = door.ask("GET", "/v1/runs/", headers=headers)
+    for guard, scheme in ((closed, "http"), (behind_tls, "https")):
+        headers = {"Host": "localhost", "Authorization": f"Bearer {guard.token()}"}
+        sent = guard.ask("GET", "/v1/runs/", headers=headers)
         assert (sent.status_code, sent.headers["location"]) == (307, f"{scheme}://localhost/v1/runs")
 
 
@@ -458,7 +458,7 @@ def test_what_lasts_ends_with_its_token(
         if "stream" in what:
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
         if how == "revoked":
-            assert let_in.wait(30)  # a token that is revoked before that is refused at the door, which is another thing
+            assert let_in.wait(30)  # revoked before that, it is refused at once, which is another case
             services.tokens.revoke(services.tokens.verify(token).name)
         answer = b""
         with suppress(ConnectionError):

@@ -70,5 +70,5 @@ def test_flags_that_contradict(flags: tuple[str, str]) -> None:
 
 
 def test_without_a_listener() -> None:
-    """An embedded daemon has no door that anybody could come in by."""
+    """An embedded daemon has no HTTP address to come in by."""
     assert entrance.policy(parse(["--listen", "none"], {}), None).hosts == {socket.gethostname().lower()}

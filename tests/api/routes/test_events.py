@@ -240,16 +240,16 @@ def test_there_are_only_so_many_streams(service: Served, monkeypatch: pytest.Mon
 def test_one_reader_leaves_streams_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many a token opens, another one finds some, and where readers have all that they may, an admin does."""
     monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 0.05)
-    with guarded(tmp_path, Policy(tokens=True)) as door, ExitStack() as held:
-        door.running.app.state.event_streams = module.EventStreams(door.running.services.events, 8)
-        client = held.enter_context(httpx.Client(base_url=door.running.url, trust_env=False, timeout=30))
+    with guarded(tmp_path, Policy(tokens=True)) as guard, ExitStack() as held:
+        guard.running.app.state.event_streams = module.EventStreams(guard.running.services.events, 8)
+        client = held.enter_context(httpx.Client(base_url=guard.running.url, trust_env=False, timeout=30))
 
         def opened(token: str) -> int:
             headers = STREAM | {"Authorization": f"Bearer {token}"}
             answer = held.enter_context(client.stream("GET", "/v1/events", headers=headers))
             return answer.status_code
 
-        one, other, admin = door.token("read"), door.token("read"), door.token("admin")
+        one, other, admin = guard.token("read"), guard.token("read"), guard.token("admin")
         assert [opened(one) for _ in range(7)] == [200] * 6 + [504]
         assert [opened(other) for _ in range(2)] == [200, 504]
         assert [opened(admin) for _ in range(2)] == [200, 504]

@@ -260,7 +260,7 @@ def test_flags_of_the_door(tmp_path: Path) -> None:
 
 
 def test_names_that_are_allowed(tmp_path: Path) -> None:
-    """An open door is asked by the names that were allowed, and by no others."""
+    """A service without tokens is asked by the names that were allowed, and by no others."""
     import httpx
 
     root = tmp_path / "root"

@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         source = place / "place" / name
         source.mkdir(parents=True)
         save_file({"w": np.full((3, 4), number, np.float32)}, source / "model.safetensors", metadata={"format": "pt"})
-    with served(place / "root", place / "place", door=Policy(tokens=True)) as running:
+    with served(place / "root", place / "place", access=Policy(tokens=True)) as running:
         with viewer(running, "maker", "admin", "*") as made:
             for name in ("math", "secret"):
                 for step in ("1", "2"):

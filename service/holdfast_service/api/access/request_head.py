@@ -43,7 +43,7 @@ _SPACE = " \t"  # what HTTP allows around a value: the last byte of UTF-8 may be
 
 def read(scope: Scope) -> dict[str, str]:
     """The headers by their names in lower case; `LimitExceeded` for a head that is too long, `InvalidRequest` for one that
-    could be read in two ways. So could a path that ends in a newline: a route takes it, and the door for another one.
+    could be read in two ways. So could a path that ends in a newline: a route ignores it, an access check might not.
     """
     given = [(name.decode("latin-1").lower(), value.decode("latin-1").strip(_SPACE)) for name, value in scope["headers"]]
     size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])

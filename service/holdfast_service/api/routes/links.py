@@ -67,6 +67,6 @@ def enter(request: Request, services: Wired, code: Annotated[str, Query(max_leng
     except Unauthenticated as error:
         return HTMLResponse(_OUT.format(detail=error.detail.capitalize(), hint=error.hint), error.status, _HEADERS)
     answer = HTMLResponse(_IN, 200, _HEADERS)
-    secure = services.door.tls
+    secure = services.access.tls
     answer.set_cookie(COOKIE, session, _SESSION_AGE_S, path="/", secure=secure, httponly=True, samesite="strict")
     return answer

@@ -1,4 +1,4 @@
-"""Restrict queries to the runs that a request may see: set once at the door, applied to every reading query.
+"""Restrict queries to the runs that a request may see: set once by the access check, applied to every reading query.
 
 A pattern is a run's name, a prefix ending in `*`, or `*` for all; or several of these, with commas between them. Stores
 need not know about it, so none can forget it, and pages are full.
