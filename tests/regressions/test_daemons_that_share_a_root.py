@@ -308,7 +308,7 @@ def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Nod
     a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     assert not b.control.empty_runs.forget(RUN)
     a.cluster.crews.parted(RUN)
-    a.cluster.crews.tell()
+    a.cluster.crews.tell({})
     assert b.control.empty_runs.forget(RUN)
 
 
@@ -397,8 +397,7 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     a, b = pair
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     a.control.lives.became(RUN, attempt, "running")
-    a.cluster.crews.here = lambda: {RUN: Crew(attempt, 1, 1)}
-    a.cluster.crews.tell()
+    a.cluster.crews.tell({RUN: Crew(attempt, 1, 1)})
     assert a.control.book.recorded(30)
     for _ in range(2):
         b.care.look()

@@ -33,7 +33,9 @@ class Daemon:
         serving: Serving,
         parts: DataPlane,
         callers: Callers = ONLY_US,
+        at_work: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`at_work`: something that is no save keeps the daemon busy."""
         self.path, self.serving, self.callers = path, serving, callers
         self._plane = parts
         self.saver, self.control, self.adoption = parts.saver, parts.control, parts.adoption
@@ -41,7 +43,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._conversations: set[Conversation] = set()
         self._closing = threading.Event()
-        self.at_work: Callable[[], bool] = lambda: False  # with what is no save
+        self._at_work = at_work
         self._listener = listen(path, callers)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="holdfast-accept", daemon=True),
@@ -58,7 +60,7 @@ class Daemon:
     @property
     def busy(self) -> bool:
         """Whether a rank is connected, or a save or verification is pending."""
-        return self.ranks > 0 or self.saver.busy or self.at_work()
+        return self.ranks > 0 or self.saver.busy or self._at_work()
 
     def close(self) -> None:
         """Stop listening, write complete saves, and disconnect the ranks."""

@@ -49,6 +49,7 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot, holder_path, lost_saves
+from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.holder import Start
 from holdfast_service.daemon.arena.shares import Shares, StagingQuota
 from holdfast_service.daemon.arena.spill import Spill
@@ -76,8 +77,9 @@ from holdfast_service.storage.posix import PosixTier
 from holdfast_service.telling.event_commands import EventCommands
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
-from holdfast_service.wiring.replication import copying
+from holdfast_service.wiring.replication import Replication, RestoreCare
 from holdfast_service.wiring.telling import event_commands, notifier, watched
+from holdfast_service.wiring.transfers import Transfers
 from holdfast_service.wiring.watching import watch, watch_alerts
 
 if TYPE_CHECKING:
@@ -172,44 +174,41 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     for record in lost_saves(_holder_path(root, config)):
         control.staged_before.let_go(record)
     stack.callback(keeper.close)
-    checker = Checker(tier, control)
-    others = None if cluster is None else party(cluster, config.exchange, stack)
-    saver = Saver(tier, control, config.node, checker, others)
-    saver.history.disk.probe = partial(disk_speed.measure, path, PROBE_BYTES)
+    holds = HeldCheckpoints(control.standing.launch, partly=cluster is not None)
+    replication = Replication(config, control, holds.lend)
+    checker = Checker(tier, control, replication.repairer.repair)
+    others = None if cluster is None else party(cluster, config.exchange, holds, stack)
     spill = Spill(path, partial(_staging_quotas, control)) if config.spill == "auto" else None
-    arena = Arena(budget, keeper, spill, saver.holds.make_room, Shares(config.run_share, config.token_share))
+    arena = Arena(budget, keeper, spill, holds.make_room, Shares(config.run_share, config.token_share))
+    averages = Averages(arena, None if cluster is None else cluster.votes)
+    probe = partial(disk_speed.measure, path, PROBE_BYTES)
+    saver = Saver(tier, control, config.node, checker, others, holds=holds, averages=averages, probe=probe)
     adoption = Adoption(arena, saver, control)
-    averages = saver.averages = Averages(arena, None if cluster is None else cluster.votes)
-    commands, on_event = _commit_commands(config, root, url), event_commands(config, control.events, path)
-    if on_event is not None:
-        stack.callback(on_event.close)
-    if commands is not None:
-        stack.callback(commands.close)
-        control.published.subscribe(commands.committed)
+    on_event, busy = _commands(config, root, url, stack)
     control.recovery.recover(adoption.start)
     averages.recover()
     averages.start()
     scrub = _scrub(config, checker, control, saver, cluster)
     stack.callback(scrub.close)
+    replication.start()
+    stack.callback(replication.close)
     trains = _trains(saver, cluster)
-    transfers = stack.enter_context(copying(config, tier, control, checker, saver.holds.lend, trains))
+    transfers = Transfers(tier, control, replication.repairer, config.export_root, trains, replication.replicators)
+    RestoreCare(control, checker, transfers).begin()
     about = Serving(config.node, str(path), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
     parts = DataPlane(arena, saver, control, adoption, averages, peers)
     callers = Callers.of_group(config.socket_group)
     callers.tell_if_closed(path)
-    daemon = Daemon(config.socket.absolute(), about, parts, callers)
+    daemon = Daemon(config.socket.absolute(), about, parts, callers, lambda: any(one() for one in busy))
     stack.callback(daemon.close)
-    busy = [one.busy for one in (commands, on_event) if one is not None]
-    daemon.at_work = lambda: any(one() for one in busy)
     control.trash.restored.subscribe(scrub.check_soon)
     _watch_root(control.watch, saver, scrub, stack)
     stack.callback(Sweeper(control.empty_runs, saver, arena, tidy=control.trash.expire).close)
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
-    checks = CheckJobs(checker, scrub, tier)
-    workers = Workers(tier, control.catalog, control, checks, transfers)
+    workers = Workers(tier, control.catalog, control, CheckJobs(checker, scrub, tier), transfers)
     runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
@@ -221,6 +220,19 @@ def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
     """Quotas on staged data: those of the run and of its team."""
     found = control.admission.quotas(run).items()
     return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in found]
+
+
+def _commands(
+    config: Config, root: ServedRoot, url: str | None, stack: ExitStack
+) -> tuple[EventCommands | None, list[Callable[[], bool]]]:
+    """The command for events, and what says whether it, or the one for commits, is at work."""
+    commands, on_event = _commit_commands(config, root, url), event_commands(config, root.control.events, root.path)
+    if on_event is not None:
+        stack.callback(on_event.close)
+    if commands is not None:
+        stack.callback(commands.close)
+        root.control.published.subscribe(commands.committed)
+    return on_event, [one.busy for one in (commands, on_event) if one is not None]
 
 
 def _commit_commands(config: Config, root: ServedRoot, url: str | None) -> CommitCommands | None:

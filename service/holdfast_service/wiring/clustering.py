@@ -19,7 +19,7 @@ from holdfast_service.control.cluster.held_elsewhere import holders
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.arena.held_slots import HeldCheckpoints, HeldStep
 from holdfast_service.daemon.exchange.holders import HoldingNode
 from holdfast_service.daemon.exchange.peer_memory import PeerMemory
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -37,8 +37,8 @@ def take_part(
     cluster: Cluster, control: Control, saver: Saver, about: Callable[[], dict[str, Any]], stack: ExitStack
 ) -> None:
     """Send heartbeats, and maintain the root while this node is on duty, until the `stack` unwinds."""
-    cluster.membership.about = about
-    cluster.crews.here = lambda: {run: Crew(*crew) for run, crew in saver.crews().items()}
+    heard = cluster.membership.heard
+    heard.insert(0, lambda: cluster.crews.tell({run: Crew(*crew) for run, crew in saver.crews().items()}))
 
     def look_for_newer() -> None:
         for run, newest in control.attempts.refresh(saver.runs).items():
@@ -51,11 +51,11 @@ def take_part(
     stack.callback(bell.close)
     assert control.care is not None
     stack.callback(Upkeep(cluster, control.care.look).close)
-    cluster.membership.start()
+    cluster.membership.start(about)
     cluster.membership.beat_soon()
 
 
-def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> JointParty:
+def party(cluster: Cluster, at: tuple[str, int] | None, holds: HeldCheckpoints, stack: ExitStack) -> JointParty:
     """What this node needs for joint saves; it listens from now on. `at` is the configured address, if any."""
     found = _address(cluster.database.engine.url) if at is None else None
     host, port = at or (found or LOOPBACK, 0)
@@ -65,7 +65,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
             hint="give the address or host name of this machine that other nodes reach: --exchange HOST:PORT",
         )
     try:
-        exchange = ExchangeServer(host, port)
+        exchange = ExchangeServer(host, port, holds.lent)
     except OSError as error:
         raise RootBusy(
             f"cannot listen at {host}:{port} for other nodes: {error.strerror}",
@@ -74,7 +74,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> Joi
     stack.callback(exchange.close)
 
     def learn_secrets() -> None:  # again and again: they may be rotated
-        exchange.secrets = cluster.secrets()
+        exchange.accept(cluster.secrets())
 
     def learn_address() -> None:
         """Find the address now that the catalog answers, if its name was unknown at the start."""

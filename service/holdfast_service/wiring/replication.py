@@ -6,8 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -154,42 +152,40 @@ def _copies_here(control: Control, name: str) -> bool:
     return control.cluster is None or control.cluster.duties.has(replica_duty(name))
 
 
-@contextmanager
-def copying(
-    config: Config, tier: Tier, control: Control, checker: Checker, lend: Lend, trains: Callable[[str], bool]
-) -> Iterator[Transfers]:
-    """The configured replicas, each with a running worker, within the block. Damage found by `checker` is repaired.
+class Replication:
+    """The configured replicas, each with a worker once started, and the repairs for which they have the bytes."""
 
-    Yields the object that copies on request. `trains` returns whether ranks of a run are connected.
-    """
-    check_apart(config.root, config.replica)
-    replicators: dict[str, Replicator] = {}
-    book = control.replicas
-    records = control.repairs
-    repairer = Repairer(tier, control, records, lambda: reached(replicators), lend)
-    mending = MendedAtStart(replicators, records, repairer)
-    with ExitStack() as locks:
+    def __init__(self, config: Config, control: Control, lend: Lend) -> None:
+        check_apart(config.root, config.replica)
+        self.replicators: dict[str, Replicator] = {}
+        self.repairer = Repairer(control.tier, control, control.repairs, lambda: reached(self.replicators), lend)
+        self._places: list[Reached] = []
         for name, path in config.replica:
-            pace = Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None
-            place = Reached(path)
-            locks.callback(place.close)
-            news = control.events.wait
-            mine = partial(_copies_here, control, name)
-            replicators[name] = Replicator(
-                name, tier, place, book, news=news, pace=pace, mend=repairer.replica, is_mine=mine
+            self._places.append(place := Reached(path))
+            self.replicators[name] = Replicator(
+                name,
+                control.tier,
+                place,
+                control.replicas,
+                news=control.events.wait,
+                pace=Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None,
+                mend=self.repairer.replica,
+                is_mine=partial(_copies_here, control, name),
             )
             log.info("replica %s: %s", name, path)
-        for one in replicators.values():
+        self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
+
+    def start(self) -> None:
+        """Copy, and repair what a start found damaged, until `close`."""
+        for one in self.replicators.values():
             one.start()
-        mending.start()
-        try:
-            transfers = Transfers(tier, control, repairer, config.export_root, trains, replicators)
-            checker.repair = repairer.repair
-            RestoreCare(control, checker, transfers).begin()
-            yield transfers
-        finally:
-            for one in replicators.values():
-                one.end()
-            mending.close()
-            for one in replicators.values():
-                one.close()
+        self._mending.start()
+
+    def close(self) -> None:
+        for one in self.replicators.values():
+            one.end()
+        self._mending.close()
+        for one in self.replicators.values():
+            one.close()
+        for place in reversed(self._places):
+            place.close()

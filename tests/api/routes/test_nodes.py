@@ -47,8 +47,8 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
     for name, other in others.items():
         other.membership.about = lambda name=name: about(name, **told[name])
         other.membership.join(0.0)
-        other.crews.here = lambda: {"run": Crew(1, 6, 2)}
-        other.crews.tell()
+        connected = {"run": Crew(1, 6, 2)}
+        other.crews.tell(connected)
     for duty in ("upkeep", "scrub run@5", "replica far"):
         assert others["node-2"].duties.has(duty)
     nodes.lapse(others["node-3"])

@@ -38,7 +38,7 @@ class Site:
         """No rank is connected to this node any more."""
         crews = self.clusters[name].crews
         crews.parted(RUN)
-        crews.tell()
+        crews.tell({})
 
 
 @pytest.fixture
@@ -93,18 +93,17 @@ def test_a_run_whose_ranks_are_silent_on_another_node_is_free_soon(site: Site) -
     a, b = site.node("a"), site.node("b")
     a.declare(RUN, "first", list, Member(0, "s", 1))
     here = {RUN: Crew(1, 1, 1, 7.25)}
-    site.clusters["a"].crews.here = lambda: here
-    site.clusters["a"].crews.tell()
+    site.clusters["a"].crews.tell(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 7.2
     here = {RUN: Crew(1, 1, 1)}
-    site.clusters["a"].crews.tell()
+    site.clusters["a"].crews.tell(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 0
     here = {RUN: Crew(1, 1, 1, 0.0)}
-    site.clusters["a"].crews.tell()
+    site.clusters["a"].crews.tell(here)
     assert b.declare(RUN, "second", list, Member(0, "t", 1)) == (2, True)
 
 

@@ -33,30 +33,30 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
     arrived = Crew(1, 8, 1, a.membership.beat_s + LATE_S)
     arrive(a, "run", Crew(1, 8, 1))
     assert elsewhere(b, "run") == {"a": arrived} and elsewhere(a, "run") == {} == elsewhere(b, "other")
-    a.crews.tell()  # a rank that was let in and has not connected yet is not forgotten
+    a.crews.tell({})  # a rank that was let in and has not connected yet is not forgotten
     assert elsewhere(b, "run") == {"a": arrived}
-    a.crews.here = lambda: {"run": Crew(2, 8, 8)}
-    a.crews.tell()
+    connected = {"run": Crew(2, 8, 8)}
+    a.crews.tell(connected)
     assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": {"run": 8}}
     with limited_to("other*"):
         assert b.crews.by_node() == {}
-    a.crews.here = dict
+    connected = {}
     a.crews.parted("run")
-    a.crews.tell()
+    a.crews.tell(connected)
     assert elsewhere(b, "run") == {}
 
 
 def test_silent_ranks_count_as_gone_by_and_by(nodes: Nodes) -> None:
     """As their node says of ranks over HTTP; and those of a node that has missed a beat, when its lease ends."""
     a, b = nodes.add("a", lease_s=30.0), nodes.add("b", lease_s=30.0)
-    a.crews.here = lambda: {"run": Crew(1, 8, 8, 12.5)}
-    a.crews.tell()
+    connected = {"run": Crew(1, 8, 8, 12.5)}
+    a.crews.tell(connected)
     assert elsewhere(b, "run") == {"a": Crew(1, 8, 8, 12.5)}
     nodes.left(a, 9)
     assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 9
     nodes.left(a, 30)
-    a.crews.here = lambda: {"run": Crew(1, 8, 8)}
-    a.crews.tell()
+    connected = {"run": Crew(1, 8, 8)}
+    a.crews.tell(connected)
     assert elsewhere(b, "run") == {"a": Crew(1, 8, 8)}
 
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sqlalchemy import delete, func, select
@@ -46,14 +46,12 @@ class Crew(NamedTuple):
 
 
 class Crews:
-    """Which ranks are connected to which node. `here` says it of this one, once it is known."""
+    """Which ranks are connected to which node."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
-        self.here: Callable[[], Mapping[str, Crew]] = dict
         self._arriving: dict[str, float] = {}  # by run, until when (monotonic)
         self._lock = threading.Lock()
-        membership.heard.append(self.tell)
 
     def elsewhere(self, session: Session, run: str) -> dict[str, Crew]:
         """The ranks of a run at other nodes that are members, by node. Those of a node that has missed a beat count as gone
@@ -99,9 +97,9 @@ class Crews:
             self._arriving[run] = time.monotonic() + ARRIVING_S
         self._put(session, run, crew._replace(left_s=self._membership.beat_s + LATE_S))
 
-    def tell(self) -> None:
+    def tell(self, here: Mapping[str, Crew]) -> None:
         """Tell the others whose ranks are connected here now."""
-        me, here = self._membership.me, dict(self.here())
+        me = self._membership.me
         with self._lock:
             self._arriving = {run: until for run, until in self._arriving.items() if until > time.monotonic()}
             stays = here.keys() | self._arriving.keys()

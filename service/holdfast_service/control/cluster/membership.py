@@ -161,8 +161,9 @@ class Membership:
         """Seconds since this node's membership was last renewed."""
         return time.monotonic() - self._beaten
 
-    def start(self) -> None:
-        """Renew the lease from now on."""
+    def start(self, about: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Renew the lease from now on, and show `about` to the other nodes."""
+        self.about = about or self.about
         self._thread = threading.Thread(target=self._run, name="holdfast-membership", daemon=True)
         self._thread.start()
 

@@ -64,12 +64,17 @@ class _Answer(NamedTuple):
 class ExchangeServer:
     """Listens from the start. Clients must know one of the `secrets`: without one, none is answered. Thread-safe."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()) -> None:
+        """`lent` is what this node holds of a save in memory."""
         self.secrets: tuple[str, ...] = ()  # the newest one first
-        self.lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()  # what this node holds of a save
+        self.lent = lent
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
         self._listening = _Listening(self, host, port)
+
+    def accept(self, secrets: tuple[str, ...]) -> None:
+        """From now on a client has to know one of these secrets."""
+        self.secrets = secrets
 
     def move_to(self, host: str) -> None:
         """Listen at another address of this machine from now on; `OSError`, without a change, if that fails."""

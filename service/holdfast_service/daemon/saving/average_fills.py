@@ -14,34 +14,34 @@ Done = Callable[[SaveRound, Mapping[int, SealedSlot], CheckpointError | None], N
 
 
 class AverageFills:
-    """Methods are called with the saver's lock. `averages` is None until the node has any."""
+    """Methods are called with the saver's lock."""
 
-    def __init__(self, done: Done) -> None:
+    def __init__(self, averages: Averages | None, done: Done) -> None:
         """`done` is called without the lock, in another thread, when nothing writes into these slots any more."""
-        self.averages: Averages | None = None
+        self._averages = averages
         self._done = done
 
     def wants(self, current: SaveRound) -> bool:
         """Whether slots of a save still need averages; then they are requested, and `done` is called later."""
-        if self.averages is None or all(sealed.table.average is None for sealed in current.sealed.values()):
+        if self._averages is None or all(sealed.table.average is None for sealed in current.sealed.values()):
             return False
         ranks = set(current.sealed)
         if current.averaged == ranks:
             return False
         crew = _crew_of(current)
         if current.averaging is not None and (
-            current.averaging == ranks or not self.averages.withdraw(crew, current.key.step)
+            current.averaging == ranks or not self._averages.withdraw(crew, current.key.step)
         ):
             return True
         current.averaging, parts = ranks, dict(current.sealed)
-        self.averages.fill(crew, parts, lambda error: self._done(current, parts, error))
+        self._averages.fill(crew, parts, lambda error: self._done(current, parts, error))
         return True
 
     def leave(self, current: SaveRound) -> None:
         """The save has ended. `done`, not the caller, frees the slots that are being filled."""
-        if current.averaging is None or self.averages is None:
+        if current.averaging is None or self._averages is None:
             return
-        if self.averages.withdraw(_crew_of(current), current.key.step):
+        if self._averages.withdraw(_crew_of(current), current.key.step):
             current.averaging = None
         else:
             current.sealed.clear()

@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
-from holdfast_service.daemon.writing.disk_limit import DiskLimit
+from holdfast_service.daemon.writing.disk_limit import DiskLimit, Probe
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ class _Save:
 class SaveHistory:
     """Saves whose timings may still change; the oldest are dropped. Thread-safe."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, probe: Probe | None = None) -> None:
         self._control = control
         self._lock = threading.Lock()
         self._saves: OrderedDict[RoundKey, _Save] = OrderedDict()
-        self.disk = DiskLimit()
+        self.disk = DiskLimit(probe)
 
     def begun(self, key: RoundKey) -> None:
         """A round begins: forget timings of the step's earlier tries."""

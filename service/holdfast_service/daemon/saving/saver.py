@@ -45,6 +45,7 @@ from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 from holdfast_service.daemon.saving.unsaved_ends import UnsavedEnds
 from holdfast_service.daemon.saving.write_queue import WriteQueue
+from holdfast_service.daemon.writing.disk_limit import Probe
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -58,17 +59,26 @@ CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last
 class Saver:
     """Owner of all saves of this node. Its methods are called from any thread."""
 
-    def __init__(
-        self, tier: Tier, control: Control, node: str, checker: Checker | None = None, party: JointParty | None = None
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        tier: Tier,
+        control: Control,
+        node: str,
+        checker: Checker | None = None,
+        party: JointParty | None = None,
+        *,
+        holds: HeldCheckpoints | None = None,
+        averages: Averages | None = None,
+        probe: Probe | None = None,
     ) -> None:
-        """With a `party`, ranks of a save may be on other nodes."""
+        """With a `party`, ranks of a save may be on other nodes; `probe` measures the disk."""
         self._control, self._node = control, node
         self._going = GoingSaves(jointly=party is not None)
         self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
         self._open, self._pending = self._going.open, self._going.pending
         self._given_up = GivenUp()
-        self.history = SaveHistory(control)
+        self.history = SaveHistory(control, probe)
         self._ends = UnsavedEnds(control, self.history)
         checker = checker or Checker(tier, control)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
@@ -80,13 +90,13 @@ class Saver:
             checker.suspect, control, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
         self.stops = StopAgreement(self._lock, self._connected, None if party is None else self.look_at_ranks)
-        self.holds = HeldCheckpoints(control.standing.launch, partly=party is not None)
+        self.holds = holds or HeldCheckpoints(control.standing.launch, partly=party is not None)
+        self.averages = averages
         self._write_queue = WriteQueue(control, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
-        self._fills = AverageFills(self._filled)
+        self._fills = AverageFills(averages, self._filled)
         self._joint: JointSaves | None = None
         self._ranks: RanksExchange | None = None
         if party is not None:
-            party.exchange.lent = self.holds.lent
             writer = ShareWriter(control, node, party.rendezvous, party.exchange, self.history)
             going = self._going
             host = Host(
@@ -100,15 +110,6 @@ class Saver:
             self._joint = JointSaves(party, control, node, writer, host=host, history=self.history)
             here = RanksHere(going.spanning, self._waited_for, self._end_stuck_of_nodes)
             self._ranks = RanksExchange(party.words, node, here, self.stops)
-
-    @property
-    def averages(self) -> Averages | None:
-        """This node's averages, once they are known."""
-        return self._fills.averages
-
-    @averages.setter
-    def averages(self, found: Averages) -> None:
-        self._fills.averages = found
 
     @property
     def busy(self) -> bool:

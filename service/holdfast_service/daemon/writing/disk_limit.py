@@ -26,8 +26,8 @@ Probe = Callable[[Callable[[], bool]], float | None]
 class DiskLimit:
     """Bytes per second, None while unknown. Thread-safe. Without a `probe` it is the speed of the fastest save."""
 
-    def __init__(self) -> None:
-        self.probe: Probe | None = None
+    def __init__(self, probe: Probe | None = None) -> None:
+        self.probe = probe
         self.bytes_per_second: float | None = None
         self._writing = 0
         self._measured_at: float | None = None
