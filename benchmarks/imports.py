@@ -23,12 +23,13 @@ from safetensors.numpy import save_file
 
 from benchmarks import disk
 from holdfast_formats import naming
+from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
-from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.exports import ExportWork, converted
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
+from tests.job_requests import an_import
 
 RATIO_MIN = 0.7  # of cp's speed, for writing
 MEMORY_BYTES_MAX = 512 * 2**20
@@ -95,7 +96,7 @@ def child(act: str, source: Path, target: Path) -> None:
         catalog = Catalog.open(f"sqlite:///{target}/catalog.sqlite")
         control = open_control(tier, catalog, None)
         clock = Clock()
-        Importer(tier, control).bring(PosixTier(source), WantedImport("run", 0), clock)
+        Importer(tier, control).bring(PosixTier(source), an_import("run", 0), clock)
         took = time.perf_counter() - clock.began
         control.close()
         catalog.close()
@@ -103,7 +104,7 @@ def child(act: str, source: Path, target: Path) -> None:
         place = PosixTier(target.parent)
         clock = Clock()
         work = ExportWork(place, target.name, clock)
-        converted(PosixTier(source), naming.checkpoint_path("run", 0), ExportTerms(act), work)
+        converted(PosixTier(source), naming.checkpoint_path("run", 0), ExportTerms(form=act), work)
         took = time.perf_counter() - clock.began
     print(json.dumps({"staged_s": clock.staged_s, "named_s": took, "memory_bytes": memory_peak()}))
 

@@ -36,9 +36,10 @@ from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier, libc
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.merges import Merger
 from holdfast_service.wiring.progress import Quiet
+from tests.job_requests import a_merge, an_import
 
 RATIO_MIN = 0.6  # of cp's speed, for writing
 MEMORY_BYTES_MAX = 512 * 2**20
@@ -116,7 +117,7 @@ def child(method: str, root: Path, models: int) -> None:
     def refuse(path: str) -> PosixTier:
         raise AssertionError(path)
 
-    merger.merge(recipe_of(method, models), WantedImport("merged", 0), refuse, clock)
+    merger.merge(a_merge("merged", 0, recipe_of(method, models)), refuse, clock)
     told = clock.staged_s, time.perf_counter() - clock.began, memory_peak(), time.process_time() - spent
     control.close()
     catalog.close()
@@ -132,7 +133,7 @@ def prepare(directory: Path, size: int, models: int) -> Path:
     control = open_control(tier, catalog, None)
     for name in sources_of("", models):
         make(directory / name, name, size)
-        Importer(tier, control).bring(PosixTier(directory / name), WantedImport(name, 0), Quiet())
+        Importer(tier, control).bring(PosixTier(directory / name), an_import(name, 0), Quiet())
         shutil.rmtree(directory / name)
     control.close()
     catalog.close()

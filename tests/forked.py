@@ -36,7 +36,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
         *("holdfast_service.config", "holdfast_service.observe.logs", "holdfast_service.daemon.server"),
         *("holdfast_service.api.app", "holdfast_service.api.access.policy", "holdfast_service.wiring.assembly"),
         *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching"),
-        *("holdfast_service.offline.catalog", "holdfast_service.offline.repair_import", "holdfast_service.offline.tokens"),
+        *("holdfast_service.offline.catalog", "holdfast_service.offline.jobs", "holdfast_service.offline.tokens"),
         *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
     ),
 }

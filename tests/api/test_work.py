@@ -12,7 +12,7 @@ import pytest
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import CompareJob, RebuildJob
 from tests.checkpoints import build, flip, varied_arrays
 from tests.serving import Served, served
 
@@ -29,7 +29,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
 
 
 def compared(api: Api, other: object) -> Any:
-    job = api.submit_job(JobRequest(kind="compare", run="tiny", step=5, arguments={"with": other}))
+    job = api.submit_job(CompareJob(run="tiny", step=5, arguments={"with": other}))
     return api.wait_job(job.id)
 
 
@@ -51,7 +51,7 @@ def test_tensors_with_nan_are_the_first_that_are_told(service: Served) -> None:
     arrays["optim"]["layers.0.q.weight/exp_avg"] = np.full_like(moments, np.nan)
     build(service.root / naming.checkpoint_path("tiny", 15), arrays, step=15)
     with Api(service.url) as api:
-        api.wait_job(api.submit_job(JobRequest(kind="rebuild")).id)
+        api.wait_job(api.submit_job(RebuildJob()).id)
         result = api.wait_job(compared(api, 15).id).result
     assert [one["name"] for one in result["most"]] == ["layers.0.q.weight/exp_avg", "layers.0.q.weight"]
     assert result["nonfinite"] == 1 and result["most"][0]["relative"] is None
@@ -64,7 +64,7 @@ def test_what_cannot_be_compared_is_refused_before_it_is_a_job(service: Served) 
             with pytest.raises(error):
                 compared(api, other)
         with pytest.raises(InvalidRequest, match="with"):
-            api.submit_job(JobRequest(kind="compare", run="tiny", step=5))
+            api.submit_job(CompareJob(run="tiny", step=5))
         tensor = next(t for t in api.tensors("tiny", 10) if t.name == "layers.0.q.weight")
         flip(service.root / naming.checkpoint_path("tiny", 10) / tensor.file, tensor.start + 3)
         job = compared(api, "tiny@10")
@@ -75,7 +75,7 @@ def test_the_catalog_is_made_anew_as_a_job(service: Served) -> None:
     """What the catalog had forgotten is listed again."""
     service.services.catalog.forget_checkpoint("tiny", 5)
     with Api(service.url) as api:
-        job = api.submit_job(JobRequest(kind="rebuild"))
+        job = api.submit_job(RebuildJob())
         made = api.wait_job(job.id)
         assert [item["kind"] for item in made.result["mended"]] == ["not-listed"]
         assert [checkpoint.step for checkpoint in api.checkpoints("tiny")] == [10, 5]

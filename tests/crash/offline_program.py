@@ -1,4 +1,4 @@
-"""`holdfast_service.offline` with small files, to which something happens at a chosen act: `… LOG export|convert …`."""
+"""`holdfast_service.offline` with small files, to which something happens at a chosen act: `… LOG`."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ if __name__ == "__main__":
     acts.install()
     small_files()
     acts.begin()
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.stdin.read()))

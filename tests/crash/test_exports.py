@@ -25,7 +25,8 @@ from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import InUse
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import ExportJob
+from holdfast_formats.rest.offline import Conversion
 from tests.checkpoints import build, flip
 from tests.crash import ledger
 from tests.crash.test_imports import ImportingService, done
@@ -33,6 +34,7 @@ from tests.daemons import wait_until
 from tests.forked import Forked
 from tests.formats.exports.sources import LLAMA, llama, trained, values_of
 from tests.in_memory import in_memory
+from tests.job_requests import a_conversion
 
 LANE = "killed in an export"
 WEIGHTS = llama(hidden=16)
@@ -59,10 +61,6 @@ class Way(NamedTuple):
     run: str
     kind: str
     program: str | None = None
-
-    @property
-    def words(self) -> list[str]:
-        return [f"--as={self.kind}", *([] if self.program is None else [f"--program={self.program}"])]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -119,17 +117,17 @@ class Ended(NamedTuple):
 class Program:
     """The offline program, to which something may happen."""
 
-    def __init__(self, directory: Path, source: Path, way: Way, act: str = "export") -> None:
+    def __init__(self, directory: Path, source: Path, way: Way) -> None:
         self.place, self._log = directory / "place", directory / "acts"
         self.place.mkdir(exist_ok=True)
-        self._words = [act, str(source), str(self.place / "out"), *way.words]
+        self.work = Conversion(arguments=a_conversion(source=str(source), to=str(self.place / "out"), **way.arguments))
 
     def run(self, at: int = 0, how: str = "KILL") -> Ended:
         """Run it, with something happening at an act if `at` is not 0."""
         self._log.write_bytes(b"")
         if at:
             Path(f"{self._log}.kill").write_text(f"{at} {how}")
-        with Forked(["-m", "tests.crash.offline_program", self._log, *self._words], kind="daemon") as process:
+        with self._begun() as process:
             assert process.stdout is not None
             text = process.stdout.read()
             status = process.wait(60)
@@ -140,12 +138,19 @@ class Program:
         """It is killed at the end if it still runs."""
         self._log.write_bytes(b"")
         Path(f"{self._log}.kill").write_text(f"{at} {how}")
-        process = Forked(["-m", "tests.crash.offline_program", self._log, *self._words], kind="daemon")
+        process = self._begun()
         try:
             yield process
         finally:
             process.kill()
             process.communicate()
+
+    def _begun(self) -> Forked:
+        process = Forked(["-m", "tests.crash.offline_program", self._log], kind="daemon", talks=True)
+        assert process.stdin is not None
+        process.stdin.write(self.work.model_dump_json(by_alias=True))
+        process.stdin.close()
+        return process
 
     def stopped(self, pid: int) -> bool:
         """Whether the process has stopped."""
@@ -193,7 +198,7 @@ FEW = [4, pytest.param(20, marks=pytest.mark.crash_slow)]
 @pytest.mark.parametrize("count", FEW)
 @pytest.mark.parametrize("name", WAYS)
 def test_killed_offline(root: Path, tmp_path: Path, name: str, count: int) -> None:
-    """`holdfast export DIR` goes on where it was killed."""
+    """`holdfast export DIR` and `holdfast convert DIR` go on where they were killed."""
     way = WAYS[name]
     check_kills(Program(tmp_path, root / naming.checkpoint_path(way.run, STEP), way), count)
 
@@ -206,7 +211,7 @@ def test_killed_in_a_conversion(root: Path, tmp_path: Path, name: str, count: in
     source = Program(tmp_path, root / naming.checkpoint_path(way.run, STEP), WAYS["paddle-uc"])
     assert source.run().status == 0
     (source.place / "out").rename(tmp_path / "source")
-    check_kills(Program(tmp_path, tmp_path / "source", way, "convert"), count)
+    check_kills(Program(tmp_path, tmp_path / "source", way), count)
 
 
 def check_clean(program: Program, wanted: dict[str, bytes]) -> None:
@@ -258,7 +263,7 @@ def test_a_source_that_changed_while_nobody_looked(root: Path, tmp_path: Path) -
     source = Program(tmp_path, root / naming.checkpoint_path("llama", STEP), WAYS["hf"])
     assert source.run().status == 0
     (source.place / "out").rename(tmp_path / "source")
-    program = Program(tmp_path, tmp_path / "source", WAYS["dcp"], "convert")
+    program = Program(tmp_path, tmp_path / "source", WAYS["dcp"])
     clean = program.run()
     shutil.rmtree(program.place / "out")
     assert program.run(len(clean.acts) // 2).status == -9 and program.there()
@@ -300,7 +305,7 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
     with ImportingService(tmp_path) as service:
         api = service.start()
         for number, way in zip(range(kills), cycle(WAYS.values())):
-            wanted = JobRequest(kind="export", run=way.run, step=STEP, arguments={"to": "clean", **way.arguments})
+            wanted = ExportJob(run=way.run, step=STEP, arguments={"to": "clean", **way.arguments})
             service.log.write_bytes(b"")
             done(api, api.submit_job(wanted))
             clean = service.acts()
@@ -308,7 +313,7 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
             at = points(len(clean), kills)[-1 - number] if number < len(points(len(clean), kills)) else len(clean)
             service.log.write_bytes(b"")
             Path(f"{service.log}.kill").write_text(str(at))
-            job = api.submit_job(wanted.model_copy(update={"arguments": {"to": "out", **way.arguments}}))
+            job = api.submit_job(ExportJob(run=way.run, step=STEP, arguments={"to": "out", **way.arguments}))
             api.close()
             api = service.restarted()
             assert done(api, job).result is not None
@@ -327,10 +332,11 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
 STARTER = """
 import signal, sys
 from holdfast.rest import delegated
+from holdfast_formats.rest.offline import Conversion
 signal.signal(signal.SIGINT, signal.default_int_handler)
-delegated._PROGRAM = "tests.crash.offline_program"
+delegated.COMMAND = (sys.executable, "-m", "tests.crash.offline_program", sys.argv[1])
 try:
-    delegated.offline(*sys.argv[1:], on_bytes=lambda done, total: None)
+    delegated.offline(Conversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -343,8 +349,7 @@ def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> Non
     shutil.rmtree(program.place / "out")
     log = tmp_path / "acts"
     Path(f"{log}.kill").write_text(f"{acts // 2} STOP")
-    words = ["export", str(root / naming.checkpoint_path("llama", STEP)), str(program.place / "out"), "--as=dcp"]
-    starter = Forked(["-c", STARTER, str(log), *words], kind="rank")
+    starter = Forked(["-c", STARTER, str(log), program.work.model_dump_json(by_alias=True)], kind="rank")
     lock, worker = program.place / naming.export_lock("out"), 0
     try:
         wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))

@@ -14,7 +14,8 @@ from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DaemonGone
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ImportJob
+from holdfast_formats.rest.operations import Job
 from tests.crash import ledger
 from tests.daemons import free_port, wait_until
 from tests.forked import Forked
@@ -94,8 +95,8 @@ def check_sound(root: Path, step: int) -> None:
             assert np.array_equal(reader.read("model", name), array)
 
 
-def wanted(step: int) -> JobRequest:
-    return JobRequest(kind="import", run="mine", step=step, arguments={"from": "model"})
+def wanted(step: int) -> ImportJob:
+    return ImportJob(run="mine", step=step, arguments={"from": "model"})
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.crash_slow)])

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ImportJob, MergeJob
+from holdfast_formats.rest.operations import Job
 from tests.crash import ledger
 from tests.crash.disks import memory_disk
 from tests.crash.test_hostile import fill, needs_root
@@ -43,8 +44,8 @@ def put_models(place: Path) -> None:
         (place / name / "config.json").write_text("{}")
 
 
-def wanted(step: int) -> JobRequest:
-    return JobRequest(kind="merge", run="merged", step=step, arguments={"recipe": RECIPE})
+def wanted(step: int) -> MergeJob:
+    return MergeJob(run="merged", step=step, arguments={"recipe": RECIPE})
 
 
 def has_ended(service: ImportingService, job: Job) -> bool:
@@ -67,7 +68,7 @@ def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
     with ImportingService(tmp_path) as service:
         api: Api = service.start()
         for run in ("base", "one"):
-            done(api, api.submit_job(JobRequest(kind="import", run=run, step=1, arguments={"from": run})))
+            done(api, api.submit_job(ImportJob(run=run, step=1, arguments={"from": run})))
         service.log.write_bytes(b"")
         done(api, api.submit_job(wanted(0)))
         acts, expected = len(service.acts()), digests(service.root, 0)
@@ -97,7 +98,7 @@ def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
     with memory_disk(tmp_path / "root", "64m"), ImportingService(tmp_path) as service, ThreadPoolExecutor(1) as pool:
         api: Api = service.start()
         for run in ("base", "one"):
-            done(api, api.submit_job(JobRequest(kind="import", run=run, step=1, arguments={"from": run})))
+            done(api, api.submit_job(ImportJob(run=run, step=1, arguments={"from": run})))
         service.log.write_bytes(b"")
         done(api, api.submit_job(wanted(0)))
         acts, expected, filler = len(service.acts()), digests(service.root, 0), service.root / "filler"

@@ -21,7 +21,8 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Gap, Job, JobRequest
+from holdfast_formats.rest.jobs import VerifyJob
+from holdfast_formats.rest.operations import Gap, Job
 from tests.checkpoints import build_root
 from tests.crash import ledger
 from tests.crash.test_kills import RUN, Place, Ranks, check_sound, place, stop_at
@@ -176,7 +177,7 @@ def test_killed_at_a_point(point: str, place: Place, monkeypatch: pytest.MonkeyP
 
 
 def _submitted(api: Api) -> list[Job]:
-    return [tenaciously(api.submit_job, JobRequest(kind="verify", run="tiny", step=step)) for step in STEPS]
+    return [tenaciously(api.submit_job, VerifyJob(run="tiny", step=step)) for step in STEPS]
 
 
 @pytest.mark.crash_slow
@@ -216,7 +217,7 @@ def test_a_service_ends_though_streams_are_open(place: Place) -> None:
     build_root(place.root, {"tiny": STEPS})
     service = Service(place)
     with Api(service.url) as api:
-        job = api.submit_job(JobRequest(kind="verify", run="tiny", step=STEPS[0]))
+        job = api.submit_job(VerifyJob(run="tiny", step=STEPS[0]))
         assert ended(api, job).state == "done"
         lines: list[str] = []
         headers = {"Accept": "text/event-stream"}

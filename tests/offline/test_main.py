@@ -1,4 +1,4 @@
-"""The service's program for roots that nobody serves, as `holdfast` calls it."""
+"""The service's program for roots that no daemon serves, as `holdfast` calls it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,47 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_service.offline.__main__ import NAMES, main
+from holdfast_formats.rest.offline import CatalogWork, OfflineWork, RootJob, TokenWork
+from holdfast_formats.rest.operations import TokenRequest
+from holdfast_service.offline.__main__ import main
+from tests.job_requests import a_merge, an_import, request
 
-
-@pytest.mark.parametrize("arguments", [[], ["rebuild"], ["--root", "x"]])
-def test_a_program_that_there_is_not_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2, and what there is."""
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert all(name in said for name in NAMES)
+ADDRESS = "s3://bucket/place"
 
 
 @pytest.mark.parametrize(
-    "words", [["repair", "r@1"], ["import", ".", "r@1"], ["merge", "r@1", "--recipe", "{}"], ["tokens", "create", "t"]]
+    ("text", "says"),
+    [
+        ("", "Invalid JSON"),
+        ("{}", "act"),
+        ('{"act": "fold"}', "'fold'"),
+        ('{"act": "check"}', "check.root"),
+        ('{"act": "job", "root": "x", "job": {"kind": "import", "run": "r", "step": 1}}', "needs 'from'"),
+    ],
+)
+def test_what_it_does_not_understand_is_refused(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2, and what is wrong."""
+    assert main(text) == 2
+    problem = json.loads(capsys.readouterr().out)
+    assert problem["code"] == "invalid-request" and says in problem["detail"], problem
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        RootJob(root=ADDRESS, job=request("verify", "r", 1, repair=True)),
+        RootJob(root=ADDRESS, job=an_import("r", 1, **{"from": "."})),
+        RootJob(root=ADDRESS, job=a_merge("r", 1, "{}")),
+        TokenWork(act="token-create", root=ADDRESS, create=TokenRequest(name="t")),
+        CatalogWork(act="check", root=ADDRESS),
+    ],
+    ids=lambda work: work.act if isinstance(work, CatalogWork | TokenWork) else work.job.kind,
 )
 def test_a_root_is_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], work: OfflineWork
 ) -> None:
     """The program itself refuses it, whatever `holdfast` has looked at before: it would make a directory `s3:`."""
     monkeypatch.chdir(tmp_path)
-    program, *rest = words
-    assert main([program, "--root", "s3://bucket/place", *rest]) == 2
+    assert main(work.model_dump_json(by_alias=True)) == 2
     assert "is a URL" in json.loads(capsys.readouterr().out)["detail"]
     assert os.listdir(tmp_path) == []

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DaemonGone, RunBusy
+from holdfast_formats.rest.offline import CatalogWork
 from tests.daemons import RunningDaemon, wait_until
 from tests.databases import Postgres
 
@@ -189,8 +191,8 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
     refused = started(site.root)
     assert refused.returncode == 4 and "wrong-root" in refused.stderr, refused.stderr
     assert "catalog adopt" in refused.stderr and "secret" not in refused.stderr and "postgresql" in refused.stderr
-    command = [sys.executable, "-m", "holdfast_service.offline", "catalog", "adopt", "--root", str(site.root)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    asked = CatalogWork(act="adopt", root=str(site.root)).model_dump_json().encode()
+    assert subprocess.run(delegated.COMMAND, input=asked, capture_output=True, timeout=120).returncode == 0
     assert started(site.root).returncode == 0
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.rest import delegated
 from holdfast_formats.errors import WrongRoot
+from holdfast_formats.rest.offline import CatalogWork
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
@@ -48,8 +50,8 @@ def started(root: Path, url: str) -> subprocess.CompletedProcess[str]:
 
 
 def tool(work: str, root: Path, url: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root), "--catalog", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    asked = CatalogWork(act=work, root=str(root), catalog=url).model_dump_json()
+    return subprocess.run(delegated.COMMAND, input=asked, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from holdfast.state.named import Named
 from holdfast_formats.errors import StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
-from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.progress import Quiet
 from tests.daemons import RunningDaemon, running
 from tests.databases import sqlite_url
+from tests.job_requests import an_import
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore:.*TypedStorage:UserWarning")
 GOLDEN = Path(__file__).parents[1] / "golden/foreign"
@@ -46,7 +46,7 @@ def bring(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     catalog = Catalog.open(sqlite_url(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
     control = open_control(tier, catalog, None)
     importer = Importer(tier, control)
-    yield lambda source, run, step: importer.bring(PosixTier(source), WantedImport(run, step, ImportOptions()), Quiet())
+    yield lambda source, run, step: importer.bring(PosixTier(source), an_import(run, step), Quiet())
     control.close()
     catalog.close()
 

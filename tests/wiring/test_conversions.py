@@ -16,22 +16,20 @@ from safetensors.numpy import save_file
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, StateMismatch
-from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.daemon.copying import converting, importing
 from holdfast_service.daemon.copying.copies import Going
-from holdfast_service.daemon.copying.foreign_export import ExportTerms
-from holdfast_service.daemon.copying.importing import Goal, ImportOptions
+from holdfast_service.daemon.copying.importing import Goal
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring import exports
-from holdfast_service.wiring.exports import ExportWork, ForeignExport
-from holdfast_service.wiring.imports import WantedImport
+from holdfast_service.wiring.exports import ExportWork
 from holdfast_service.wiring.progress import Quiet
 from holdfast_service.wiring.transfers import Transfers
 from tests.checkpoints import build, flip
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.formats.exports.sources import LLAMA, llama, trained, values_of
 from tests.in_memory import in_memory
+from tests.job_requests import a_conversion, an_export, an_import
 
 WEIGHTS = llama(hidden=16)
 STEP = 2
@@ -77,8 +75,8 @@ def transfers(world: CopiesWorld) -> Transfers:
     return Transfers(world.tier, world.control, world.repairer)
 
 
-def converted(source: Path, target: Path, terms: ExportTerms, **options: bool) -> dict[str, Any]:
-    conversion = converting.plan_conversion(PosixTier(source), None, ReadOptions(**options), terms)
+def converted(source: Path, target: Path, terms: dict[str, Any]) -> dict[str, Any]:
+    conversion = converting.plan_conversion(PosixTier(source), a_conversion(**terms))
     return exports.convert(conversion, ExportWork(PosixTier(target.parent), target.name, Quiet()))
 
 
@@ -92,13 +90,13 @@ def test_the_same_as_an_import_and_an_export(transfers: Transfers, tmp_path: Pat
     """Byte by byte, to whatever kind, with and without a program; what the two cannot do together is refused alike."""
     place, outcomes = tmp_path / "place", []
     run = "adapter" if kind == "peft" else "llama"
-    transfers.export(PosixTier(place), ForeignExport(run, STEP, "source", ExportTerms(kind)), Quiet())
-    transfers.bring(PosixTier(place / "source"), WantedImport("again", STEP, ImportOptions()), Quiet())
+    transfers.export(PosixTier(place), an_export(run, STEP, "source", **{"as": kind}), Quiet())
+    transfers.bring(PosixTier(place / "source"), an_import("again", STEP), Quiet())
     before = files_of(place / "source")
     for made_as, program in product(KINDS, (None, PROGRAM)):
-        terms = ExportTerms(made_as, program=program)
+        terms = {"as": made_as, "program": program}
         try:
-            transfers.export(PosixTier(place), ForeignExport("again", STEP, "both", terms), Quiet())
+            transfers.export(PosixTier(place), an_export("again", STEP, "both", **terms), Quiet())
         except CheckpointError as refused:
             with pytest.raises(type(refused)) as caught:
                 converted(place / "source", place / "once", terms)
@@ -136,14 +134,14 @@ class Meddling:
 def test_a_source_that_changes_meanwhile(transfers: Transfers, tmp_path: Path, at: int, what: str, says: str) -> None:
     """Its file is named, and nothing is left; the same for one that was only copied, and for one that has come."""
     place = tmp_path / "place"
-    transfers.export(PosixTier(place), ForeignExport("llama", STEP, "source", ExportTerms("hf")), Quiet())
+    transfers.export(PosixTier(place), an_export("llama", STEP, "source", **{"as": "hf"}), Quiet())
     source = place / "source"
     acts: dict[str, Callable[[], object]] = {
         "tensors": lambda: os.utime(source / "model.safetensors", ns=(1, 1)),
         "asset": lambda: (source / "config.json").write_text("{}"),
         "more": lambda: (source / "more.bin").write_bytes(b"x"),
     }
-    conversion = converting.plan_conversion(PosixTier(source), None, ReadOptions(), ExportTerms("hf"))
+    conversion = converting.plan_conversion(PosixTier(source), a_conversion(form="hf"))
     with pytest.raises(StateMismatch, match=says):
         exports.convert(conversion, ExportWork(PosixTier(place), "out", Meddling(at, acts[what])))
     assert os.listdir(place) == ["source"]
@@ -158,10 +156,10 @@ def test_stored_twice_with_different_values(tmp_path: Path) -> None:
         save_file(arrays, source / f"model-{number:05}-of-00002.safetensors", metadata={"format": "pt"})
     for made_as in ("hf", "dcp"):
         with pytest.raises(CheckpointError) as caught:
-            converted(source, tmp_path / "out", ExportTerms(made_as))
+            converted(source, tmp_path / "out", {"as": made_as})
         with pytest.raises(type(caught.value)) as other:
             importing.write(
-                importing.plan_import(PosixTier(source), Goal("mine", 0, 0), ImportOptions()),
+                importing.plan_import(PosixTier(source), Goal("mine", 0, 0), an_import("mine", 0).arguments),
                 PosixTier(tmp_path / "staged"),
                 Going(),
             )
@@ -172,7 +170,7 @@ def test_stored_twice_with_different_values(tmp_path: Path) -> None:
 def test_a_name_that_is_taken_when_work_is_done_again(transfers: Transfers, tmp_path: Path, change: str) -> None:
     """It is this work's own if every byte is, and no file more; else it stays, and is somebody's."""
     place = tmp_path / "place"
-    wanted = ForeignExport("llama", STEP, "sub/out", ExportTerms("paddle-uc"))
+    wanted = an_export("llama", STEP, "sub/out", **{"as": "paddle-uc"})
     transfers.export(PosixTier(place), wanted, Quiet())
     out = place / "sub" / "out"
     if change == "byte":
@@ -183,8 +181,8 @@ def test_a_name_that_is_taken_when_work_is_done_again(transfers: Transfers, tmp_
     with pytest.raises(AlreadyCommitted):
         transfers.export(PosixTier(place), wanted, Quiet())
     if change == "nothing":
-        assert transfers.export(PosixTier(place), wanted._replace(again=True), Quiet())["to"] == "sub/out"
+        assert transfers.export(PosixTier(place), wanted, Quiet(), again=True)["to"] == "sub/out"
     else:
         with pytest.raises(AlreadyCommitted):
-            transfers.export(PosixTier(place), wanted._replace(again=True), Quiet())
+            transfers.export(PosixTier(place), wanted, Quiet(), again=True)
     assert files_of(out) == before and os.listdir(place / "sub") == ["out"]

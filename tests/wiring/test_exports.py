@@ -23,7 +23,8 @@ from holdfast_formats.errors import (
     NoSpace,
     StateMismatch,
 )
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ExportJob
+from holdfast_formats.rest.operations import Job
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.storage import PosixStore, PosixTier
@@ -32,6 +33,7 @@ from holdfast_service.wiring.transfers import Transfers
 from tests.checkpoints import build, flip
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.formats.exports.sources import LLAMA, llama, trained, values_of
+from tests.job_requests import an_export
 
 WEIGHTS = llama(hidden=16)
 GROUPS = trained(WEIGHTS)
@@ -155,11 +157,9 @@ class Flipping(PosixTier):
 
 def test_a_copy_that_is_not_what_was_written(world: CopiesWorld, transfers: Transfers, place: Path) -> None:
     """It is read back before it gets its name."""
-    from holdfast_service.daemon.copying.foreign_export import ExportTerms
-    from holdfast_service.wiring.exports import ForeignExport
 
     with pytest.raises(CorruptExtent, match="not what was written"):
-        transfers.export(Flipping(place), ForeignExport(RUN, STEP, "out", ExportTerms("hf")), Quiet())
+        transfers.export(Flipping(place), an_export(RUN, STEP, "out", **{"as": "hf"}), Quiet())
     assert os.listdir(place) == []
 
 
@@ -190,9 +190,8 @@ def test_what_must_fail_is_refused_before_it_is_a_job(
     transfers: Transfers, place: Path, arguments: dict[str, object], says: str
 ) -> None:
     """By the argument's name."""
-    request = JobRequest(kind="export", run=RUN, step=STEP, arguments={"to": "out", **arguments})
     with pytest.raises(InvalidRequest) as caught:
-        transfers.check(request)
+        transfers.check(ExportJob(run=RUN, step=STEP, arguments={"to": "out", **arguments}))
     assert says in str(caught.value) and os.listdir(place) == []
 
 
@@ -256,7 +255,7 @@ def test_not_into_a_run(world: CopiesWorld) -> None:
     for arguments in ({}, {"as": "hf"}):
         wanted = {"to": f"{world.root.name}/{naming.checkpoint_path(RUN, 9)}", **arguments}
         with pytest.raises(InvalidRequest, match="outside of the root"):
-            transfers.check(JobRequest(kind="export", run=RUN, step=STEP, arguments=wanted))
+            transfers.check(ExportJob(run=RUN, step=STEP, arguments=wanted))
         with pytest.raises(InvalidRequest, match="outside of the root"):
             transfers.export_job(job(**wanted), Told())
 

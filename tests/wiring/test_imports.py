@@ -31,19 +31,19 @@ from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
 from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import ImportJob
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Cancelled, Interrupted
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import importing
-from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.progress import Quiet
 from tests.crash.calls import steered
 from tests.daemon.copies_world import RUN, CopiesWorld, copies_world
+from tests.job_requests import an_import
 from tests.wiring.test_transfers import ARRAYS, Told
 from tests.wiring.test_transfers import hugging_face as a_model
 
@@ -109,7 +109,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PosixTier:
 
 def test_groups_values_and_where_they_come_from(world: CopiesWorld, importer: Importer, own: PosixTier) -> None:
     """Every group has its file, values stand in state.json as a trainer's, and its source says what each file became."""
-    done = importer.bring(own, WantedImport("mine", 40, ImportOptions(as_is=True)), Quiet())
+    done = importer.bring(own, an_import("mine", 40, as_is=True), Quiet())
     path = naming.checkpoint_path("mine", 40)
     made = verify(world.tier, path)
     assert made.groups == ("extra", "model", "optim") and done["tensors"] == 3
@@ -134,16 +134,16 @@ def test_groups_values_and_where_they_come_from(world: CopiesWorld, importer: Im
 
 def test_another_step_is_noted(importer: Importer, own: PosixTier) -> None:
     """A checkpoint may be imported under another step than its training's, and says so."""
-    done = importer.bring(own, WantedImport("mine", 1), Quiet())
+    done = importer.bring(own, an_import("mine", 1), Quiet())
     assert done["source"]["notes"][-1] == "the training was at step 40; the checkpoint is imported as step 1"
 
 
 def test_a_dry_run_is_the_report(world: CopiesWorld, importer: Importer, own: PosixTier) -> None:
     """It tells the same of groups and files as the import, but for digests, and writes nothing."""
     before = sorted(world.root.rglob("*"))
-    dry = importer.bring(own, WantedImport("mine", 40, dry_run=True), Quiet())
+    dry = importer.bring(own, an_import("mine", 40, dry_run=True), Quiet())
     assert dry["dry_run"] and sorted(world.root.rglob("*")) == before
-    done = importer.bring(own, WantedImport("mine", 40), Quiet())
+    done = importer.bring(own, an_import("mine", 40), Quiet())
     assert dry["groups"] == done["groups"] and dry["written"] == done["written"]
     without = [{name: value for name, value in file.items() if name != "xxh3"} for file in done["source"]["files"]]
     assert dry["source"]["files"] == without
@@ -153,7 +153,7 @@ def test_names_that_are_no_unicode(world: CopiesWorld, importer: Importer, tmp_p
     """A file's name may be any bytes; the report, which is JSON, has them written out."""
     source = a_model(tmp_path / "hf", sharded=False)
     (source / os.fsdecode(b"\xff.gguf")).write_bytes(b"")
-    done = importer.bring(PosixTier(source), WantedImport("mine", 1), Quiet())
+    done = importer.bring(PosixTier(source), an_import("mine", 1), Quiet())
     assert "\\udcff.gguf" in [file["file"] for file in done["source"]["files"]]
     json.dumps(done, ensure_ascii=False).encode()
 
@@ -161,13 +161,13 @@ def test_names_that_are_no_unicode(world: CopiesWorld, importer: Importer, tmp_p
 def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path) -> None:
     """It is read as that kind, whatever it looks like; a Holdfast checkpoint takes no options."""
     with pytest.raises(InvalidRequest, match="no safetensors"):
-        importer.bring(own, WantedImport("mine", 1, ImportOptions(kind="hf")), Quiet())
+        importer.bring(own, an_import("mine", 1, kind="hf"), Quiet())
     with pytest.raises(InvalidRequest, match="no COMMIT"):
-        importer.bring(own, WantedImport("mine", 1, ImportOptions(kind="holdfast")), Quiet())
+        importer.bring(own, an_import("mine", 1, kind="holdfast"), Quiet())
     committed = PosixTier(tmp_path / "root" / naming.checkpoint_path(RUN, 5))
     with pytest.raises(InvalidRequest, match="copied as it is"):
-        importer.bring(committed, WantedImport("mine", 1, ImportOptions(as_is=True)), Quiet())
-    assert importer.bring(committed, WantedImport("mine", 1, dry_run=True), Quiet())["source"]["kind"] == "holdfast"
+        importer.bring(committed, an_import("mine", 1, as_is=True), Quiet())
+    assert importer.bring(committed, an_import("mine", 1, dry_run=True), Quiet())["source"]["kind"] == "holdfast"
 
 
 def test_one_that_was_never_committed(importer: Importer, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_one_that_was_never_committed(importer: Importer, tmp_path: Path) -> Non
     shutil.copytree(tmp_path / "root" / naming.checkpoint_path(RUN, 5), copied)
     (copied / naming.COMMIT).unlink()
     with pytest.raises(StateMismatch, match="it was not committed"):
-        importer.bring(PosixTier(copied), WantedImport("mine", 1), Quiet())
+        importer.bring(PosixTier(copied), an_import("mine", 1), Quiet())
 
 
 class Spoiling(Quiet):
@@ -196,7 +196,7 @@ def test_a_source_that_changes_is_not_committed(world: CopiesWorld, importer: Im
     source = a_model(tmp_path / "hf", sharded=False)
     spoil = Spoiling(lambda: os.utime(source / file, ns=(1, 1)))
     with pytest.raises(StateMismatch, match=rf"{file} changed while it was read"):
-        importer.bring(PosixTier(source), WantedImport("mine", 1), spoil)
+        importer.bring(PosixTier(source), an_import("mine", 1), spoil)
     assert not staged(world) and not world.tier.list(naming.checkpoint_path("mine", 1))
 
 
@@ -213,9 +213,9 @@ def test_a_full_disk_leaves_nothing(world: CopiesWorld, importer: Importer, tmp_
         return call(*arguments, **options)
 
     with steered(full), pytest.raises(NoSpace):
-        importer.bring(source, WantedImport("mine", 1), Quiet())
+        importer.bring(source, an_import("mine", 1), Quiet())
     assert calls > 1 and not staged(world)
-    importer.bring(source, WantedImport("mine", 1), Quiet())
+    importer.bring(source, an_import("mine", 1), Quiet())
 
 
 def test_two_at_once(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_two_at_once(world: CopiesWorld, importer: Importer, tmp_path: Path) -> 
 
     def bring(source: Path) -> None:
         try:
-            ends.append(importer.bring(PosixTier(source), WantedImport("mine", 1), Quiet())["tensors"])
+            ends.append(importer.bring(PosixTier(source), an_import("mine", 1), Quiet())["tensors"])
         except CheckpointError as error:
             ends.append(type(error))
 
@@ -258,23 +258,23 @@ def test_what_a_closing_service_leaves_is_gone_on_from(
 ) -> None:
     """It stays for the job, through the sweep of a start; who cancels leaves nothing, and nobody's is swept."""
     with pytest.raises(Cancelled):
-        importer.bring(own, WantedImport("mine", 40), Stopping(2, Cancelled))
+        importer.bring(own, an_import("mine", 40), Stopping(2, Cancelled))
     assert not staged(world)
     with pytest.raises(Interrupted):
-        importer.bring(own, WantedImport("mine", 40), Stopping(2, Interrupted))
+        importer.bring(own, an_import("mine", 40), Stopping(2, Interrupted))
     (left, progress) = staged(world)
     assert progress == naming.progress_path(left)
     kept = world.tier.stamp(f"mine/{naming.STAGING}/{left}/model.safetensors")
     jobs = Jobs(world.catalog.database, "node", lambda: "now")
-    job, _ = jobs.submit(JobRequest(kind="import", run="mine", step=40, arguments={"from": "own"}))
+    job, _ = jobs.submit(ImportJob(run="mine", step=40, arguments={"from": "own"}))
     for _ in range(2):
         spared = wanted_places(world.catalog.database, world.tier)
         assert [place.path for place in spared] == [f"mine/{naming.STAGING}/{left}"]
         assert not world.control.store.sweep(spared)
-    importer.bring(own, WantedImport("mine", 40, again=True), Quiet())
+    importer.bring(own, an_import("mine", 40), Quiet(), again=True)
     assert world.tier.stamp(f"{naming.checkpoint_path('mine', 40)}/model.safetensors") == kept
     with pytest.raises(Interrupted):
-        importer.bring(own, WantedImport("mine", 41), Stopping(2, Interrupted))
+        importer.bring(own, an_import("mine", 41), Stopping(2, Interrupted))
     jobs.cancel(job.id)
     assert wanted_places(world.catalog.database, world.tier) == []
     world.control.recovery.recover()
@@ -283,17 +283,17 @@ def test_what_a_closing_service_leaves_is_gone_on_from(
 
 def test_a_job_that_had_committed_is_done(world: CopiesWorld, importer: Importer, own: PosixTier, tmp_path: Path) -> None:
     """Killed behind the commit, it finds its own checkpoint; another import of that step finds it taken."""
-    first = importer.bring(own, WantedImport("mine", 40), Quiet())
-    again = importer.bring(own, WantedImport("mine", 40, again=True), Quiet())
-    assert {**first, "groups": None} == {**again, "groups": None}
+    first = importer.bring(own, an_import("mine", 40), Quiet())
+    second = importer.bring(own, an_import("mine", 40), Quiet(), again=True)
+    assert {**first, "groups": None} == {**second, "groups": None}
     other = PosixTier(a_model(tmp_path / "hf", sharded=False))
-    for source, wanted in (
-        (own, WantedImport("mine", 40)),
-        (own, WantedImport(RUN, 5, again=True)),
-        (other, WantedImport("mine", 40, again=True)),
+    for source, wanted, again in (
+        (own, an_import("mine", 40), False),
+        (own, an_import(RUN, 5), True),
+        (other, an_import("mine", 40), True),
     ):
         with pytest.raises(AlreadyCommitted):
-            importer.bring(source, wanted, Quiet())
+            importer.bring(source, wanted, Quiet(), again)
 
 
 class AwayCatalog:
@@ -364,7 +364,7 @@ def test_a_program_maps_tensors_and_values(
     """Weights, moments and the optimizer's groups get the new names; steps that become one must be equal."""
     monkeypatch.setattr(importing, "KINDS", (FUSED,))
     source = a_fused_training(tmp_path / "fused")
-    importer.bring(source, WantedImport("mine", 1, ImportOptions(program=PROGRAM)), Quiet())
+    importer.bring(source, an_import("mine", 1, program=PROGRAM), Quiet())
     path = world.root / naming.checkpoint_path("mine", 1)
     model, optim = load_file(path / "model.safetensors"), load_file(path / "optim.safetensors")
     assert model.keys() == {"ab", "d"} and optim.keys() == {"ab/exp_avg", "ab/step", "d/exp_avg", "d/step"}
@@ -377,10 +377,10 @@ def test_a_program_maps_tensors_and_values(
     assert told is not None and told["program"] == PROGRAM and "'join'" in told["notes"][0]
     (tmp_path / "fused" / "b.step").write_bytes(np.float32(8).tobytes())
     with pytest.raises(StateMismatch, match="'a/step' and 'b/step'"):
-        importer.bring(source, WantedImport("mine", 2, ImportOptions(program=PROGRAM)), Quiet())
+        importer.bring(source, an_import("mine", 2, program=PROGRAM), Quiet())
     assert not staged(world)
     with pytest.raises(InvalidRequest, match="no program 'nothing'"):
-        importer.bring(source, WantedImport("mine", 2, ImportOptions(program="nothing")), Quiet())
+        importer.bring(source, an_import("mine", 2, program="nothing"), Quiet())
 
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
@@ -391,7 +391,7 @@ def test_types_that_no_reader_has_are_refused(importer: Importer, tmp_path: Path
     (tmp_path / "source").mkdir()
     (tmp_path / "source/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
     with pytest.raises(StateMismatch, match=f"'scales' is {dtype}"):
-        importer.bring(PosixTier(tmp_path / "source"), WantedImport("mine", 1), Quiet())
+        importer.bring(PosixTier(tmp_path / "source"), an_import("mine", 1), Quiet())
 
 
 def test_a_component_of_diffusers_is_loaded_by_diffusers(world: CopiesWorld, importer: Importer, tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_component_of_diffusers_is_loaded_by_diffusers(world: CopiesWorld, imp
         if shards > 1:
             placed = {f"conv.{number}.weight": name for number, name in enumerate(names)}
             (source / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-        importer.bring(PosixTier(source), WantedImport("unet", step), Quiet())
+        importer.bring(PosixTier(source), an_import("unet", step), Quiet())
         made = tmp_path / "root" / naming.checkpoint_path("unet", step)
         index = json.loads((made / f"{stem}.safetensors.index.json").read_text())
         assert set(index["weight_map"]) == {f"conv.{number}.weight" for number in range(shards)} and "metadata" in index

@@ -26,17 +26,18 @@ from holdfast_formats.errors import (
     NoSuchResource,
     StateMismatch,
 )
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import MergeJob
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import importing, target_bytes
 from holdfast_service.daemon.merging import merged_tensor
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.merges import Merger
 from holdfast_service.wiring.progress import Quiet
 from holdfast_service.wiring.transfers import Transfers, open_source
 from tests.daemon.copies_world import CopiesWorld, copies_world
+from tests.job_requests import a_merge, an_import
 
 Arrays = dict[str, NDArray[Any]]
 BF16 = ml_dtypes.bfloat16
@@ -93,11 +94,11 @@ class MergeWorld:
 
     def add(self, name: str, arrays: Arrays) -> None:
         directory = stored(self.place / name, arrays)
-        self.importer.bring(PosixTier(directory), WantedImport(name, 1), Quiet())
+        self.importer.bring(PosixTier(directory), an_import(name, 1), Quiet())
 
-    def merge(self, recipe: str, step: int = 1, progress: Any = None, **wanted: Any) -> dict[str, Any]:
-        told = WantedImport("merged", step, **wanted)
-        return self.merger.merge(recipe, told, lambda path: open_source(self.place / path), progress or Quiet())
+    def merge(self, recipe: str, step: int = 1, progress: Any = None, again: bool = False, **wanted: Any) -> dict[str, Any]:
+        told = a_merge("merged", step, recipe, **wanted)
+        return self.merger.merge(told, lambda path: open_source(self.place / path), progress or Quiet(), again)
 
     def path(self, step: int = 1) -> Path:
         return self.root / naming.checkpoint_path("merged", step)
@@ -249,7 +250,7 @@ def test_an_adapter_into_its_base(world: MergeWorld, rslora: bool, scale: float)
     """W + s·B·A, rounded once, of a directory and of a checkpoint; all else is the base, to the last bit."""
     arrays, config = lora(4, use_rslora=rslora)
     put_adapter(world, "tuned", arrays, config)
-    world.importer.bring(PosixTier(world.place / "tuned"), WantedImport("tuned", 7), Quiet())
+    world.importer.bring(PosixTier(world.place / "tuned"), an_import("tuned", 7), Quiet())
     wanted, name = dict(BASE), "model.layers.1.mlp.up_proj.weight"
     low, high = (array.astype(np.float64) for array in arrays.values())
     wanted[name] = (BASE[name].astype(np.float64) + scale * high @ low).astype(np.float32).astype(BF16)
@@ -269,7 +270,7 @@ def test_adapters_with_each_other(world: MergeWorld) -> None:
         put_adapter(
             world, f"tuned{number}", {name: array + number for name, array in arrays.items()}, config | {"lora_alpha": alpha}
         )
-        world.importer.bring(PosixTier(world.place / f"tuned{number}"), WantedImport("tuned", number), Quiet())
+        world.importer.bring(PosixTier(world.place / f"tuned{number}"), an_import("tuned", number), Quiet())
     recipe = "{merge_method: linear, group: adapter, models: [{model: tuned@0}, {model: tuned@1}], parameters: {weight: 1}}"
     world.merge(recipe)
     made = verify(world.tier, naming.checkpoint_path("merged", 1))
@@ -409,20 +410,20 @@ def test_jobs_are_refused_before_they_wait(world: MergeWorld, tmp_path: Path) ->
     """What must fail fails at once; models in directories are below the export root only."""
     transfers = Transfers(world.tier, world.control, None, world.place)  # type: ignore[arg-type]
 
-    def request(recipe: Any, step: int = 1, **arguments: Any) -> JobRequest:
-        return JobRequest(kind="merge", run="merged", step=step, arguments={"recipe": recipe, **arguments})
+    def request(recipe: Any, **arguments: Any) -> MergeJob:
+        return MergeJob(run="merged", step=1, arguments={"recipe": recipe, **arguments})
 
     transfers.check(request(LINEAR.replace("two@1", "./two")))
     for wrong, error in (
-        (request(LINEAR.replace("two@1", "two@9")), NoSuchCheckpoint),
-        (request(LINEAR.replace("linear", "no")), InvalidRequest),
-        (request(LINEAR.replace("two@1", "../place/two")), InvalidRequest),
-        (request(LINEAR, program="x"), InvalidRequest),
-        (request(LINEAR, dry_run="yes"), InvalidRequest),
-        (request(5), InvalidRequest),
+        ({"recipe": LINEAR.replace("two@1", "two@9")}, NoSuchCheckpoint),
+        ({"recipe": LINEAR.replace("linear", "no")}, InvalidRequest),
+        ({"recipe": LINEAR.replace("two@1", "../place/two")}, InvalidRequest),
+        ({"recipe": LINEAR, "program": "x"}, InvalidRequest),
+        ({"recipe": LINEAR, "dry_run": "yes"}, InvalidRequest),
+        ({"recipe": 5}, InvalidRequest),
     ):
         with pytest.raises(error):
-            transfers.check(wrong)
+            transfers.check(request(**wrong))
     world.merge(LINEAR)
     with pytest.raises(AlreadyCommitted):
         transfers.check(request(LINEAR))

@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 
 from holdfast_formats import naming
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.importing import ImportOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.progress import Quiet
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.formats.foreign.paddle import written
+from tests.job_requests import an_import
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 def _imported(world: CopiesWorld, name: str) -> Path:
     source = PosixTier(written.GOLDEN / name / "checkpoint-2")
-    Importer(world.tier, world.control).bring(source, WantedImport("mine", 2, ImportOptions()), Quiet())
+    Importer(world.tier, world.control).bring(source, an_import("mine", 2), Quiet())
     verify(world.tier, naming.checkpoint_path("mine", 2))
     return world.root / naming.checkpoint_path("mine", 2)
 

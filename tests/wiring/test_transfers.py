@@ -26,7 +26,8 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.lineage import Rewind
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ExportJob, ImportJob
+from holdfast_formats.rest.operations import Job
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
@@ -38,6 +39,7 @@ from holdfast_service.wiring.transfers import Transfers, open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.job_requests import request
 
 RNG = np.random.default_rng(3)
 ARRAYS = {
@@ -273,7 +275,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path:
     training = {wanted.run}
     transfers = Transfers(world.tier, world.control, world.repairer, tmp_path / "place", training.__contains__)
     for act in (
-        lambda: transfers.check(JobRequest(kind="import", run=wanted.run, step=9, arguments={"from": source.name})),
+        lambda: transfers.check(ImportJob(run=wanted.run, step=9, arguments={"from": source.name})),
         lambda: transfers.import_job(wanted, Quiet()),
     ):
         with pytest.raises(InUse, match="ranks of"):
@@ -293,7 +295,7 @@ def test_without_a_place_nothing_is_reached(world: CopiesWorld) -> None:
     ):
         with pytest.raises(InvalidRequest, match="exports to no directory"):
             work()
-    with pytest.raises(InvalidRequest, match="needs run and step"):
+    with pytest.raises(InvalidRequest, match="needs 'step'"):
         nowhere.export_job(job("export", None, to="x"), Quiet())
 
 
@@ -443,10 +445,10 @@ def test_what_could_only_fail_is_no_job(
     """It is refused where it is submitted; what can work is not."""
     hugging_face(tmp_path / "place" / "hf", sharded=False)
     with pytest.raises(error):
-        transfers.check(JobRequest(kind=kind, run=RUN, step=step, arguments=arguments))
-    transfers.check(JobRequest(kind="export", run=RUN, step=5, arguments={"to": "x"}))
+        transfers.check(request(kind, RUN, step, **arguments))
+    transfers.check(ExportJob(run=RUN, step=5, arguments={"to": "x"}))
     sound = {"from": "hf", "kind": "hf", "as_is": False, "dry_run": True}
-    transfers.check(JobRequest(kind="import", run=RUN, step=6, arguments=sound))
+    transfers.check(ImportJob(run=RUN, step=6, arguments=sound))
 
 
 def test_a_source_has_to_be_a_directory(tmp_path: Path) -> None:
@@ -457,11 +459,11 @@ def test_a_source_has_to_be_a_directory(tmp_path: Path) -> None:
     assert isinstance(open_source(tmp_path), PosixTier)
 
 
-def test_a_repair_as_a_job(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+def test_a_repair(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
     """It says what was mended, and raises the damage that is left."""
     flip(world.path() / "model.safetensors.index.json", 20)
-    done = transfers.repair_job(job("verify", repair=True), Quiet())
+    done = transfers.repair(RUN, 5)
     assert [file["file"] for file in done["repaired"]] == ["model.safetensors.index.json"]
     flip(world.path() / "config.json", 3)
     with pytest.raises(CorruptExtent):
-        transfers.repair_job(job("verify", repair=True), Quiet())
+        transfers.repair(RUN, 5)

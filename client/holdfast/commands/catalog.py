@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel
 from rich.text import Text
 
 from holdfast.config import default_url
+from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.errors import InvalidRequest, StorageFailed, from_problem
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import RebuildJob
+from holdfast_formats.rest.offline import CatalogWork
 
 from .serve import check_installed
 
 CHECK_TIMEOUT_S = 600.0
-POLL_S = 0.5
 INCONSISTENT = 1  # the exit status for contradictions, as of `doctor`
 
 app = typer.Typer(
     help="The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.",
     no_args_is_help=True,
 )
-Report = TypeVar("Report", bound=BaseModel)
 Root = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help="Work on this directory; no service may be serving it.")
 ]
@@ -53,7 +49,7 @@ def check(
     with console.reporting(as_json):
         if root is not None:
             _one_place(url)
-            found = _offline(CatalogCheck, "check-thorough" if thorough else "check", root, catalog)
+            found = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root, catalog))
         else:
             with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
                 answer = api.request("GET", "/v1/catalog/check", params={"thorough": thorough})
@@ -79,9 +75,10 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
     with console.reporting(as_json):
         if root is not None:
             _one_place(url)
-            made = _offline(CatalogRebuild, "rebuild", root, catalog)
+            made = CatalogRebuild.model_validate(_offline("rebuild", root, catalog))
         else:
-            made = _by_job(url or default_url())
+            with Api(url or default_url()) as api:
+                made = CatalogRebuild.model_validate(delegated.as_job(api, RebuildJob(), lambda done, total: None))
     if as_json:
         console.print_json(made.model_dump())
     else:
@@ -107,7 +104,7 @@ def adopt(
     the list at the next start.
     """
     with console.reporting(as_json):
-        made = _offline(CatalogAdoption, "adopt", root, catalog)
+        made = CatalogAdoption.model_validate(_offline("adopt", root, catalog))
     if as_json:
         console.print_json(made.model_dump())
     else:
@@ -120,36 +117,9 @@ def _one_place(url: str | None) -> None:
         raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
 
 
-def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> Report:
-    """Run the service's offline program on an unserved root; raises its errors."""
+def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path, catalog: str | None) -> Any:
     check_installed()
-    command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root)]
-    done = subprocess.run([*command, *(["--catalog", catalog] if catalog else [])], stdout=subprocess.PIPE, check=False)
-    if done.returncode == 0:
-        return kind.model_validate_json(done.stdout)
-    try:
-        problem = CatalogProblem.model_validate_json(done.stdout).model_dump()
-    except ValueError as error:
-        raise StorageFailed(f"the catalog program failed (exit status {done.returncode})") from error
-    raise from_problem(problem)
-
-
-class CatalogProblem(BaseModel, extra="allow"):
-    code: str
-
-
-def _by_job(url: str) -> CatalogRebuild:
-    """Run it as a job of the service and wait until it ends."""
-    with Api(url) as api:
-        body = JobRequest(kind="rebuild").model_dump_json().encode()
-        headers = {"Content-Type": "application/json"}
-        job = api.parsed(api.request("POST", "/v1/jobs", content=body, headers=headers).content, Job)
-        while job.state in ("queued", "running"):
-            time.sleep(POLL_S)
-            job = api.parsed(api.request("GET", f"/v1/jobs/{job.id}").content, Job)
-    if job.result is not None:
-        return CatalogRebuild.model_validate(job.result)
-    raise from_problem(job.problem) if job.problem else StorageFailed(f"job {job.id} was {job.state}")
+    return delegated.offline(CatalogWork(act=act, root=str(root), catalog=catalog))
 
 
 def _print(items: list[Contradiction], count: int, what: str, style: str) -> None:

@@ -18,10 +18,10 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
-from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import ConvertArguments, ExportArguments, ExportJob
+from holdfast_formats.rest.offline import Conversion
 
-from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, int16_of, options_of, print_files
+from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, print_files
 
 LEFT_OUT_SHOWN = 20
 
@@ -77,16 +77,19 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     """
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         reader = CheckpointReader.open(source)
-        text = None if program is None else program_text(program)
-        given = {"as": kind, "weights": weights, "dtype": dtype, "layout": layout, "program": text}
-        arguments = {name: value for name, value in given.items() if value is not None}
-        if kind is not None:
-            _refuse_both(model_only)
-            done = _converted(reader, source, target, arguments, url, as_json)
-        else:
-            if arguments:
-                raise InvalidRequest(f"--{min(arguments)} needs --as", hint="say for which program, for example --as hf")
+        arguments = ExportArguments(
+            to=str(target),
+            model_only=model_only,
+            form=kind,
+            weights=weights,
+            dtype=dtype,
+            layout=layout,
+            program=None if program is None else program_text(program),
+        )
+        if kind is None:
             done = _copied(reader, target, model_only, as_json)
+        else:
+            done = _converted(reader, source, arguments, url, as_json)
     if as_json:
         console.print_json(done)
         return
@@ -116,13 +119,23 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     finished.
     """
     with console.reporting(as_json):
-        text = None if program is None else program_text(program)
-        wanted = {"as": made_as, "weights": weights, "dtype": dtype, "layout": layout, "program": text}
-        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16), "shards": shards}
-        how = {**reading, "dry_run": dry_run}
+        arguments = ConvertArguments(
+            source=source,
+            to=str(target),
+            form=made_as,
+            kind=kind,
+            weights=weights,
+            dtype=dtype,
+            layout=layout,
+            program=None if program is None else program_text(program),
+            as_is=as_is,
+            assemble_flat=assemble_flat,
+            int16=int16,
+            shards=shards,
+            dry_run=dry_run,
+        )
         with console.told("converting", shown=not as_json) as on_bytes:
-            words = [source, str(target), *options_of({**wanted, **how})]
-            done = delegated.offline("convert", *words, on_bytes=on_bytes)
+            done = delegated.offline(Conversion(arguments=arguments, progress=True), on_bytes)
     if as_json:
         console.print_json(done)
         return
@@ -130,11 +143,6 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
         _print_plan(done)
         return
     _print_done("converted", target, done)
-
-
-def _refuse_both(model_only: bool) -> None:
-    if model_only:
-        raise InvalidRequest("--model-only and --as cannot be combined", hint="--as hf exports only the model as well")
 
 
 def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: bool) -> dict[str, Any]:
@@ -145,17 +153,18 @@ def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: b
 
 
 def _converted(
-    reader: CheckpointReader, source: object, target: Path, arguments: dict[str, str], url: str | None, as_json: bool
+    reader: CheckpointReader, source: object, arguments: ExportArguments, url: str | None, as_json: bool
 ) -> dict[str, Any]:
     """Run it in a program of the service, on this machine if the checkpoint is here, else as a job."""
-    made = reader.manifest
-    if isinstance(source, DirectorySource):
-        words = [f"--{name}={value}" for name, value in arguments.items()]
-        with console.told("exporting", shown=not as_json) as on_bytes:
-            return delegated.offline("export", str(source.path), str(target), *words, on_bytes=on_bytes)
-    wanted = JobRequest(kind="export", run=made.run, step=made.step, arguments={"to": str(target), **arguments})
-    with Api(url or default_url()) as api, console.told("exporting", shown=not as_json) as on_bytes:
-        return delegated.as_job(api, wanted, on_bytes)
+    with console.told("exporting", shown=not as_json) as on_bytes:
+        if isinstance(source, DirectorySource):
+            terms = arguments.model_dump(exclude={"model_only"})
+            conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
+            done = delegated.offline(Conversion(arguments=conversion, progress=True), on_bytes)
+            return {name: value for name, value in done.items() if name not in ("source", "written")}
+        with Api(url or default_url()) as api:
+            wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
+            return delegated.as_job(api, wanted, on_bytes)
 
 
 def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:

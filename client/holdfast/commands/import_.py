@@ -17,8 +17,9 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
-from holdfast_formats.foreign import sixteen_bits
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.foreign import kinds
+from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
+from holdfast_formats.rest.offline import RootJob
 from holdfast_formats.rest.recipes import average_of_last
 
 from .marks import named
@@ -38,7 +39,7 @@ Program = Annotated[
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
 Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
 Int16 = Annotated[
-    str | None,
+    kinds.Int16 | None,
     typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
 ]
 Shards = Annotated[
@@ -84,17 +85,17 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         run, step = named(checkpoint)
         if root is not None and url is not None:
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
-        text = None if program is None else program_text(program)
-        reading = {"kind": kind, "as_is": as_is, "assemble_flat": assemble_flat, "int16": int16_of(int16), "shards": shards}
-        given = {"program": text, **reading, "dry_run": dry_run}
-        arguments = {name: value for name, value in given.items() if value}
-        if root is not None:
-            words = [source, f"{run}@{step}", "--root", str(root), *options_of(arguments)]
-            with console.told("importing", shown=not as_json) as on_bytes:
-                done = delegated.offline("import", *words, on_bytes=on_bytes)
-        else:
-            wanted = JobRequest(kind="import", run=run, step=step, arguments={"from": source, **arguments})
-            done = _by_service(url, wanted, as_json, "importing")
+        arguments = ImportArguments(
+            source=source,
+            kind=kind,
+            program=None if program is None else program_text(program),
+            as_is=as_is,
+            assemble_flat=assemble_flat,
+            int16=int16,
+            shards=shards,
+            dry_run=dry_run,
+        )
+        done = _done(ImportJob(run=run, step=step, arguments=arguments), root, url, None if as_json else "importing")
     if as_json:
         console.print_json(done)
         return
@@ -110,27 +111,13 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
         console.out().print(Text.assemble(("note  ", "bold"), note))
 
 
-def _by_service(url: str | None, wanted: JobRequest, as_json: bool, doing: str) -> dict[str, Any]:
-    with Api(url or default_url()) as api, console.told(doing, shown=not as_json) as on_bytes:
-        return delegated.as_job(api, wanted, on_bytes)
-
-
-def int16_of(text: str | None) -> str | None:
-    """The value of `--int16`; `InvalidRequest` for an unknown one."""
-    if text not in (None, *sixteen_bits.WAYS):
-        raise InvalidRequest(f"--int16 is {text!r}", hint=f"one of {', '.join(sixteen_bits.WAYS)}")
-    return text
-
-
-def options_of(arguments: dict[str, Any]) -> list[str]:
-    """The arguments as words of the offline program's command line."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value in (None, False):
-            continue
-        option = "--from" if name == "kind" else f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [f"{option}={value}"]
-    return words
+def _done(wanted: ImportJob | MergeJob, root: Path | None, url: str | None, doing: str | None) -> dict[str, Any]:
+    """Run it in a root that no daemon serves, or as a job of the service; the progress is shown as `doing`, if given."""
+    with console.told(doing or "", shown=doing is not None) as on_bytes:
+        if root is not None:
+            return delegated.offline(RootJob(root=str(root), job=wanted, progress=True), on_bytes)
+        with Api(url or default_url()) as api:
+            return delegated.as_job(api, wanted, on_bytes)
 
 
 def _print_report(done: dict[str, Any]) -> None:
@@ -185,12 +172,8 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
         if average_last is None and dtype is not None:
             raise InvalidRequest("--dtype is an option of --average-last", hint="say `dtype` in the recipe")
         text = _read(recipe) if average_last is None else _average(recipe, average_last, dtype, root, url)
-        if root is not None:
-            words = ["--dry-run"] if dry_run else []
-            done = delegated.offline("merge", f"{run}@{step}", f"--recipe={text}", "--root", str(root), *words)
-        else:
-            arguments = {"recipe": text} | ({"dry_run": True} if dry_run else {})
-            done = _by_service(url, JobRequest(kind="merge", run=run, step=step, arguments=arguments), as_json, "merging")
+        wanted = MergeJob(run=run, step=step, arguments=MergeArguments(recipe=text, dry_run=dry_run))
+        done = _done(wanted, root, url, None if as_json else "merging")
     _print_merged(done, f"{run}@{step}", dry_run, as_json)
 
 

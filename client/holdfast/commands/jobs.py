@@ -13,9 +13,10 @@ from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
-from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
+from holdfast_formats.errors import exit_status, from_problem
 from holdfast_formats.rest.job_words import Fact, facts
-from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest.jobs import JobRequest, parse
+from holdfast_formats.rest.operations import Job, JobKind, JobState
 
 SHOWN_MAX = 50
 WAIT_S = 0.5  # between two polls of a job
@@ -86,8 +87,6 @@ def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None
 
 
 def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> JobRequest:
-    if kind not in get_args(JobKind):
-        raise InvalidRequest(f"{kind!r} is not a kind of job", hint=f"one of {', '.join(get_args(JobKind))}")
     given = dict(text.partition("=")[::2] for text in arguments)
     run, step = None, None
     if target is not None:
@@ -95,7 +94,7 @@ def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> J
         run, step = named.run, named.step
         if step is None and "@" in target:
             step = step_of(api, named)
-    return JobRequest.model_validate({"kind": kind, "run": run, "step": step, "arguments": given})
+    return parse({"kind": kind, "run": run, "step": step, "arguments": given})
 
 
 def _show(api: Api, job: Job, follow: bool, as_json: bool) -> None:

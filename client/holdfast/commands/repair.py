@@ -14,7 +14,8 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
+from holdfast_formats.rest.offline import RootJob
 
 from .marks import named
 
@@ -37,12 +38,12 @@ def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: 
             raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         if sources and root is None:
             raise InvalidRequest("--from needs --root", hint="add --root DIR; a daemon uses its own --replica directories")
+        wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=True))
         if root is not None:
-            given = delegated.words("--from", sources or [])
-            done = delegated.offline("repair", f"{run}@{step}", "--root", str(root), *given)
+            replicas = tuple(map(str, sources or ()))
+            done = delegated.offline(RootJob(root=str(root), job=wanted, replicas=replicas), lambda done, total: None)
         else:
             with Api(url or default_url()) as api:
-                wanted = JobRequest(kind="verify", run=run, step=step, arguments={"repair": True})
                 done = delegated.as_job(api, wanted, lambda done, total: None)
     _print(f"{run}@{step}", done, as_json)
 

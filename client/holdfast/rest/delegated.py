@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from holdfast.rest.api import Api
 from holdfast_formats.errors import CheckpointError, RoundAborted, from_problem
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import JobRequest
+from holdfast_formats.rest.offline import OfflineWork
+from holdfast_formats.rest.operations import Job
 
 ENDED = ("done", "failed", "cancelled")
 WAIT_S = 20.0
-_PROGRAM = "holdfast_service.offline"
+COMMAND = (sys.executable, "-m", "holdfast_service.offline")
 OnBytes = Callable[[int, int], None]
 
 
@@ -36,16 +39,19 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
     return job.result or {}
 
 
-def offline(*arguments: str, on_bytes: OnBytes | None = None) -> dict[str, Any]:
-    """Run it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages.
+def offline(work: OfflineWork, on_bytes: OnBytes | None = None) -> dict[str, Any]:
+    """Run it in a program of the service on this machine. Needs the service's packages.
 
-    `on_bytes` receives the progress, if there is any. If the caller is interrupted, so is the work, which cleans up
-    first.
+    `on_bytes` receives the progress, if there is any; without it, warnings of the program are shown. If the caller is
+    interrupted, so is the work, which cleans up first.
     """
-    command = [sys.executable, "-m", _PROGRAM, *arguments, *(() if on_bytes is None else ("--progress",))]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        seen = None if on_bytes is None else errors
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=seen, text=True)
         try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as asked:  # it may have ended, and says why
+                asked.write(work.model_dump_json(by_alias=True))
             said = _heard(process, on_bytes)
             status = process.wait()
         except BaseException:
@@ -53,10 +59,10 @@ def offline(*arguments: str, on_bytes: OnBytes | None = None) -> dict[str, Any]:
             process.wait()
             raise
         errors.seek(0)
-        why = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
+        why = (errors.read().strip().splitlines() or ["see its output above, if there is any"])[-1]
     if said is None:
         raise CheckpointError(
-            f"{_PROGRAM} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
+            f"{COMMAND[-1]} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
         )
     if status:
         raise from_problem(said)
@@ -78,8 +84,3 @@ def _heard(process: subprocess.Popen[str], on_bytes: OnBytes | None) -> dict[str
             elif on_bytes is not None:
                 on_bytes(*found)
     return said
-
-
-def words(option: str, values: Sequence[object]) -> list[str]:
-    """The option with each value, as a command line has it."""
-    return [word for value in values for word in (option, str(value))]

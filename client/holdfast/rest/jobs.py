@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from holdfast.rest import bounded
 from holdfast_formats.errors import DeadlineExceeded, Unavailable
-from holdfast_formats.rest.operations import Event, Gap, Job, JobRequest
+from holdfast_formats.rest.jobs import JobRequest
+from holdfast_formats.rest.operations import Event, Gap, Job
 
 POLL_S = 20.0
 QUIET_MAX_S = 60.0  # the service sends something every 15 s: a stream that is silent for longer is broken

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
+from holdfast.rest import delegated
 from holdfast.rest.api import Api
-from holdfast_formats.errors import CheckpointError, InvalidRequest, from_problem
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.offline import TokenWork
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 
 _PATH = "/v1/tokens"
@@ -52,41 +51,21 @@ class RootTokens(NamedTuple):
     catalog: str | None = None
 
     def create(self, wanted: TokenRequest) -> NewToken:
-        asked = ["create", "--scope", wanted.scope, "--runs", wanted.runs]
-        for flag in ("expires_s", "requests_per_s", "bytes_per_s"):
-            asked += _flag(flag, getattr(wanted, flag))
-        return NewToken.model_validate(self._tool([*asked, "--", wanted.name]))
+        return NewToken.model_validate(self._done(act="token-create", create=wanted))
 
     def rotate(self, name: str, wanted: RotationRequest) -> NewToken:
-        asked = ["rotate", *_flag("grace_s", wanted.grace_s), *_flag("expires_s", wanted.expires_s)]
-        return NewToken.model_validate(self._tool([*asked, "--", name]))
+        return NewToken.model_validate(self._done(act="token-rotate", name=name, rotate=wanted))
 
     def all(self) -> list[Token]:
-        return [Token.model_validate(item) for item in self._tool(["ls"])]
+        return [Token.model_validate(item) for item in self._done(act="token-list")["items"]]
 
     def revoke(self, name: str) -> None:
-        self._tool(["revoke", "--", name])
+        self._done(act="token-revoke", name=name)
 
-    def _tool(self, arguments: list[str]) -> Any:
+    def _done(self, **work: Any) -> Any:
         if importlib.util.find_spec("holdfast_service") is None:  # checked here because the client may not import it
             raise InvalidRequest(
                 "changing a root's tokens needs the service's dependencies",
                 hint="pip install 'holdfast-checkpoint[service]'",
             )
-        catalog = [] if self.catalog is None else ["--catalog", self.catalog]
-        program = [sys.executable, "-m", "holdfast_service.offline", "tokens"]
-        command = [*program, "--root", str(self.root), *catalog, *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-        try:
-            answer = json.loads(done.stdout)
-        except ValueError:
-            raise CheckpointError(
-                f"the token tool exited with status {done.returncode}", hint="see its output above"
-            ) from None
-        if done.returncode != 0:
-            raise from_problem(answer)
-        return answer
-
-
-def _flag(name: str, value: int | None) -> list[str]:
-    return [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        return delegated.offline(TokenWork(root=str(self.root), catalog=self.catalog, **work))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest
-from holdfast_formats.files import Files
+
+if TYPE_CHECKING:
+    from holdfast_formats.files import Files
 
 HEAD_BYTES = 64
 _POINTER = b"version https://git-lfs"

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pydantic import ConfigDict, Field
+
+from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.listing import ForeignListing
+
+if TYPE_CHECKING:  # commands state options without what reads a checkpoint
+    from holdfast_formats.files import Files
+    from holdfast_formats.foreign.listing import ForeignListing
 
 
-class ReadOptions(NamedTuple):
-    """Options of an import: original names and layouts (`as_is`), joining of Paddle's broken flat directories
-    (`assemble_flat`), the meaning of 16-bit integers (`int16`, one of `sixteen_bits.WAYS`), the number of ranks with shards
-    (`shards`).
-    """
+Int16 = Literal["integers", "bfloat16"]  # what a checkpoint's 16-bit integers are
 
-    as_is: bool = False
-    assemble_flat: bool = False
-    int16: str | None = None
-    shards: int | None = None
+
+class ReadOptions(Body):
+    """What a user may ask of an import or a conversion."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    as_is: bool = Field(default=False, description="keep names and layouts as they are")
+    assemble_flat: bool = Field(default=False, description="put flat directories of Paddle together that lack metadata")
+    int16: Int16 | None = Field(default=None, description="what 16-bit integers are: integers, or bfloat16 for its bits")
+    shards: int | None = Field(
+        default=None, ge=1, description="how many ranks wrote shards that the source does not count itself"
+    )
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What changes names, layouts or tensors of the source."""
+        return self.model_dump(include=set(ReadOptions.model_fields), exclude_defaults=True)
 
 
 class ForeignKind(NamedTuple):
@@ -36,16 +50,21 @@ class ForeignKind(NamedTuple):
     last: bool = False
 
 
+def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
+    """The kind of this name; `InvalidRequest` if it does not exist."""
+    for kind in kinds:
+        if kind.name == name:
+            return kind
+    raise InvalidRequest(f"there is no kind {name!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
+
+
 def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     """The kind of a directory, or the `wanted` one.
 
     Raises `InvalidRequest` for an unknown kind, `StateMismatch` if none fits, or more than one.
     """
     if wanted is not None:
-        found = [kind for kind in kinds if kind.name == wanted]
-        if not found:
-            raise InvalidRequest(f"there is no kind {wanted!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
-        return found[0]
+        return kind_named(wanted, kinds)
     fitting = [kind for kind in kinds if not kind.last and kind.recognises(files)]
     fitting = fitting or [kind for kind in kinds if kind.last and kind.recognises(files)]
     if len(fitting) == 1:

@@ -13,7 +13,6 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.listing import ForeignTensor
 
 INTEGERS, BFLOAT16 = "integers", "bfloat16"
-WAYS = (INTEGERS, BFLOAT16)  # what `--int16` takes
 _UNSIGNED, _SIGNED = "U16", "I16"
 _HINT = f"say what they are: `import --int16 {INTEGERS}` keeps them, `--int16 {BFLOAT16}` takes them for bfloat16"
 
@@ -31,7 +30,7 @@ def taken_for_bfloat16(
 ) -> str | None:
     """The integer dtype whose tensors are bfloat16, if there is one. `config` is the model's config.json.
 
-    `StateMismatch` if neither the checkpoint nor `way` (one of `WAYS`) decides.
+    `StateMismatch` if neither the checkpoint nor `way` decides.
     """
     first: dict[str, StoredDtype] = {}
     for one in stored:

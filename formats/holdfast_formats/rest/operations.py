@@ -93,17 +93,6 @@ class Gap(Body):
     )
 
 
-class JobRequest(Body):
-    """A job to be done. While an identical job is queued or running, the request returns that job."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: JobKind
-    run: str | None = None
-    step: int | None = Field(default=None, ge=0)
-    arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of this kind of job")
-
-
 class Job(Body):
     id: int
     kind: str

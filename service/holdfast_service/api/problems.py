@@ -21,6 +21,7 @@ from .reading import met
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+MESSAGE_MAX = 500
 
 
 class Problem(BaseModel):
@@ -78,7 +79,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return problem_response(InvalidRequest(f"{where}: {first['msg']}", hint="/openapi.json describes every parameter"))
+    what = f"{where}: {first['msg'][:MESSAGE_MAX]}"  # which may quote the body
+    return problem_response(InvalidRequest(what, hint="/openapi.json describes every parameter"))
 
 
 async def _http(request: Request, error: Exception) -> Response:

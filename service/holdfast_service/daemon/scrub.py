@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import moments, naming
-from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
@@ -237,21 +237,19 @@ class CheckJobs:
     def __init__(self, checker: Checker, scrub: Scrub, tier: Tier) -> None:
         self._checker, self._scrub, self._tier = checker, scrub, tier
 
-    def verify(self, job: Job, progress: Reports) -> dict[str, Any]:
-        """Verify one checkpoint, its `run` and `step`, and return what was read.
+    def verify(self, run: str, step: int, progress: Reports) -> dict[str, Any]:
+        """Verify one checkpoint, and return what was read.
 
-        Raises the first `Damaged` that could not be repaired, once it is recorded; `InvalidRequest`, `NoSuchCheckpoint`,
-        `InUse` if a save is about to replace the checkpoint, read errors, and what `progress` raises to stop.
+        Raises the first `Damaged` that could not be repaired, once it is recorded; `NoSuchCheckpoint`, `InUse` if a save is
+        about to replace the checkpoint, read errors, and what `progress` raises to stop.
         """
-        if job.run is None or job.step is None:
-            raise InvalidRequest("a check needs a run and a step", hint="pass `run` and `step`")
-        directory = naming.checkpoint_path(job.run, job.step)
+        directory = naming.checkpoint_path(run, step)
         try:
             total = open_checkpoint(self._tier, directory).manifest.bytes
         except Damaged:  # the check reports or repairs it
             total = 0
         with _stopping():
-            check = self._checker.check(job.run, job.step, self._scrub.heed(_Sum(progress, total).add, paced=False))
+            check = self._checker.check(run, step, self._scrub.heed(_Sum(progress, total).add, paced=False))
         made = open_checkpoint(self._tier, directory).manifest
         tensors = sum(len(listed) for listed in made.tensors.values())
         return {**check, "files": len(made.files), "tensors": tensors}

@@ -15,6 +15,8 @@ from pydantic import BaseModel
 
 from holdfast_formats.errors import CheckpointError, NotFound, from_problem
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.jobs import JobRequest
+from holdfast_formats.rest.operations import Job
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
@@ -66,6 +68,11 @@ class ViewerApi:
         if answer.status_code >= 400:
             raise _error(answer)
         return answer
+
+    async def submit(self, wanted: JobRequest) -> str:
+        """Submit a job; the address of its page."""
+        answer = await self.ask("POST", "/v1/jobs", body=wanted)
+        return f"/jobs/{Job.model_validate_json(answer.content).id}"
 
     async def get(self, model: type[Model], path: str, **params: Any) -> Model:
         answer = await self.ask("GET", path, headers={"Accept": "application/json"}, **params)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from holdfast_formats.rest.jobs import Arguments
 
 from .asking import SignInNeeded
 from .rendering import as_page
@@ -64,6 +65,25 @@ class Form:
     def lines(self, name: str) -> str:
         """Text of several lines, with line endings normalized."""
         return self.text(name).replace("\r\n", "\n")
+
+    def need(self, *names: str) -> None:
+        """`InvalidRequest` for the first of these fields that is empty."""
+        for name in names:
+            if not self.text(name):
+                raise InvalidRequest(f"the field {name!r} is empty", hint="go back and fill it in")
+
+    def arguments(self, model: type[Arguments]) -> dict[str, Any]:
+        """What the fields say of a job's arguments; those that are empty are left out."""
+        said: dict[str, Any] = {}
+        for name, field in model.model_fields.items():
+            key = field.alias or name
+            if field.annotation is bool:
+                said[key] = self.text(key) == "yes"
+            elif field.annotation == int | None:
+                said[key] = self.number(key)
+            elif self.text(key):
+                said[key] = self.text(key)
+        return said
 
     def number(self, name: str) -> int | None:
         """A whole number, None if the field is empty; `InvalidRequest` for anything else."""

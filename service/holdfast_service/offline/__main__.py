@@ -1,7 +1,7 @@
-"""`python -m holdfast_service.offline repair|import|merge|export|convert|catalog|tokens …`: works on a root.
+"""`python -m holdfast_service.offline`: work on a root or a directory, which a daemon may serve or not.
 
-A daemon may serve it or not. `holdfast` calls this program, and prints its output: one JSON document, which is a problem
-after an error.
+`holdfast` calls this program. Its standard input is one document of `holdfast_formats.rest.offline`. It prints one JSON
+document: the result, or a problem after an error, whose branch the exit status follows.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from typing import Any
 
-from holdfast_formats.errors import RoundAborted, exit_status
-
-ACTS = ("repair", "import", "merge", "export", "convert")  # their programs do several things
-NAMES = (*ACTS, "catalog", "tokens")
+from holdfast_formats.errors import CheckpointError, RoundAborted, exit_status
+from holdfast_formats.rest.offline import CatalogWork, OfflineWork, TokenWork, parse
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the program that the first argument names; 2 where it names none."""
-    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if name not in NAMES:
-        print(f"usage: python -m holdfast_service.offline {'|'.join(NAMES)} …", file=sys.stderr)
-        return 2
+def main(text: str) -> int:
+    """Run it and print the result."""
     before = signal.signal(signal.SIGINT, _stopped)
     try:
-        return _program(name)([name, *rest] if name in ACTS else rest)
+        print(json.dumps(_done(parse(text))))
     except KeyboardInterrupt:
-        problem = RoundAborted("stopped by a signal", hint="the same command begins again")
-        print(json.dumps(problem.problem()))
-        return exit_status(problem)
+        return _refused(RoundAborted("stopped by a signal", hint="the same command begins again"))
+    except CheckpointError as error:
+        return _refused(error)
     finally:
         signal.signal(signal.SIGINT, before)
+    return 0
+
+
+def _refused(error: CheckpointError) -> int:
+    print(json.dumps(error.problem()))
+    return exit_status(error)
 
 
 def _stopped(*_: object) -> None:
@@ -40,24 +40,20 @@ def _stopped(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _program(name: str) -> Callable[[list[str]], int]:
+def _done(work: OfflineWork) -> dict[str, Any]:
     """Each imports only what it needs: creating a token does not import a repair."""
-    if name == "catalog":
+    if isinstance(work, CatalogWork):
         from holdfast_service.offline import catalog
 
-        return catalog.main
-    if name in ("export", "convert"):
-        from holdfast_service.offline import export
-
-        return export.main
-    if name == "tokens":
+        return catalog.run(work)
+    if isinstance(work, TokenWork):
         from holdfast_service.offline import tokens
 
-        return tokens.main
-    from holdfast_service.offline import repair_import
+        return tokens.run(work)
+    from holdfast_service.offline import jobs
 
-    return repair_import.main
+    return jobs.run(work)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.stdin.read()))

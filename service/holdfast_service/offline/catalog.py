@@ -1,17 +1,16 @@
-"""`python -m holdfast_service.offline catalog check|rebuild|adopt --root DIR`: a catalog whose root no daemon serves.
-
-`holdfast catalog` runs it and prints its output: one JSON document, which is a problem after an error.
-"""
+"""Checks and rebuilds a catalog whose root no daemon serves, or hands it over to another root."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
+from pydantic import BaseModel
+
+from holdfast_formats.errors import StorageFailed
 from holdfast_formats.moments import utc_now
-from holdfast_formats.rest.consistency import CatalogAdoption
+from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck
+from holdfast_formats.rest.offline import CatalogWork
 from holdfast_service import config
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog import salvage
@@ -21,61 +20,47 @@ from holdfast_service.control.database.engines import address
 from holdfast_service.storage import PosixStore, PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
 
-WORK = ("check", "check-thorough", "rebuild", "adopt")
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run it and print the result; the exit status follows the error's branch."""
-    try:
-        work, *flags = sys.argv[1:] if arguments is None else arguments
-        if work not in WORK:
-            raise InvalidRequest(f"{work!r} is none of {', '.join(WORK)}")
-        print(run(work, config.parse(flags)))
-    except CheckpointError as error:
-        print(json.dumps(error.problem()))
-        return exit_status(error)
-    return 0
-
-
-def run(work: str, settings: config.Config) -> str:
-    """The report as JSON. `RootBusy` while a daemon serves the root, which then must do it."""
+def run(work: CatalogWork) -> dict[str, Any]:
+    """The report. `RootBusy` while a daemon serves the root, which then must do it."""
+    settings = config.parse(["--root", work.root, *(["--catalog", work.catalog] if work.catalog else [])])
     root = settings.root.resolve()
     if not root.is_dir():
         raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     lock = lock_root(root)
     try:
-        return _made(work, root, settings)
+        return _made(work.act, root, settings).model_dump()
     finally:
         lock.release()
 
 
-def _made(work: str, root: Path, settings: config.Config) -> str:
+def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
     tier, url = PosixTier(root), settings.catalog_url
     shared = address(url) if config.is_shared(url) else None
-    if work not in ("rebuild", "adopt"):
-        return _checked(tier, url, thorough=work == "check-thorough")
-    who = ownership.Root(settle(tier, shared, leave=work == "adopt").mark.id, root, settings.node)
+    if act not in ("rebuild", "adopt"):
+        return _checked(tier, url, thorough=act == "check-thorough")
+    who = ownership.Root(settle(tier, shared, leave=act == "adopt").mark.id, root, settings.node)
     opened = salvage.open_catalog(url)
     try:
-        if work == "adopt":
+        if act == "adopt":
             before = ownership.adopt(opened.catalog, who, utc_now())
             if shared is None:
                 make_one(tier)
             audit.offline(opened.catalog.database, settings.node, "catalog-adopted", target=str(root))
-            return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before).model_dump_json()
+            return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before)
         ownership.claim(PosixStore(tier), opened.catalog, who, utc_now())
         made = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
         audit.offline(opened.catalog.database, settings.node, "catalog-rebuilt")
     finally:
         opened.catalog.close()
     aside = None if opened.set_aside is None else str(opened.set_aside)
-    return made.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged}).model_dump_json()
+    return made.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged})
 
 
-def _checked(tier: PosixTier, url: str, thorough: bool) -> str:
+def _checked(tier: PosixTier, url: str, thorough: bool) -> CatalogCheck:
     catalog = salvage.open_sound(url)
     try:
         ownership.check(catalog.database, known(tier.root), tier.root)
-        return consistency.check(PosixStore(tier), catalog, writers=(), thorough=thorough).model_dump_json()
+        return consistency.check(PosixStore(tier), catalog, writers=(), thorough=thorough)
     finally:
         catalog.close()

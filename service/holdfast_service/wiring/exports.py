@@ -9,28 +9,15 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.files import Files
+from holdfast_formats.rest.jobs import ExportJob, ExportTerms
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying import converting, exporting, foreign_export, streaming
 from holdfast_service.daemon.copying.converting import Conversion
-from holdfast_service.daemon.copying.exporting import Export
-from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
+from holdfast_service.daemon.copying.foreign_export import PlannedExport
 from holdfast_service.storage import Tier
 from holdfast_service.wiring.progress import Progress, going
-
-
-class ForeignExport(NamedTuple):
-    """A checkpoint to export with these terms, as the directory `target` of another tier.
-
-    `again`: an earlier start of the service has begun the job.
-    """
-
-    run: str
-    step: int
-    target: str
-    terms: ExportTerms
-    again: bool = False
 
 
 class Exporter:
@@ -39,27 +26,29 @@ class Exporter:
     def __init__(self, tier: Tier, control: Control) -> None:
         self._tier, self._control = tier, control
 
-    def copy(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
+    def copy(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Copy a checkpoint out; it gets its name only when it is complete."""
+        target = wanted.arguments.to
         with self._control.readers.reading(wanted.run, wanted.step):
             size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
             ahead = going(progress, 2 * size)
-            with exporting.alone(place, wanted.target) as staging:
+            with exporting.alone(place, target) as staging:
                 made = None
-                if exporting.is_taken(place, wanted.target):
-                    made = exporting.stands(self._tier, place, wanted, ahead) if wanted.again else None
+                if exporting.is_taken(place, target):
+                    made = exporting.stands(self._tier, place, wanted, ahead) if again else None
                     if made is None:
-                        raise exporting.taken(wanted.target)
+                        raise exporting.taken(target)
                 if made is None:
                     made = exporting.stage(self._tier, place, staging, wanted, ahead)
-                    _publish(place, staging, wanted.target)
-        return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
+                    _publish(place, staging, target)
+        committed = not wanted.arguments.model_only
+        return {"to": target, "files": len(made.files), "bytes": made.bytes, "committed": committed}
 
-    def convert(self, place: Tier, wanted: ForeignExport, progress: Progress) -> dict[str, Any]:
+    def convert(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Export for another program. An interrupted job reuses its finished files."""
         with self._control.readers.reading(wanted.run, wanted.step):
-            work = ExportWork(place, wanted.target, progress, wanted.again)
-            return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.terms, work)
+            work = ExportWork(place, wanted.arguments.to, progress, again)
+            return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.arguments, work)
 
 
 class ExportWork(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
@@ -12,27 +12,15 @@ from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.files import Files
+from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeJob
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import import_report, importing, streaming
 from holdfast_service.daemon.copying.copies import read_back
-from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
+from holdfast_service.daemon.copying.importing import Goal, PlannedImport
 from holdfast_service.storage import Tier
 from holdfast_service.wiring.progress import Progress, going
-
-
-class WantedImport(NamedTuple):
-    """An import into a checkpoint. `dry_run` only reports the conversion; `again`: an earlier start of the service has begun
-    the job.
-    """
-
-    run: str
-    step: int
-    options: ImportOptions = ImportOptions()
-    dry_run: bool = False
-    again: bool = False
-
 
 Planner = Callable[[Goal], PlannedImport]
 
@@ -43,26 +31,29 @@ class Importer:
     def __init__(self, tier: Tier, control: Control) -> None:
         self._tier, self._control = tier, control
 
-    def bring(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint from `source`, or report a dry run; it is verified."""
-        ours = _is_ours(source, wanted.options)
-        if wanted.dry_run:
+    def bring(self, source: Files, wanted: ImportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
+        """Make a checkpoint from `source`, or report a dry run; it is verified.
+
+        `again`: an earlier start of the service has begun the job.
+        """
+        ours = _is_ours(source, wanted.arguments)
+        if wanted.arguments.dry_run:
             self._control.imports.attempt(wanted.run, wanted.step)
             return foretold(source, wanted)
         if ours:
             return self._copy(source, wanted, progress)
-        return self.make(lambda goal: importing.plan_import(source, goal, wanted.options), wanted, progress)
+        return self.make(lambda goal: importing.plan_import(source, goal, wanted.arguments), wanted, progress, again)
 
-    def make(self, plan: Planner, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+    def make(self, plan: Planner, wanted: ImportJob | MergeJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Make a planned checkpoint, or report a dry run; resumes a killed job."""
         try:
             attempt = self._control.imports.attempt(wanted.run, wanted.step)
         except AlreadyCommitted:
-            if not wanted.again:
+            if not again:
                 raise
             return self._committed_before(plan, wanted)
         planned = plan(Goal(wanted.run, wanted.step, attempt))
-        if wanted.dry_run:
+        if wanted.arguments.dry_run:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
         planned = planned._replace(node=self._control.node_of_many)
         try:
@@ -95,7 +86,7 @@ class Importer:
         self._control.findings.sound(made.run, made.step, made=made)
         return {**import_report.report(planned, source), **_counts(made)}
 
-    def _committed_before(self, plan: Planner, wanted: WantedImport) -> dict[str, Any]:
+    def _committed_before(self, plan: Planner, wanted: ImportJob | MergeJob) -> dict[str, Any]:
         """The result of a job whose service was killed after the commit; `AlreadyCommitted` for anything else."""
         taken = AlreadyCommitted(
             f"{wanted.run}@{wanted.step} is already committed", hint="remove it, or choose another step"
@@ -112,7 +103,7 @@ class Importer:
             raise taken
         return self._done(planned, dict(told), self._verified(wanted.run, wanted.step))
 
-    def _copy(self, source: Files, wanted: WantedImport, progress: Progress) -> dict[str, Any]:
+    def _copy(self, source: Files, wanted: ImportJob, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
         imports, run, step = self._control.imports, wanted.run, wanted.step
         pair = open_checkpoint(source, "")
@@ -141,16 +132,16 @@ class Importer:
 OURS = "holdfast"
 
 
-def foretold(source: Files, wanted: WantedImport) -> dict[str, Any]:
+def foretold(source: Files, wanted: ImportJob) -> dict[str, Any]:
     """A dry run of an import. Names and headers are read, and nothing is written; raises what the import would."""
-    if _is_ours(source, wanted.options):
+    if _is_ours(source, wanted.arguments):
         said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(open_checkpoint(source, "").manifest)}
         return {"run": wanted.run, "step": wanted.step, "dry_run": True, **said}
-    planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.options)
+    planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.arguments)
     return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
 
 
-def _is_ours(source: Files, options: ImportOptions) -> bool:
+def _is_ours(source: Files, options: ImportArguments) -> bool:
     """Whether a source is a Holdfast checkpoint, which is copied. Raises for an incomplete one, and for options that do not
     apply to it.
     """
@@ -161,7 +152,7 @@ def _is_ours(source: Files, options: ImportOptions) -> bool:
             raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
         importing.refuse_uncommitted(source)
         return False
-    if options._replace(kind=None) != ImportOptions():
+    if options.chosen:
         raise InvalidRequest(
             "a Holdfast checkpoint is copied as it is",
             hint="leave out the options that change names, layouts or tensors",

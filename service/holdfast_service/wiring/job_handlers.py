@@ -9,7 +9,8 @@ from holdfast_formats.disk import coded
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import comparing
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import CompareJob, VerifyJob
+from holdfast_formats.rest.operations import Job
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.cluster.membership import Membership
@@ -37,25 +38,27 @@ def start_jobs(node: str, workers: Workers, membership: Membership | None = None
     catalog, control, transfers = workers.catalog, workers.control, workers.transfers
     runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), control.events, begin=give_way)
 
-    def exists(request: JobRequest) -> None:
-        assert request.run is not None and request.step is not None  # requirements are checked first
-        if not (request.arguments.get("repair") and transfers.repairer.has_copy(request.run, request.step)):
-            catalog.checkpoint(request.run, request.step)
+    def exists(wanted: VerifyJob) -> None:
+        if not (wanted.arguments.repair and transfers.repairer.has_copy(wanted.run, wanted.step)):
+            catalog.checkpoint(wanted.run, wanted.step)
 
     def verify(job: Job, progress: Progress) -> dict[str, Any]:
-        return (transfers.repair_job if job.arguments.get("repair") else workers.checks.verify)(job, progress)
+        wanted = VerifyJob.of(job)
+        if wanted.arguments.repair:
+            return transfers.repair(wanted.run, wanted.step)
+        return workers.checks.verify(wanted.run, wanted.step, progress)
 
     def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
         return consistency.rebuild(workers.control.store, catalog, {node, *control.writers()}, utc_now()).model_dump()
 
     comparison = Comparison(workers)
-    runner.register("verify", verify, needs=("run", "step"), check=exists)
+    runner.register("verify", verify, exists)
     runner.register("scrub", workers.checks.scrub)
     runner.register("rebuild", rebuild)
-    runner.register("compare", comparison, needs=("run", "step", "with"), check=comparison.check)
-    for kind, path in (("export", "to"), ("import", "from"), ("merge", "recipe")):
-        handler = transfers.handlers()[kind]
-        runner.register(kind, handler, needs=("run", "step", path), check=transfers.check)
+    runner.register("compare", comparison, comparison.check)
+    runner.register("export", transfers.export_job, transfers.check)
+    runner.register("import", transfers.import_job, transfers.check)
+    runner.register("merge", transfers.merge_job, transfers.check)
     runner.start()
     return runner
 
@@ -68,14 +71,14 @@ class Comparison:
     def __init__(self, workers: Workers) -> None:
         self._tier, self._catalog, self._control = workers.tier, workers.catalog, workers.control
 
-    def check(self, request: JobRequest) -> None:
+    def check(self, wanted: CompareJob) -> None:
         """`InvalidRequest` for an invalid name, `NoSuchCheckpoint` for a checkpoint that does not exist."""
-        for side in self._sides(request):
+        for side in self._sides(wanted):
             self._catalog.checkpoint(side.run, side.step)
 
     def __call__(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
-        left, right = sides = self._sides(job)
+        left, right = sides = self._sides(CompareJob.of(job))
         with self._control.readers.reading(*left), self._control.readers.reading(*right):
             made = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
             pairs = comparing.pairs(made[0], made[1])
@@ -92,10 +95,9 @@ class Comparison:
         summary = comparing.summarise(found)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 
-    def _sides(self, request: JobRequest | Job) -> tuple[ComparedCheckpoint, ComparedCheckpoint]:
-        assert request.run is not None and request.step is not None  # requirements are checked first
-        run, at, step = str(request.arguments["with"]).rpartition("@")
+    def _sides(self, wanted: CompareJob) -> tuple[ComparedCheckpoint, ComparedCheckpoint]:
+        run, at, step = str(wanted.arguments.other).rpartition("@")
         if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
             raise InvalidRequest("`with` does not name a checkpoint", hint="give RUN@STEP, or a step of the same run")
-        other = naming.check_run(run) if at else request.run
-        return ComparedCheckpoint(request.run, request.step), ComparedCheckpoint(other, naming.check_step(int(step)))
+        other = naming.check_run(run) if at else wanted.run
+        return ComparedCheckpoint(wanted.run, wanted.step), ComparedCheckpoint(other, naming.check_step(int(step)))

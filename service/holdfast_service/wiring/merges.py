@@ -10,12 +10,13 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest.jobs import MergeJob
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.merging.planning import names_of, plan_merge
 from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
 from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
 from holdfast_service.storage import Tier
-from holdfast_service.wiring.imports import Importer, WantedImport
+from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.progress import Progress
 
 OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
@@ -27,12 +28,12 @@ class Merger:
     def __init__(self, tier: Tier, control: Control, importer: Importer) -> None:
         self._tier, self._control, self._importer = tier, control, importer
 
-    def merge(self, text: str, wanted: WantedImport, directory: OpenDirectory, progress: Progress) -> dict[str, Any]:
+    def merge(self, wanted: MergeJob, directory: OpenDirectory, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Merge by a recipe, or report a dry run; the result is verified."""
-        recipe = read_recipe(text)
+        recipe = read_recipe(wanted.arguments.recipe)
         with ExitStack() as held:
             places = [self._place(name, directory, held) for name in names_of(recipe)]
-            return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress)
+            return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress, again)
 
     def check(self, text: str, directory: OpenDirectory) -> MergeRecipe:
         """A recipe with existing models; raises what is wrong with it, or missing."""

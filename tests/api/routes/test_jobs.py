@@ -17,6 +17,7 @@ from tests.checkpoints import build_root
 from tests.serving import Served, served
 
 VERIFY = {"kind": "verify", "run": "tiny", "step": 5}
+EXPORT = {"kind": "export", "run": "tiny", "step": 5, "arguments": {"to": "there"}}
 
 
 @pytest.fixture
@@ -92,9 +93,8 @@ def test_damage_is_named_and_a_repair_that_cannot_be_fails(http: httpx.Client, s
 def test_the_same_request_is_the_same_job(http: httpx.Client, service: Served) -> None:
     """200 and the same Location while it goes on; 202 while it is asked to stop, 204 once it has."""
     hold_up(service)
-    wanted = {"kind": "export", "run": "tiny", "step": 5, "arguments": {"to": "there"}}
-    first = http.post("/v1/jobs", json=wanted)
-    second = http.post("/v1/jobs", json=wanted)
+    first = http.post("/v1/jobs", json=EXPORT)
+    second = http.post("/v1/jobs", json=EXPORT)
     assert (first.status_code, second.status_code) == (202, 200)
     assert first.headers["location"] == second.headers["location"]
     location = first.headers["location"]
@@ -103,13 +103,13 @@ def test_the_same_request_is_the_same_job(http: httpx.Client, service: Served) -
     assert http.delete(location).status_code == 202
     assert ended(http, location)["state"] == "cancelled"
     assert http.delete(location).status_code == 204
-    assert http.post("/v1/jobs", json=wanted).headers["location"] != location
+    assert http.post("/v1/jobs", json=EXPORT).headers["location"] != location
 
 
 def test_a_job_is_read_again_only_when_it_has_changed(http: httpx.Client, service: Served) -> None:
     """Its ETag answers 304; a long poll that names it ends with the next change."""
     hold_up(service)
-    location = http.post("/v1/jobs", json={"kind": "export", "run": "tiny", "step": 5}).headers["location"]
+    location = http.post("/v1/jobs", json=EXPORT).headers["location"]
     while (running := http.get(location)).json()["done_bytes"] == 0:
         pass
     tag = {"If-None-Match": running.headers["etag"]}

@@ -15,7 +15,8 @@ from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ExportJob
+from holdfast_formats.rest.operations import Job
 from holdfast_service.control.catalog import events
 from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root, flip
@@ -83,8 +84,9 @@ def test_waiting_for_a_job_ends(service: Served) -> None:
     """With the job, or when the time is up."""
     hold_up(service)
     with Api(service.url) as api:
-        job = api.submit_job(JobRequest(kind="export", run="tiny", step=5))
-        assert api.submit_job(JobRequest(kind="export", run="tiny", step=5)).id == job.id
+        wanted = ExportJob(run="tiny", step=5, arguments={"to": "there"})
+        job = api.submit_job(wanted)
+        assert api.submit_job(wanted).id == job.id
         with pytest.raises(DeadlineExceeded):
             api.wait_job(job.id, 0.1)
         api.cancel_job(job.id)

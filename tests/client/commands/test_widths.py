@@ -20,7 +20,7 @@ from holdfast.cli import app
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import VerifyJob
 from tests.checkpoints import build
 from tests.daemons import RunningDaemon, running
 
@@ -63,7 +63,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
             retention.label(api, RUN, 5, "release-candidate-of-the-year-2026-with-a-long-name")
             retention.label(api, RUN, 5, "second-label")
             retention.pin(api, RUN, 5)
-            job = api.submit_job(JobRequest(kind="verify", run=RUN, step=5))
+            job = api.submit_job(VerifyJob(run=RUN, step=5))
             while job.state in ("queued", "running"):
                 job = api.job(job.id, 1.0)
             body = {"name": "token-" + "n" * 50, "scope": "read", "runs": "pretrain-*", "expires_s": 86_400}

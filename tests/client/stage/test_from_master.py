@@ -20,7 +20,7 @@ from holdfast.rest import delegated
 from holdfast.stage import from_master
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import VerifyJob
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
 from tests.client import llama
@@ -418,7 +418,7 @@ def test_weights_are_repaired_from_masters_in_memory(daemon: RunningDaemon, run:
         path = directory(daemon, run, 1) / "model.safetensors"
         sound = path.read_bytes()
         path.write_bytes(sound[:-700] + bytes([sound[-700] ^ 1]) + sound[-699:])
-        delegated.as_job(api, JobRequest(kind="verify", run=run, step=1, arguments={"repair": True}), lambda *_: None)
+        delegated.as_job(api, VerifyJob(run=run, step=1, arguments={"repair": True}), lambda *_: None)
         asked = {"run": run, "kind": "checkpoint-repaired"}
         (told,) = api.request("GET", "/v1/events", params=asked).json()["items"]
         assert (told["detail"]["file"], told["detail"]["source"]) == ("model.safetensors", "slot")

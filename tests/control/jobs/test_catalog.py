@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
-from holdfast_formats.rest.operations import JobRequest
+from holdfast_formats.rest.jobs import ExportJob, VerifyJob
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs
@@ -17,7 +17,7 @@ from tests.control.cluster.nodes import Nodes, nodes
 from tests.databases import sqlite_url
 
 __all__ = ["nodes"]
-VERIFY = JobRequest(kind="verify", run="a", step=1)
+VERIFY = VerifyJob(run="a", step=1)
 KINDS = ["verify", "export"]
 
 
@@ -56,7 +56,7 @@ def test_the_same_request_is_the_same_job_while_it_goes_on(jobs: Jobs) -> None:
     claimed = jobs.claim(KINDS)
     assert claimed is not None
     assert jobs.submit(VERIFY)[0].id == first.id
-    other, new = jobs.submit(VERIFY.model_copy(update={"arguments": {"to": "there"}}))
+    other, new = jobs.submit(VerifyJob(run="a", step=1, arguments={"repair": True}))
     assert new and other.id != first.id
     assert jobs.finish(claimed, "done", {"bytes": 3}) is not None
     assert jobs.submit(VERIFY)[1]
@@ -74,7 +74,7 @@ def test_each_job_is_claimed_once(database: Database, clock: Clock) -> None:
     """Two nodes that claim as fast as they can never run the same job, and leave none."""
     nodes = [Jobs(database, f"node-{n}", clock) for n in range(2)]
     for step in range(12):
-        nodes[0].submit(JobRequest(kind="verify", run="a", step=step))
+        nodes[0].submit(VerifyJob(run="a", step=step))
 
     def claim_all(node: Jobs) -> list[int]:
         claimed = []
@@ -89,7 +89,7 @@ def test_each_job_is_claimed_once(database: Database, clock: Clock) -> None:
 
 def test_only_kinds_that_are_asked_for_are_claimed(jobs: Jobs) -> None:
     """A node leaves to others what it cannot do; the oldest job comes first."""
-    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    jobs.submit(ExportJob(run="a", step=1, arguments={"to": "out"}))
     jobs.submit(VERIFY)
     assert not jobs.waiting(["scrub"])
     assert jobs.claim(["scrub"]) is None
@@ -101,7 +101,7 @@ def test_only_kinds_that_are_asked_for_are_claimed(jobs: Jobs) -> None:
 def test_pages_go_from_the_newest_on(jobs: Jobs) -> None:
     """By kind, state and run; behind a cursor nothing is repeated."""
     for step in range(5):
-        jobs.submit(JobRequest(kind="verify", run="ab"[step % 2], step=step))
+        jobs.submit(VerifyJob(run="ab"[step % 2], step=step))
     claimed = jobs.claim(KINDS)
     assert claimed is not None
     jobs.finish(claimed, "failed", problem={"code": "corrupt-extent"})
@@ -138,7 +138,7 @@ def test_who_runs_a_job_hears_that_it_is_cancelled(jobs: Jobs) -> None:
 def test_a_node_that_starts_puts_its_jobs_back(database: Database, jobs: Jobs, clock: Clock) -> None:
     """Its own ones alone; after so many starts the job has failed, with a problem that says so."""
     job, _ = jobs.submit(VERIFY)
-    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    jobs.submit(ExportJob(run="a", step=1, arguments={"to": "out"}))
     other = Jobs(database, "node-2", clock)
     assert other.claim(["export"]) is not None
     for tries in range(1, catalog.TRIES_MAX + 1):
@@ -202,7 +202,7 @@ def test_a_closing_node_gives_its_job_back(jobs: Jobs) -> None:
 def test_what_is_too_much_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long requests, long queues and numbers that are none, by name and with nothing stored."""
     with pytest.raises(LimitExceeded, match="bytes"):
-        jobs.submit(VERIFY.model_copy(update={"arguments": {"text": "x" * catalog.ARGUMENTS_BYTES_MAX}}))
+        jobs.submit(ExportJob(run="a", step=1, arguments={"to": "x" * catalog.ARGUMENTS_BYTES_MAX}))
     with pytest.raises(NoSuchResource):
         jobs.get(7)
     with pytest.raises(InvalidRequest):
@@ -219,7 +219,7 @@ def test_old_jobs_are_forgotten(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
     """Those that have ended, beyond so many; what waits is never forgotten."""
     monkeypatch.setattr(catalog, "KEPT_MAX", 3)
     monkeypatch.setattr(catalog, "TRIM_EVERY", 5)
-    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    jobs.submit(ExportJob(run="a", step=1, arguments={"to": "out"}))
     for step in range(9):
         jobs.submit(VERIFY.model_copy(update={"step": step}))
         claimed = jobs.claim(["verify"])
@@ -234,7 +234,7 @@ def test_jobs_of_one_run_push_out_no_others(jobs: Jobs, monkeypatch: pytest.Monk
     monkeypatch.setattr(catalog, "TRIM_EVERY", 5)
     for run, count in (("quiet", 2), ("loud", 18)):
         for step in range(count):
-            jobs.submit(JobRequest(kind="verify", run=run, step=step))
+            jobs.submit(VerifyJob(run=run, step=step))
             claimed = jobs.claim(["verify"])
             assert claimed is not None
             jobs.finish(claimed, "done", {})

@@ -12,7 +12,8 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, NoSuchCheckpoint
 from holdfast_formats.moments import utc_now
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ExportJob, VerifyJob
+from holdfast_formats.rest.operations import Job
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner
@@ -21,7 +22,7 @@ from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
 
-VERIFY = JobRequest(kind="verify", run="a", step=1)
+VERIFY = VerifyJob(run="a", step=1)
 PATIENCE_S = 30.0
 
 
@@ -118,20 +119,16 @@ def test_failures_are_told_by_name(database: Database, caplog: pytest.LogCapture
 
 
 def test_what_cannot_work_is_refused_before_it_is_stored(database: Database) -> None:
-    """Kinds that nobody does, what is missing, and what the kind's own check refuses."""
+    """Kinds that nobody does, and what the kind's own check refuses."""
 
-    def check(request: JobRequest) -> None:
+    def check(request: VerifyJob) -> None:
         raise NoSuchCheckpoint("there is none")
 
-    runner = a_runner(database, lambda job, progress: {}, needs=("run", "step", "to"), check=check)
+    runner = a_runner(database, lambda job, progress: {}, check=check)
     with pytest.raises(InvalidRequest, match="'export'"):
-        runner.submit(JobRequest(kind="export", run="a", step=1))
-    with pytest.raises(InvalidRequest, match="'step'"):
-        runner.submit(JobRequest(kind="verify", run="a"))
-    with pytest.raises(InvalidRequest, match="'to'"):
-        runner.submit(VERIFY)
+        runner.submit(ExportJob(run="a", step=1, arguments={"to": "out"}))
     with pytest.raises(NoSuchCheckpoint):
-        runner.submit(VERIFY.model_copy(update={"arguments": {"to": "there"}}))
+        runner.submit(VERIFY)
     assert runner.jobs.page(None, 10).items == []
 
 

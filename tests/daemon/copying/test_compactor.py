@@ -26,13 +26,13 @@ from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.region import Box, whole
+from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.copying import compactor, foreign_export
 from holdfast_service.daemon.copying import thinner as thinner_module
 from holdfast_service.daemon.copying.copies import Going
-from holdfast_service.daemon.copying.foreign_export import ExportTerms
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
 from tests.checkpoints import flip, trained_arrays
@@ -153,7 +153,8 @@ def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
                 assert found.tobytes() == reader.read(group, name).tobytes(), (group, name)
         same, other = TensorKey("master", EMBED), TensorKey("master", "layers.0.norm.weight")
         assert source.equal(same, same) and not source.equal(same, other)
-        export = foreign_export.plan_export(world.tier, directory, made, ExportTerms("hf", weights="master", dtype="f32"))
+        terms = ExportTerms(form="hf", weights="master", dtype="f32")
+        export = foreign_export.plan_export(world.tier, directory, made, terms)
         foreign_export.write(export, world.tier, "exported", Going())
     loaded = load_file(world.root / "exported" / "model.safetensors")
     for name, saved in trained_arrays()["master"].items():

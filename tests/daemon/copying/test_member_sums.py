@@ -19,10 +19,10 @@ from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.foreign.listing import StoredMember
 from holdfast_service.daemon.copying.member_sums import MemberPlace, MemberSums
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.imports import WantedImport
 from holdfast_service.wiring.progress import Quiet
 from holdfast_service.wiring.transfers import Transfers
 from tests.daemon.copies_world import copies_world
+from tests.job_requests import an_import
 
 DATA = np.random.default_rng(5).integers(0, 256, 400, np.uint8)
 STATE = {"a.weight": torch.arange(4000.0).reshape(40, 100), "b.bias": torch.arange(77.0), "n": torch.tensor(3)}
@@ -103,7 +103,7 @@ def test_damage_in_a_source_is_named(transfers: Transfers, tmp_path: Path, write
     path = write(source)
     sound = path.read_bytes()
     tier = PosixTier(source)
-    wanted = WantedImport("mine", 0)
+    wanted = an_import("mine", 0)
     first = sound.index(np.arange(4000, dtype=np.float32).tobytes()[64:128])
     for at in (first, first + 9000, sound.index(np.int64(3).tobytes() + b"PK")):
         path.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
@@ -122,7 +122,7 @@ def test_damage_in_the_pickle(transfers: Transfers, tmp_path: Path) -> None:
     path = _torch(source)
     path.write_bytes(path.read_bytes().replace(b"b.bias", b"b.bjas", 1))
     with pytest.raises(CorruptExtent, match=r"data\.pkl"):
-        transfers.bring(PosixTier(source), WantedImport("mine", 0), Quiet())
+        transfers.bring(PosixTier(source), an_import("mine", 0), Quiet())
 
 
 def test_torch_was_told_not_to_compute_them(transfers: Transfers, tmp_path: Path) -> None:
@@ -136,4 +136,4 @@ def test_torch_was_told_not_to_compute_them(transfers: Transfers, tmp_path: Path
         torch.serialization.set_crc32_options(True)
     with zipfile.ZipFile(path) as opened:
         assert {one.CRC for one in opened.infolist()} == {0}
-    assert transfers.bring(PosixTier(source), WantedImport("mine", 0), Quiet())["tensors"] == 3
+    assert transfers.bring(PosixTier(source), an_import("mine", 0), Quiet())["tensors"] == 3

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from holdfast_formats import naming
+from holdfast_formats.rest.offline import RootJob
 from holdfast_service.offline.__main__ import main
+from tests.job_requests import a_merge
 
 NAMES = ("base", "one", "two")
 RECIPES = {
@@ -82,7 +84,8 @@ def test_the_same_model(models: Path, tmp_path: Path, method: str, monkeypatch: 
     monkeypatch.chdir(models)
     text = f"merge_method: {method}\ndtype: float32\n{RECIPES[method]}\n"
     merge_by_mergekit(text, tmp_path / "wanted")
-    assert main(["merge", "merged@1", f"--recipe={text}", "--root", str(tmp_path / "root")]) == 0
+    work = RootJob(root=str(tmp_path / "root"), job=a_merge("merged", 1, text))
+    assert main(work.model_dump_json(by_alias=True)) == 0
     found = load_file(tmp_path / "root" / naming.checkpoint_path("merged", 1) / "model.safetensors")
     wanted = {name: array for file in (tmp_path / "wanted").glob("*.safetensors") for name, array in load_file(file).items()}
     assert found.keys() == wanted.keys()

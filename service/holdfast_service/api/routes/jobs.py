@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest.jobs import AnyJob
+from holdfast_formats.rest.operations import Job, JobKind, JobState
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import check_job, needs
 from holdfast_service.api.content import delivery
@@ -40,7 +41,7 @@ IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job as y
 _THERE = {"model": Job, "description": "An identical job is already queued or running; it is returned"}
 
 
-def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
+def _permitted(viewer: Viewer, wanted: AnyJob) -> AnyJob:
     """Check the parsed request against the viewer's rights."""
     check_job(viewer, wanted.kind, wanted.run)
     return wanted
@@ -54,7 +55,7 @@ def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
     response_model=Job,
     responses={200: _THERE},
 )
-def post_job(runner: Runner, wanted: Annotated[JobRequest, Depends(_permitted)]) -> Response:
+def post_job(runner: Runner, wanted: Annotated[AnyJob, Depends(_permitted)]) -> Response:
     """An identical request returns the same job with 200 while it is queued or running. Impossible requests are
     refused at once.
     """

@@ -20,7 +20,8 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest.jobs import JobRequest
+from holdfast_formats.rest.operations import Job, JobKind, JobState
 from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
 from holdfast_service.control.cluster.membership import Membership
@@ -83,8 +84,10 @@ class Jobs:
                         return _job(known), False
                     self._make_room(session)
                     made = JobRow(
-                        **request.model_dump(exclude={"arguments"}),
-                        request=request.arguments,
+                        kind=request.kind,
+                        run=request.run,
+                        step=request.step,
+                        request=request.model_dump()["arguments"],
                         key=key,
                         state="queued",
                         cancel=False,

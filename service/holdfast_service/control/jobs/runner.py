@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
-from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
-from holdfast_formats.rest.operations import Job, JobRequest, Level
+from holdfast_formats.rest.jobs import JobRequest
+from holdfast_formats.rest.operations import Job, Level
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.named_runs import other_runs
@@ -26,7 +26,6 @@ ALIVE_EVERY_S = 5.0
 END_AGAIN_S = 5.0  # after which a job's end is recorded again where the catalog did not take it
 LOOK_EVERY_S = 2.0  # for jobs that other nodes were given
 CLOSE_WAIT_S = 5.0
-_OWN = ("run", "step")  # members of a request: what its arguments call so is another thing, which no handler reads
 
 
 class Cancelled(Exception):
@@ -72,13 +71,12 @@ class Progress:
 
 
 Handler = Callable[[Job, Progress], dict[str, Any]]
-Check = Callable[[JobRequest], None]
+Check = Callable[[Any], None]  # of a request of the kind
 
 
 class _Registered(NamedTuple):
     handler: Handler
-    needs: tuple[str, ...]
-    check: Check | None
+    check: Check
 
 
 class JobRunner:
@@ -96,12 +94,11 @@ class JobRunner:
         self._threads = [threading.Thread(target=self._work, name="holdfast-job", daemon=True) for _ in range(workers)]
         self._threads.append(threading.Thread(target=self._keep_alive, name="holdfast-job-alive", daemon=True))
 
-    def register(self, kind: str, handler: Handler, needs: Collection[str] = (), check: Check | None = None) -> None:
-        """Have jobs of this kind done by `handler`. `needs`: what a request has to name, such as run and step.
-
-        `check` refuses by a named error, before anything is stored, what the handler could only fail at.
+    def register(self, kind: str, handler: Handler, check: Check = lambda request: None) -> None:
+        """Have jobs of this kind done by `handler`. `check` refuses by a named error, before anything is stored, what the
+        handler could only fail at.
         """
-        self._kinds[kind] = _Registered(handler, tuple(needs), check)
+        self._kinds[kind] = _Registered(handler, check)
 
     def start(self) -> None:
         """Put back what was interrupted, and begin; register everything before."""
@@ -123,19 +120,11 @@ class JobRunner:
             return bool(self._running)
 
     def submit(self, request: JobRequest) -> tuple[Job, bool]:
-        """The job that does this, and whether it is new. `InvalidRequest` for what is not done here, or lacks something."""
+        """The job that does this, and whether it is new. `InvalidRequest` for what is not done here."""
         registered = self._kinds.get(request.kind)
         if registered is None:
             raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=_one_of(self.kinds))
-        for name in registered.needs:
-            if (getattr(request, name) if name in _OWN else request.arguments.get(name)) is None:
-                raise InvalidRequest(f"a {request.kind} job needs {name!r}", hint=f"it needs {', '.join(registered.needs)}")
-        if request.run is not None:
-            naming.check_run(request.run)
-        if request.step is not None:
-            naming.check_step(request.step)
-        if registered.check is not None:
-            registered.check(request)
+        registered.check(request)
         job, new = self.jobs.submit(request)
         if new:
             self._wake()

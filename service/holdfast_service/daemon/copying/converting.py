@@ -8,11 +8,12 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.exports.source import of_listing
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
+from holdfast_formats.foreign.kinds import ForeignKind, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_formats.rest.jobs import ConvertArguments
 from holdfast_service.daemon.copying import foreign_export, import_report, importing
-from holdfast_service.daemon.copying.foreign_export import ExportTerms, PlannedExport
+from holdfast_service.daemon.copying.foreign_export import PlannedExport
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import read_once
 
@@ -33,25 +34,27 @@ class Conversion(NamedTuple):
             self.watched.check_names()
 
 
-def plan_conversion(source: Files, kind: str | None, options: ReadOptions, terms: ExportTerms) -> Conversion:
+def plan_conversion(source: Files, wanted: ConvertArguments) -> Conversion:
     """Plan a conversion. Reads only tensors that a program assumes to be equal or zeros.
 
     Raises what reading a kind and planning an export raise.
     """
     watched = WatchedSource(read_once(source))
-    if kind == OURS or (kind is None and importing.is_checkpoint(source)):
-        if options != ReadOptions():
+    if wanted.kind == OURS or (wanted.kind is None and importing.is_checkpoint(source)):
+        if wanted.chosen:
             raise InvalidRequest(
                 "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat, --int16 and --shards out"
             )
-        return Conversion(foreign_export.plan_export(source, "", open_checkpoint(source, "").manifest, terms), watched, None)
-    if kind is None:
+        return Conversion(
+            foreign_export.plan_export(source, "", open_checkpoint(source, "").manifest, wanted), watched, None
+        )
+    if wanted.kind is None:
         importing.refuse_uncommitted(source)
-    found: ForeignKind = choose(watched, kind, KINDS)
-    listing = found.read(watched, options)
+    found: ForeignKind = choose(watched, wanted.kind, KINDS)
+    listing = found.read(watched, wanted)
     if not listing.tensors:
         raise StateMismatch(f"{found.title} without a tensor cannot be converted", hint="check the directory's path")
-    return Conversion(foreign_export.planned_of(of_listing(watched, listing), watched, terms), watched, listing)
+    return Conversion(foreign_export.planned_of(of_listing(watched, listing), watched, wanted), watched, listing)
 
 
 def report(conversion: Conversion) -> dict[str, Any]:

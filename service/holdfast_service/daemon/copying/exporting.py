@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +11,7 @@ from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bound
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
+from holdfast_formats.rest.jobs import ExportJob
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going, carry, read_back
 from holdfast_service.storage import Tier
@@ -20,27 +20,15 @@ from holdfast_service.storage.tier import split_leaf
 GROUP = "model"
 
 
-class Export(NamedTuple):
-    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory. `again`:
-    an earlier start of the service has begun the job.
-    """
-
-    run: str
-    step: int
-    target: str
-    model_only: bool = False
-    again: bool = False
-
-
-def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going) -> Manifest:
+def stage(source: Tier, target: Tier, staging: str, wanted: ExportJob, going: Going) -> Manifest:
     """Put the copy, durable, at `staging`; returns its manifest. `Damaged` for bytes that fail their digest."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = open_checkpoint(source, directory)
-    made = only_model(pair.manifest) if wanted.model_only else pair.manifest
+    made = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
     streaming.discard(target, staging)
     try:
         carry(source, directory, target, staging, made, going)
-        if not wanted.model_only:
+        if not wanted.arguments.model_only:
             _vouch(target, staging, pair)
         target.sync_directory(staging)
     except BaseException:
@@ -49,14 +37,14 @@ def stage(source: Tier, target: Tier, staging: str, wanted: Export, going: Going
     return made
 
 
-def stands(source: Tier, target: Tier, wanted: Export, going: Going) -> Manifest | None:
-    """The manifest of the directory `wanted.target`, if it is this very copy, with every byte verified: a job that was
-    killed before it reported success finds it so.
+def stands(source: Tier, target: Tier, wanted: ExportJob, going: Going) -> Manifest | None:
+    """The manifest of the target, if it is this very copy, with every byte verified: a job that was killed before it
+    reported success finds it so.
     """
     pair = open_checkpoint(source, naming.checkpoint_path(wanted.run, wanted.step))
-    made = only_model(pair.manifest) if wanted.model_only else pair.manifest
-    beside = {} if wanted.model_only else {naming.MANIFEST: pair.encoded, naming.COMMIT: pair.commit}
-    there = wanted.target
+    made = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
+    beside = {} if wanted.arguments.model_only else {naming.MANIFEST: pair.encoded, naming.COMMIT: pair.commit}
+    there = wanted.arguments.to
     if set(target.list(there)) != {file.name.partition("/")[0] for file in made.files} | beside.keys():
         return None
     try:

@@ -12,28 +12,21 @@ from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.exports.source import ExportSource, of_committed
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import Going
 from holdfast_service.storage import Tier, read_once
 
 NAMED_MAX = 200  # of what is left out, in a report
+DEFAULT_WEIGHTS = "model"
 
 
-class ExportTerms(NamedTuple):
-    """A user's options of an export, as in `holdfast export`; `program` is a program's name, or its text."""
-
-    kind: str
-    weights: str = "model"
-    dtype: str | None = None
-    layout: str | None = None
-    program: str | None = None
-
-    def check(self) -> None:
-        """`InvalidRequest` for invalid options, before a checkpoint is read."""
-        kinds.kind_named(self.kind)
-        plan.weights_named(self.weights)
-        if self.dtype is not None:
-            plan.dtype_named(self.dtype)
+def check_terms(terms: ExportTerms) -> None:
+    """`InvalidRequest` for invalid options, before a checkpoint is read."""
+    kinds.kind_named(terms.form or "")
+    plan.weights_named(terms.weights or DEFAULT_WEIGHTS)
+    if terms.dtype is not None:
+        plan.dtype_named(terms.dtype)
 
 
 class PlannedExport(NamedTuple):
@@ -60,11 +53,12 @@ def plan_export(tier: Files, directory: str, made: Manifest, terms: ExportTerms)
 
 def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export; `files` are those of the source. Raises as `plan_export`."""
-    terms.check()
+    check_terms(terms)
     program = None if terms.program is None else arranged.compiled(source, terms.program)
     dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
-    options = ExportOptions(plan.weights_named(terms.weights), dtype, terms.layout, program)
-    return PlannedExport(source, files, kinds.kind_named(terms.kind).plan(source, options), terms.kind)
+    options = ExportOptions(plan.weights_named(terms.weights or DEFAULT_WEIGHTS), dtype, terms.layout, program)
+    kind = kinds.kind_named(terms.form or "")
+    return PlannedExport(source, files, kind.plan(source, options), kind.name)
 
 
 def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> None:

@@ -15,12 +15,11 @@ NAMED = 3  # tensors of a group, as examples
 
 def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     """The `source` object of state.json; digests of files are known once everything is `read`."""
-    listing, options = planned.listing, planned.options
+    listing = planned.listing
     files = [_file_told(planned.source, use, read) for use in listing.files]
-    given = {name: value for name, value in options._asdict().items() if value and name != "kind"}
     said = {} if listing.step is None else {"step": listing.step}
     told = {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned)}
-    return {**told, **given, **said, **planned.about}
+    return {**told, **planned.chosen, **said, **planned.about}
 
 
 def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:

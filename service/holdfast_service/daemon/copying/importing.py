@@ -21,13 +21,14 @@ from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face
-from holdfast_formats.foreign.kinds import ReadOptions, choose
+from holdfast_formats.foreign.kinds import choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.lineage import Way
 from holdfast_formats.naming import Place
+from holdfast_formats.rest.jobs import ImportArguments
 from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_table import Blob
 from holdfast_service.daemon.copying import comparing, mapping, streaming
@@ -50,35 +51,17 @@ class Goal(NamedTuple):
     rewinds: Way = ()
 
 
-class ImportOptions(NamedTuple):
-    """A user's options of an import: the kind of the source if it is ambiguous, a program (its name, or its text) that maps
-    the tensors, and those of `ReadOptions`.
-    """
-
-    kind: str | None = None
-    program: str | None = None
-    as_is: bool = False
-    assemble_flat: bool = False
-    int16: str | None = None
-    shards: int | None = None
-
-    @property
-    def reading(self) -> ReadOptions:
-        """The options for the reader of the source."""
-        return ReadOptions(self.as_is, self.assemble_flat, self.int16, self.shards)
-
-
 class PlannedImport(NamedTuple):
     """An import before its first byte is written. `plan` lacks the digests of the source in state.json."""
 
     source: WatchedSource
     listing: ForeignListing
-    options: ImportOptions
     wanted: MappedListing
     files: tuple[TargetFile, ...]
     plan: WritePlan
     job: str
     node: str = ""
+    chosen: Mapping[str, Any] = {}  # options that changed what was read
     about: Mapping[str, Any] = {}  # further members of its source in state.json
 
     @property
@@ -116,23 +99,21 @@ def refuse_uncommitted(source: Files) -> None:
         )
 
 
-def plan_import(source: Files, goal: Goal, options: ImportOptions) -> PlannedImport:
+def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedImport:
     """Plan an import, without reading tensors.
 
     Raises what `choose` and the kind's reader raise, `StateMismatch` for a source without tensors.
     """
     watched = WatchedSource(read_once(source), digested=True)
     kind = choose(watched, options.kind, KINDS)
-    listing = kind.read(watched, options.reading)
+    listing = kind.read(watched, options)
     wanted = mapping.mapped(watched, listing, options.program)
     if not wanted.tensors:
         raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
-    return planned(watched, listing, wanted, goal, options)
+    return planned(watched, listing, wanted, goal)._replace(chosen=options.chosen)
 
 
-def planned(
-    watched: WatchedSource, listing: ForeignListing, wanted: MappedListing, goal: Goal, options: ImportOptions
-) -> PlannedImport:
+def planned(watched: WatchedSource, listing: ForeignListing, wanted: MappedListing, goal: Goal) -> PlannedImport:
     """The files for these tensors, and beside them."""
     targets = {one.key: one for one in wanted.tensors}
     _refuse_unread(targets)
@@ -160,7 +141,7 @@ def planned(
     )
     plan = plan._replace(state=_state(plan, wanted.documents))
     job = streaming.digest_of(watched, listing.tensors, files)
-    return PlannedImport(watched, listing, options, wanted, files, plan, job)
+    return PlannedImport(watched, listing, wanted, files, plan, job)
 
 
 def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:

@@ -12,7 +12,7 @@ from holdfast_formats.exports import hugging_face
 from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
 from holdfast_formats.foreign.moves import same
 from holdfast_service.daemon.copying import importing
-from holdfast_service.daemon.copying.importing import Goal, ImportOptions, PlannedImport
+from holdfast_service.daemon.copying.importing import Goal, PlannedImport
 from holdfast_service.daemon.copying.mapping import MappedListing
 from holdfast_service.daemon.merging import lora, lora_config
 from holdfast_service.daemon.merging.identical import identical
@@ -66,7 +66,7 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
     sources.joined.plain = sources.source(recipe.assets_of.model).number
     listing = _listing(recipe, sources, tensors, notes)
     wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
-    planned = importing.planned(sources.watched, listing, wanted, goal, ImportOptions())
+    planned = importing.planned(sources.watched, listing, wanted, goal)
     return planned._replace(about=_about(recipe, sources))
 
 

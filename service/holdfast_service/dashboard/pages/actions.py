@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import ExportArguments, parse
 from holdfast_formats.rest.retention import Force, check_label
 from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
@@ -19,7 +19,6 @@ from holdfast_service.dashboard.routing import Form, Posted, page_router
 
 router = page_router()
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
-_EXPORT_FIELDS = ("to", "as", "weights", "dtype", "layout", "program")
 _FORCES: tuple[str, ...] = get_args(Force)
 
 
@@ -70,12 +69,11 @@ async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
 @router.post(f"{_CHECKPOINT}/jobs")
 async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
     """Submit a job that verifies, replicates or exports it; the page of jobs shows the progress."""
-    arguments = {name: form.text(name) for name in _EXPORT_FIELDS if form.text(name)}
-    wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": arguments}
-    if wanted["kind"] not in ("verify", "export"):
-        raise InvalidRequest(f"{wanted['kind']!r} jobs cannot be submitted here for one checkpoint")
-    answer = await api.ask("POST", "/v1/jobs", body=JobRequest.model_validate(wanted))
-    return see(f"/jobs/{Job.model_validate_json(answer.content).id}", "job")
+    kind = form.text("kind")
+    if kind not in ("verify", "export"):
+        raise InvalidRequest(f"{kind!r} jobs cannot be submitted here for one checkpoint")
+    arguments = form.arguments(ExportArguments) if kind == "export" else {}
+    return see(await api.submit(parse({"kind": kind, "run": run, "step": step, "arguments": arguments})), "job")
 
 
 def _back(form: Form, run: str, step: int) -> str:

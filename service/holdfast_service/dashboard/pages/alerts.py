@@ -9,8 +9,8 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
 from holdfast_formats.rest.observed import AcknowledgeRequest
-from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import see
@@ -46,10 +46,8 @@ async def mend(api: Asked, run: str, form: Posted) -> Response:
         await _raise_quota(api, run)
         return see(f"{to(run)}/policy", "quota")
     if remedy in ("verify", "repair") and step is not None:
-        arguments = {"repair": True} if remedy == "repair" else {}
-        wanted = JobRequest(kind="verify", run=run, step=step, arguments=arguments)
-        answer = await api.ask("POST", "/v1/jobs", body=wanted)
-        return see(f"/jobs/{Job.model_validate_json(answer.content).id}", "job")
+        wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=remedy == "repair"))
+        return see(await api.submit(wanted), "job")
     if remedy == "retry-replicas" and form.text("subject"):
         await api.ask("POST", f"/v1/replicas/{_part(form.text('subject'))}/retry")
         return see(to(run), "retried")

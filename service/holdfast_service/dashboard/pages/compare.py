@@ -13,8 +13,9 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.jobs import CompareArguments, CompareJob
 from holdfast_formats.rest.observed import Difference, DifferenceState
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.operations import Job
 from holdfast_service.dashboard import contents
 from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown, to
 from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor
@@ -81,8 +82,7 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
 async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
     """Compare all changed bytes in a job, which has progress, can be cancelled, and keeps its result."""
     a, b = [(await api.get(bodies.CheckpointInfo, at(run, form.text(side) or "latest"))).step for side in ("a", "b")]
-    wanted = JobRequest(kind="compare", run=run, step=a, arguments={"with": str(b)})
-    await api.ask("POST", "/v1/jobs", body=wanted)
+    await api.submit(CompareJob(run=run, step=a, arguments=CompareArguments(other=str(b))))
     return see(f"{to(run)}/compare", "comparing", a=str(a), b=str(b))
 
 

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.jobs import MergeArguments, MergeJob
 from holdfast_formats.rest.recipes import average_of_last
 from holdfast_service.dashboard.asking import Asked, ViewerApi, at
 from holdfast_service.dashboard.rendering import page, see
@@ -26,15 +26,10 @@ async def show_form(request: Request, _: Asked, run: str = "") -> Response:
 @router.post("/merge")
 async def submit(api: Asked, form: Posted) -> Response:
     """Submit the job, with `dry_run` one that writes nothing; its page shows the progress, and then the report."""
-    run, step = form.text("run"), form.number("step")
-    for name, value in (("run", run), ("step", step)):
-        if value in ("", None):
-            raise InvalidRequest(f"the field {name!r} is empty", hint="go back and fill it in")
-    arguments: dict[str, object] = {"recipe": await _recipe(api, form)}
-    if form.text("dry_run") == "yes":
-        arguments["dry_run"] = True
-    answer = await api.ask("POST", "/v1/jobs", body=JobRequest(kind="merge", run=run, step=step, arguments=arguments))
-    return see(f"/jobs/{Job.model_validate_json(answer.content).id}", "job")
+    form.need("run", "step")
+    named = {"run": form.text("run"), "step": form.number("step")}
+    arguments = {**form.arguments(MergeArguments), "recipe": await _recipe(api, form)}
+    return see(await api.submit(MergeJob.model_validate({**named, "arguments": arguments})), "job")
 
 
 async def _recipe(api: ViewerApi, form: Form) -> str:

@@ -133,7 +133,7 @@ def read(kind: ForeignKind, folder: Path, *, as_is: bool = False, assemble_flat:
     """The listing of a directory, which must be of this kind."""
     files = OnDisk(folder)
     assert kind.recognises(files)
-    listing = kind.read(files, ReadOptions(as_is, assemble_flat))
+    listing = kind.read(files, ReadOptions(as_is=as_is, assemble_flat=assemble_flat))
     assert listing.kind == kind.name
     mentioned = {use.file for use in listing.files}
     assert len(mentioned) == len(listing.files)
