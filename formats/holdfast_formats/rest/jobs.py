@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 RunName = Annotated[str, AfterValidator(naming.check_run), Field(description="the run of the checkpoint")]
-Step = Annotated[int, AfterValidator(naming.check_step), Field(ge=0, description="the step of the checkpoint")]
+Step = Annotated[int, Field(ge=0, le=naming.STEP_MAX, description="the step of the checkpoint")]
 
 
 class Arguments(Body):
@@ -82,11 +82,11 @@ class ExportArguments(ExportTerms):
         alone = next((name for name in ("weights", "dtype", "layout", "program") if getattr(self, name) is not None), None)
         if self.form is None and alone is not None:
             raise InvalidRequest(
-                f"the argument {alone!r} of an export needs `as`", hint="say for which program, for example hf"
+                f"the argument {alone!r} of an export needs `as`", hint="say for which program, for example --as hf"
             )
         if self.form is not None and self.model_only:
             raise InvalidRequest(
-                "'model_only' and `as` of an export cannot be combined", hint="`as` hf exports only the model as well"
+                "'model_only' and `as` of an export cannot be combined", hint="--as hf exports only the model as well"
             )
         return self
 
@@ -135,48 +135,45 @@ class JobRequest(Body):
         return {"kind": self.kind, "run": self.run, "step": self.step, "arguments": arguments}
 
 
-class VerifyJob(JobRequest):
+class CheckpointJob(JobRequest):
+    """A job about one checkpoint."""
+
+    run: RunName
+    step: Step
+
+
+class VerifyJob(CheckpointJob):
     """Read a checkpoint back and check every byte."""
 
     kind: Literal["verify"] = "verify"
-    run: RunName
-    step: Step
     arguments: VerifyArguments = Field(default_factory=VerifyArguments)
 
 
-class CompareJob(JobRequest):
+class CompareJob(CheckpointJob):
     """Compute how much two checkpoints differ."""
 
     kind: Literal["compare"] = "compare"
-    run: RunName
-    step: Step
     arguments: CompareArguments
 
 
-class ExportJob(JobRequest):
+class ExportJob(CheckpointJob):
     """Write a checkpoint to a directory below the export root."""
 
     kind: Literal["export"] = "export"
-    run: RunName
-    step: Step
     arguments: ExportArguments
 
 
-class ImportJob(JobRequest):
+class ImportJob(CheckpointJob):
     """Make a checkpoint of a directory below the export root."""
 
     kind: Literal["import"] = "import"
-    run: RunName
-    step: Step
     arguments: ImportArguments
 
 
-class MergeJob(JobRequest):
+class MergeJob(CheckpointJob):
     """Make a checkpoint of others, by a recipe."""
 
     kind: Literal["merge"] = "merge"
-    run: RunName
-    step: Step
     arguments: MergeArguments
 
 

@@ -91,7 +91,7 @@ def test_a_directory_is_exported_without_a_root(root: Path, tmp_path: Path) -> N
     [
         (["--as", "gguf"], 2, "no way to export as 'gguf'"),
         (["--as", "hf", "--model-only"], 2, "cannot be combined"),
-        (["--dtype", "bf16"], 2, "--dtype needs --as"),
+        (["--dtype", "bf16"], 2, "'dtype' of an export needs `as`"),
         (["--as", "hf", "--dtype", "int8"], 2, "'int8'"),
         (["--as", "hf", "--weights", "master"], 3, "no group 'master'"),
         (["--as", "hf", "--program", "missing.toml"], 2, "no file missing.toml"),
