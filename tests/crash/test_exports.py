@@ -26,7 +26,7 @@ from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import InUse
 from holdfast_formats.rest.jobs import ExportJob
-from holdfast_formats.rest.offline import Conversion
+from holdfast_formats.rest.offline import DirectoryConversion
 from tests.checkpoints import build, flip
 from tests.crash import ledger
 from tests.crash.test_imports import ImportingService, done
@@ -120,7 +120,9 @@ class Program:
     def __init__(self, directory: Path, source: Path, way: Way) -> None:
         self.place, self._log = directory / "place", directory / "acts"
         self.place.mkdir(exist_ok=True)
-        self.work = Conversion(arguments=a_conversion(source=str(source), to=str(self.place / "out"), **way.arguments))
+        self.work = DirectoryConversion(
+            arguments=a_conversion(source=str(source), to=str(self.place / "out"), **way.arguments)
+        )
 
     def run(self, at: int = 0, how: str = "KILL") -> Ended:
         """Run it, with something happening at an act if `at` is not 0."""
@@ -332,11 +334,11 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
 STARTER = """
 import signal, sys
 from holdfast.rest import delegated
-from holdfast_formats.rest.offline import Conversion
+from holdfast_formats.rest.offline import DirectoryConversion
 signal.signal(signal.SIGINT, signal.default_int_handler)
 delegated.COMMAND = (sys.executable, "-m", "tests.crash.offline_program", sys.argv[1])
 try:
-    delegated.offline(Conversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
+    delegated.offline(DirectoryConversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
 except KeyboardInterrupt:
     sys.exit(130)
 """

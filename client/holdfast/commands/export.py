@@ -19,7 +19,7 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.rest.jobs import ConvertArguments, ExportArguments, ExportJob
-from holdfast_formats.rest.offline import Conversion
+from holdfast_formats.rest.offline import DirectoryConversion
 
 from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, print_files
 
@@ -135,7 +135,7 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
             dry_run=dry_run,
         )
         with console.told("converting", shown=not as_json) as on_bytes:
-            done = delegated.offline(Conversion(arguments=arguments, progress=True), on_bytes)
+            done = delegated.offline(DirectoryConversion(arguments=arguments, progress=True), on_bytes)
     if as_json:
         console.print_json(done)
         return
@@ -160,7 +160,7 @@ def _converted(
         if isinstance(source, DirectorySource):
             terms = arguments.model_dump(exclude={"model_only"})
             conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
-            done = delegated.offline(Conversion(arguments=conversion, progress=True), on_bytes)
+            done = delegated.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
             return {name: value for name, value in done.items() if name not in ("source", "written")}
         with Api(url or default_url()) as api:
             wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)

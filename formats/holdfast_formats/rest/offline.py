@@ -26,7 +26,7 @@ class RootJob(_Work):
     progress: bool = False
 
 
-class Conversion(_Work):
+class DirectoryConversion(_Work):
     """A directory for another program, of any directory that import reads."""
 
     act: Literal["convert"] = "convert"
@@ -53,7 +53,7 @@ class TokenWork(_Work):
     rotate: RotationRequest = Field(default_factory=RotationRequest)
 
 
-OfflineWork = RootJob | Conversion | CatalogWork | TokenWork
+OfflineWork = RootJob | DirectoryConversion | CatalogWork | TokenWork
 
 
 def parse(text: str) -> OfflineWork:

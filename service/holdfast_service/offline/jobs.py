@@ -15,7 +15,7 @@ from typing import Any
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
 from holdfast_formats.rest.jobs import ConvertArguments, ImportJob, MergeJob
-from holdfast_formats.rest.offline import Conversion, RootJob
+from holdfast_formats.rest.offline import DirectoryConversion, RootJob
 from holdfast_formats.whereabouts import check_local, check_output_place, check_root_place
 from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
@@ -35,7 +35,7 @@ from holdfast_service.wiring.transfers import Transfers, check_directory, open_s
 _DONE = {"verify": "repaired", "import": "imported", "merge": "merged"}
 
 
-def run(work: RootJob | Conversion) -> dict[str, Any]:
+def run(work: RootJob | DirectoryConversion) -> dict[str, Any]:
     """The report."""
     progress = Printed(sys.stdout) if work.progress else Quiet()
     return _in_root(work, progress) if isinstance(work, RootJob) else _converted(work.arguments, progress)
