@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import numpy as np
 import pytest
+from sqlalchemy import Engine, event
 
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.insight import run_figures
 from holdfast_service.dashboard.rendering import CSP
 from tests.checkpoints import build, build_root
-from tests.serving import served
+from tests.serving import Served, served
 
 from .reading import Page
 
@@ -61,17 +64,33 @@ PAGES = {
 }
 
 
+QUERIES_MAX = 10
+
+
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def service_to_read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A service over two runs, one of them with a save under way and one that failed, which tests only read."""
     root = tmp_path_factory.mktemp("root")
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
-    with served(root) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+    with served(root) as running:
         catalog: Catalog = running.services.catalog
         failed = catalog.note_round("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")[0]
         catalog.end_round(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the <disk> is full")
         catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
+        while run_figures.renew(catalog.database):  # as the thread does that writes the catalog
+            pass
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pages(service_to_read: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service_to_read.url, trust_env=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def engine(service_to_read: Served) -> Engine:
+    return cast(Catalog, service_to_read.services.catalog).database.engine
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -85,6 +104,24 @@ def test_page(pages: httpx.Client, path: str) -> None:
     assert page.faults() == []
     for part in PAGES[path]:
         assert part in page.text
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/v1/runs", "/v1/runs/tiny", "/v1/runs/tiny/summary", "/v1/summaries"])
+def test_a_page_asks_the_catalog_few_questions(pages: httpx.Client, engine: Engine, path: str) -> None:
+    """Under ten queries, however many runs and saves there are: what it shows of a run is one row."""
+    pages.get(path)
+    asked: list[str] = []
+
+    def note(*given: Any) -> None:
+        asked.append(given[2])
+
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        assert pages.get(path).status_code == 200
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+    queries = [statement for statement in asked if statement.startswith("SELECT")]
+    assert len(queries) < QUERIES_MAX, "\n".join(queries)
 
 
 def test_every_link_leads_somewhere(pages: httpx.Client) -> None:

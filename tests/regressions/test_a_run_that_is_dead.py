@@ -150,7 +150,7 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
     saver.gone(back)
     lives.look()
-    assert control.lives.by_run(saver.lives())["back"].life == "running"
+    assert control.lives.by_run(None, saver.lives())["back"].life == "running"
 
 
 def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> None:

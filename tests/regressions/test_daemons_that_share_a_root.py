@@ -329,7 +329,7 @@ def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     a.control.lives.became(RUN, attempt, "lost")
     assert a.control.book.recorded(30)
-    assert b.control.lives.by_run({})[RUN].life == "lost" == a.control.lives.by_run({})[RUN].life
+    assert b.control.lives.by_run(None, {})[RUN].life == "lost" == a.control.lives.by_run(None, {})[RUN].life
 
 
 class Remembering(PosixTier):
@@ -401,13 +401,13 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     assert a.control.book.recorded(30)
     for _ in range(2):
         b.care.look()
-        assert b.control.lives.by_run({})[RUN].life == "running"
+        assert b.control.lives.by_run(None, {})[RUN].life == "running"
     a.cluster.close()
     b.care.look()
-    assert b.control.lives.by_run({})[RUN].life == "running"
+    assert b.control.lives.by_run(None, {})[RUN].life == "running"
     for _ in range(2):
         b.care.look()
-        assert b.control.lives.by_run({})[RUN].life == "lost"
+        assert b.control.lives.by_run(None, {})[RUN].life == "lost"
     assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 
 

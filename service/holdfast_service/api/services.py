@@ -25,9 +25,8 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
-from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
-from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
@@ -71,7 +70,7 @@ class Services:
     remote: RemoteRanks | None = None
     suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
     runner: JobRunner | None = None
-    lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
+    lives: Lives = no_lives  # what is known of the ranks of runs
     summaries: Summaries | None = None  # that others look at too; otherwise the application has its own
     trash: RunTrash | None = None  # of a service with a daemon
     delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join

@@ -24,6 +24,7 @@ from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.control.cluster.duties import THINNING, UPKEEP
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.insight import run_figures
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
@@ -78,7 +79,7 @@ class CheckpointParts(RecordParts):
 def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: RetentionPolicy) -> RecordParts:
     """`usual` is in force for runs without a policy of their own."""
     returned: Signal[[]] = Signal()
-    book = Book(catalog.database, returned.publish)
+    book = Book(catalog.database, returned.publish, partial(run_figures.renew, catalog.database))
     attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
     events = Events(catalog.database, catalog.node or "node", utc_now, book.tell)
     statistics = StatisticsStore(catalog.database)

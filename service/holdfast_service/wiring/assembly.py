@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -294,8 +294,8 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
 
         take_part(cluster, control, saver, told, stack)
 
-    def lives() -> Mapping[str, Lived]:
-        return control.lives.by_run(saver.lives())
+    def lives(runs: Collection[str] | None) -> Mapping[str, Lived]:
+        return control.lives.by_run(runs, saver.lives())
 
     made = Services(
         tier=control.tier,

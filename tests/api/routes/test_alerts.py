@@ -38,7 +38,7 @@ def service(tmp_path: Path, lives: dict[str, Lived]) -> Iterator[Served]:
 
     tried: list[str] = []
     copies = {"far": lambda: not tried.append("far"), "theirs": lambda: False}
-    with served(tmp_path / "root", lives=lambda: lives, node=node, replicas=copies) as running:
+    with served(tmp_path / "root", lives=lambda runs: lives, node=node, replicas=copies) as running:
         yield running
 
 

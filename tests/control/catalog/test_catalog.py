@@ -37,7 +37,7 @@ from holdfast_service.control.database.engines import connect
 from holdfast_service.control.database.schema import CatalogTable
 from tests.control.published import a_row
 
-TABLES = ("unreleased_1", "ad9527f7")  # the version, and a digest of its tables
+TABLES = ("unreleased_2", "eb613649")  # the version, and a digest of its tables
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
 
 

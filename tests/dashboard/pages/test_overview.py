@@ -37,7 +37,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
         told = {"name": "node-1", "version": "9", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 1}
         return bodies.Node.model_validate({**told, "replicas": {"far": "its <disk> is gone"}})
 
-    with served(tmp_path / "root", lives=lambda: lives, node=node, replicas={"far": lambda: True}) as running:
+    with served(tmp_path / "root", lives=lambda runs: lives, node=node, replicas={"far": lambda: True}) as running:
         yield running
 
 

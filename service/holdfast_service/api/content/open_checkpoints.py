@@ -152,9 +152,8 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
     `InvalidRequest`.
     """
     if step == LATEST:
-        known = services.catalog.run(run)
         newest = services.catalog.newest(run)
-        if newest is None and known.checkpoints:
+        if newest is None and services.catalog.run(run).checkpoints:
             raise NoSuchCheckpoint(f"run {run!r} has no sound checkpoint", hint=f"`holdfast ls {run}` shows what is damaged")
         if newest is None:
             raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")

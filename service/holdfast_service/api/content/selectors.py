@@ -24,7 +24,7 @@ def find(
     services: Services, run: str, name: str, metric: str | None = None, mode: selection.Mode = "min"
 ) -> bodies.CheckpointInfo:
     """The checkpoint that one of `NAMES` names; `NoSuchRun`, `NoSuchCheckpoint`, or `InvalidRequest` without a metric."""
-    services.catalog.run(run)
+    services.catalog.check_run(run)
     database = services.catalog.database
     if name == LATEST_HEALTHY:
         step, what = selection.newest_healthy(database, run), "that is verified and not known to be unhealthy"

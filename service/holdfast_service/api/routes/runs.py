@@ -79,10 +79,9 @@ def list_runs(
     found = summaries.summaries_of(request)
     if wanted.order == BY_NAME and wanted.failed:
         page = services.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
-    else:
-        names = found.names(cursor, limit, wanted)
-        page = bodies.Page(items=services.catalog.runs_named(names.items), next=names.next)
-    return page.model_copy(update={"items": found.states(page.items)})
+        return bodies.Page(items=found.runs([run.name for run in page.items]), next=page.next)
+    names = found.names(cursor, limit, wanted)
+    return bodies.Page(items=found.runs(names.items), next=names.next)
 
 
 @router.get("/runs/{run}", dependencies=needs("read"), summary="One run")
@@ -126,7 +125,7 @@ def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
 
 
 def _one(request: Request, services: Wired, run: str) -> bodies.Run:
-    return summaries.summaries_of(request).states([services.catalog.run(run)])[0]
+    return next(iter(summaries.summaries_of(request).runs([run])), None) or services.catalog.run(run)
 
 
 @router.get(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
 from holdfast_formats.rest.observed import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
-from holdfast_service.api.content.open_checkpoints import Columns, OpenedCheckpoints
-from holdfast_service.api.services import Cursor, Limit, Wired
+from holdfast_service.api.content.open_checkpoints import Columns, Contents, OpenedCheckpoints
+from holdfast_service.api.services import Cursor, Limit, Services, Wired
 from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
@@ -47,7 +49,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     """Computed when the checkpoint is verified after its commit; 404 before that. They never change."""
     opened = request.app.state.opened
     assert isinstance(opened, OpenedCheckpoints)
-    held = opened.open(run, open_checkpoints.find(services, run, step).step)
+    held = _held(services, opened, run, step)
     if group is not None and group not in held.manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(held.manifest.groups)}")
     found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
@@ -75,8 +77,16 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
 )
 def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
     """Steps ascend. Steps of removed checkpoints are included if they are among the newest."""
-    services.catalog.run(run)
+    services.catalog.check_run(run)
     return StatisticsStore(services.catalog.database).layers(run, group, last)
+
+
+def _held(services: Services, opened: OpenedCheckpoints, run: str, step: str) -> Contents:
+    """The checkpoint; the catalog is asked for one that is named by a selector, or why there is none of this number."""
+    if re.fullmatch(r"[0-9]{1,18}", step):
+        with suppress(NoSuchCheckpoint, InvalidRequest):
+            return opened.open(run, int(step))
+    return opened.open(run, open_checkpoints.find(services, run, step).step)
 
 
 def _by_name(columns: Columns, group: str | None, part: str) -> NDArray[np.int64]:

@@ -164,9 +164,10 @@ class Attempts:
         with self._lock:
             return self._runs.get(run, RunAttempts()).attempt_of(launch, member)
 
-    def known(self) -> dict[str, RunAttempts]:
+    def known(self, runs: Collection[str] | None = None) -> dict[str, RunAttempts]:
+        """These runs, or all."""
         with self._lock:
-            return dict(self._runs)
+            return dict(self._runs) if runs is None else {run: self._runs[run] for run in runs if run in self._runs}
 
     def owes(self, run: str, step: int, attempt: int) -> bool:
         """Whether all ranks of this attempt had sealed this step when a newer one was declared."""

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 LINGER_S = 0.02  # after the first of several records, unless a caller waits for it
+RENEW_S = 1.0  # after the last record, until figures of runs are renewed
 LOOK_S = 5.0  # interval of probes of the catalog when nothing waits
 SETTLE_S = 5.0  # how long a query waits for earlier records
 STUCK_S = 3.0  # in one transaction; then queries no longer wait for earlier records
@@ -42,11 +43,15 @@ class _Told(NamedTuple):
 
 class Book:
     """The queue of one catalog. Thread-safe. `returned` is called, in the queue's thread, before anything is written to a
-    catalog that did not answer before: it may be another one.
+    catalog that did not answer before: it may be another one. When no records wait, `renew` updates what the catalog keeps
+    of other rows, and returns whether it has more to do.
     """
 
-    def __init__(self, database: Database, returned: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, database: Database, returned: Callable[[], None] = lambda: None, renew: Callable[[], bool] | None = None
+    ) -> None:
         self.database, self.returned = database, returned
+        self._renew, self._pause_s = renew or self._look, LOOK_S
         self._changed = threading.Condition()
         self._waiting: deque[_Told] = deque()
         self._known = True  # that the catalog is the one it was
@@ -190,17 +195,20 @@ class Book:
         while not self._closed:
             with self._changed:
                 if not self._waiting:
-                    self._changed.wait_for(lambda: self._waiting or self._closed or self._missed or not self._known, LOOK_S)
+                    self._changed.wait_for(
+                        lambda: self._waiting or self._closed or self._missed or not self._known, self._pause_s
+                    )
                     # A new record often comes right before a rank's answer, for which training waits, and SQL holds the
                     # interpreter.
                     self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
-                told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
+                told = self._waiting[0] if self._waiting else _Told("figures of runs", self._idle)
             if self._closed:
                 return
             if self._done(told):
                 with self._changed:
                     if self._waiting and self._waiting[0] is told:
                         self._waiting.popleft()
+                        self._pause_s = RENEW_S
                     self._changed.notify_all()
             else:
                 with self._changed:
@@ -246,6 +254,10 @@ class Book:
             self.database.trouble = Trouble(time.time() if before is None else before.since, error.detail, reads)
             self._changed.notify_all()
 
-    def _look(self) -> None:
+    def _idle(self) -> None:
+        self._pause_s = LINGER_S if self._renew() else LOOK_S
+
+    def _look(self) -> bool:
         with self.database.read() as session:
             session.execute(select(1)).all()
+        return False

@@ -102,9 +102,10 @@ class Catalog:
             if row.attempt == attempt:
                 row.life, row.since = life, since
 
-    def lives(self) -> dict[str, tuple[int, str, str | None]]:
-        """The state of runs' ranks: newest attempt, state, and since when it is over."""
+    def lives(self, runs: Collection[str] | None = None) -> dict[str, tuple[int, str, str | None]]:
+        """The state of the ranks of these runs, or of all: newest attempt, state, and since when it is over."""
         known = select(RunRow.name, RunRow.attempt, RunRow.life, RunRow.since).where(RunRow.life.is_not(None))
+        known = known if runs is None else known.where(RunRow.name.in_(runs))
         with self._read() as session:
             return {name: (attempt, str(life), since) for name, attempt, life, since in session.execute(known)}
 
@@ -358,11 +359,6 @@ class Catalog:
         with self._read() as session:
             return listing.runs(session, cursor, limit, prefix, words)
 
-    def runs_named(self, names: Sequence[str]) -> list[bodies.Run]:
-        """The known ones of these runs, in this order."""
-        with self._read() as session:
-            return listing.of_names(session, names)
-
     def search(self, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
         """Runs and checkpoints that contain this text, the best first."""
         with self._read() as session:
@@ -370,8 +366,15 @@ class Catalog:
 
     def run(self, name: str) -> bodies.Run:
         with self._read() as session:
+            row = session.get(RunRow, name) if naming.is_run_name(name) else None
+            if row is None:
+                raise listing.no_such_run(name)
+            return listing.summed(session, [row])[0]
+
+    def check_run(self, name: str) -> None:
+        """`NoSuchRun` for a run that the catalog does not know."""
+        with self._read() as session:
             listing.check_known(session, name)
-            return listing.summed(session, [session.get_one(RunRow, name)])[0]
 
     def known_runs(self) -> dict[str, KnownRun]:
         with self._read() as session:

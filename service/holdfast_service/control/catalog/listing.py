@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, union_all
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from holdfast_formats import moments, naming
@@ -69,12 +69,6 @@ def _having(words: Iterable[str]) -> Iterator[ColumnElement[bool]]:
     return (RunRow.name.icontains(word, autoescape=True) for word in words)
 
 
-def of_names(session: Session, names: Sequence[str]) -> list[bodies.Run]:
-    """The known ones of these runs, in this order."""
-    rows = {row.name: row for row in session.scalars(select(RunRow).where(RunRow.name.in_(names)))}
-    return summed(session, [rows[name] for name in names if name in rows])
-
-
 def runs(
     session: Session, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()
 ) -> bodies.Page[bodies.Run]:
@@ -107,9 +101,9 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
     }
     # An index answers what is above, and others know the few that are not meant: only their runs are looked at again.
     passed = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(True))
-    known = [
-        row for why in passed for row in session.execute(select(CheckpointRow.run, CheckpointRow.step).where(within, why))
-    ]
+    known = session.execute(
+        union_all(*(select(CheckpointRow.run, CheckpointRow.step).where(within, why) for why in passed))
+    ).all()
     for run in {run for run, step in known if found[run][1] == step}:
         sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND, _LIVING)
         found[run] = (found[run][0], session.scalar(sound), found[run][2])
@@ -134,13 +128,14 @@ def checkpoints(
     within = within if before is None else _below(within, integer(before))
     wanted = _in_state(_of_run(run, within), state).order_by(CheckpointRow.step.desc())
     more = bounded(limit) + 1
-    check_known(session, run)
     found: list[bodies.CheckpointInfo] = []
     for steps in _in_parts(within):
         part = wanted if steps is None else wanted.where(CheckpointRow.step.in_(steps))
         found += [checkpoint(row) for row in session.scalars(part.limit(more - len(found)))]
         if len(found) == more:
             break
+    if not found:
+        check_known(session, run)
     return page("step", found, limit, lambda made: made.step)
 
 
@@ -166,8 +161,9 @@ def _sorted_checkpoints(
         tied = CheckpointRow.step < integer(step) if descends else CheckpointRow.step > integer(step)
         wanted = wanted.where(or_(after, and_(column == value, tied)))
     order = (column.desc(), CheckpointRow.step.desc()) if descends else (column, CheckpointRow.step)
-    check_known(session, run)
     found = [checkpoint(row) for row in session.scalars(wanted.order_by(*order).limit(bounded(limit) + 1))]
+    if not found:
+        check_known(session, run)
     return page(within.sort, found, limit, lambda made: f"{getattr(made, name)}@{made.step}")
 
 
@@ -196,9 +192,10 @@ def rounds(
             raise InvalidRequest(f"{state!r} is not the state of a save", hint=f"one of {', '.join(ROUND_STATES)}")
         wanted = wanted.where(RoundRow.state == state)
     if run is not None:
-        check_known(session, run)
         wanted = wanted.where(RoundRow.run == run)
     found = [bodies.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+    if run is not None and not found:
+        check_known(session, run)
     return page("round", found, limit, lambda made: made.id)
 
 

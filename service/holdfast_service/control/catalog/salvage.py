@@ -36,6 +36,7 @@ _UNRELEASED = (
     "tokens with `holdfast token create`. Checkpoints are read back and verified again"
 )
 _LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made again
+_COMPUTED = ("run_figures", "run_changes")  # from the rows that are copied
 _PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 # What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.
@@ -119,6 +120,8 @@ def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
     copied = {}
     with closing(sqlite3.connect(path)) as new:
         for table in CatalogTable.metadata.sorted_tables:
+            if table.name in _COMPUTED:
+                continue
             with new:
                 rows = [row for row in _readable(old, table) if _is_plausible(table, row)]
                 number = sum(_insert(new, table, row) for row in rows)

@@ -98,6 +98,25 @@ class RunRow(CatalogTable):
     recorded: Mapped[datetime | None] = mapped_column(_MOMENT)  # the newest commit, where several nodes may record them
 
 
+class RunFiguresRow(CatalogTable):
+    """The figures of a run, encoded (`insight/run_figures`), up to the changes that `run_changes` still lists."""
+
+    __tablename__ = "run_figures"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    figures: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class RunChangeRow(CatalogTable):
+    """Rows of a run were changed since its figures were renewed. Triggers insert it (`database/changes`)."""
+
+    __tablename__ = "run_changes"
+    __table_args__ = (Index("run_changes_by_run", "run"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    run: Mapped[str] = mapped_column(_NAME)
+
+
 class AttemptRow(CatalogTable):
     __tablename__ = "attempts"
 

@@ -44,6 +44,7 @@ class CheckpointFacts(NamedTuple):
     healthy_verified: bool = False  # and whether that is verified,
     healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too
     metrics: Mapping[str, float] = NOTHING  # of the newest one
+    newest_sound: int | None = None  # not known to be damaged, and not abandoned
 
 
 class ReplicaCounts(NamedTuple):
@@ -91,3 +92,4 @@ class Facts(NamedTuple):
     since: str | None = None  # when it ended or was lost
     settings: RunSettings = RunSettings()
     warned: tuple[Warned, ...] = ()
+    keep_last: int | None = None  # what retention keeps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 from holdfast_formats.errors import CatalogUnavailable
@@ -12,7 +12,7 @@ from holdfast_formats.rest.operations import Level
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.insight import known_rows
+from holdfast_service.control.insight import run_figures
 from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
 from holdfast_service.control.insight.run_lives import failed_to_start
 
@@ -30,20 +30,23 @@ class KnownLives:
         """`tell` records an event, by and by. `shared`: other nodes serve the same root."""
         self._attempts, self._catalog, self._book, self._tell, self._shared = attempts, catalog, book, tell, shared
 
-    def by_run(self, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
-        """What is known of the ranks of all runs, with what is known `here` of those that came to this daemon."""
-        found = {run: (known.attempt, Lived(known.life, known.since)) for run, known in self._attempts.known().items()}
+    def by_run(self, runs: Collection[str] | None, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
+        """What is known of the ranks of these runs, or of all, with what is known `here` of those that came to this
+        daemon.
+        """
+        known = self._attempts.known(runs)
+        found = {run: (one.attempt, Lived(one.life, one.since)) for run, one in known.items()}
         if self._shared:
-            found |= {run: lived for run, lived in self._noted().items() if lived[0] > found.get(run, (0, UNKNOWN))[0]}
+            found |= {run: lived for run, lived in self._noted(runs).items() if lived[0] > found.get(run, (0, UNKNOWN))[0]}
         for run, (attempt, life) in here.items():
             if run in found and found[run][0] == attempt and found[run][1].life != life:
                 found[run] = attempt, Lived(life)
         return {run: lived for run, (_, lived) in found.items()}
 
-    def _noted(self) -> dict[str, tuple[int, Lived]]:
+    def _noted(self, runs: Collection[str] | None) -> dict[str, tuple[int, Lived]]:
         """What other nodes have noted of runs."""
         try:
-            noted = self._catalog.lives()
+            noted = self._catalog.lives(runs)
         except CatalogUnavailable:
             return {}
         return {run: (attempt, Lived(cast(Life, life), since)) for run, (attempt, life, since) in noted.items()}
@@ -67,8 +70,8 @@ class KnownLives:
 
     def _tell_of_loss(self, run: str, attempt: int, at: str) -> None:
         with self._catalog.database.read() as session:
-            rows = known_rows.read(session, [run]).get(run, known_rows.RunRows(attempt))
+            of = run_figures.read(session, [run]).get(run, run_figures.RunRows(attempt)).figures
         now = seconds_of(at)
-        facts = Facts(run, attempt, now, held=rows.held, saves=rows.saves, declared=rows.declared, life="lost", since=at)
+        facts = Facts(run, attempt, now, held=of.held, saves=of.saves, declared=of.declared, life="lost", since=at)
         kind, how, level = _LOSSES[failed_to_start(facts)]
         self._tell(kind, f"attempt {attempt} {how}", run, level=level, attempt=attempt)

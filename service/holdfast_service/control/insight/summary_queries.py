@@ -13,17 +13,15 @@ from sqlalchemy import select
 from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
-from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import named
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
-from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.insight import run_lives
 from holdfast_service.control.insight.acknowledgements import Acknowledgements
-from holdfast_service.control.insight.facts import UNKNOWN, CheckpointFacts, Facts, Lived
-from holdfast_service.control.insight.known_rows import FRESH_S, KnownRows, RunRows, read
+from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
+from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, summarise
 from holdfast_service.control.insight.summary_board import KeptSummaries, SummaryBoard, seen
@@ -33,6 +31,14 @@ POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
 POLICIES_READ = 10  # so many of a page at a time
 BATCH = 200
 EVERY_RUN = WantedRuns()
+
+
+Lives = Callable[[Collection[str] | None], Mapping[str, Lived]]
+
+
+def no_lives(_: Collection[str] | None) -> Mapping[str, Lived]:
+    """Nothing is known of ranks."""
+    return {}
 
 
 class _Policy(NamedTuple):
@@ -48,16 +54,14 @@ class Summaries:
         self,
         tier: Tier,
         catalog: Catalog,
-        lives: Callable[[], Mapping[str, Lived]] = dict,
+        lives: Lives = no_lives,
         clock: Callable[[], float] = time.time,
-        fresh_s: float = FRESH_S,
     ) -> None:
-        """`lives` says what is known of the ranks of runs. Pages are up to `fresh_s` old."""
+        """`lives` says what is known of the ranks of some runs, or of all."""
         self._tier, self._catalog = tier, catalog
         self._lives, self._clock = lives, clock
         self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
-        self._rows = KnownRows(catalog.database, fresh_s)
         self._kept = KeptSummaries()
         self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
 
@@ -80,26 +84,18 @@ class Summaries:
     def page(self, cursor: str | None, limit: int, wanted: WantedRuns = EVERY_RUN) -> bodies.Page[RunSummary]:
         """A page of summaries of these runs, in their order.
 
-        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not a second old
+        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not
         (of those that nobody trains, what depends on nothing but the time is up to `STILL_S` old).
         """
-        rows = self._rows.all()
-        cut = self._names(cursor, limit, wanted, rows.keys().__and__)
-        runs = [run for run in cut.items if run in rows]  # `names` are those that are seen
-        made = [self._kept.of(facts) for facts in self._facts(runs, rows)]
+        cut = self.names(cursor, limit, wanted)
+        made = [self._kept.of(facts) for facts in self.facts(cut.items)]
         return bodies.Page(items=self._marked(made), next=cut.next)
 
     def names(self, cursor: str | None, limit: int, wanted: WantedRuns) -> bodies.Page[str]:
         """A page of the names of these runs, as far as they may be seen, in their order."""
-        return self._names(cursor, limit, wanted, self._existing)
-
-    def _names(
-        self, cursor: str | None, limit: int, wanted: WantedRuns, existing: Callable[[list[str]], Collection[str]]
-    ) -> bodies.Page[str]:
-        """`existing` says which runs are there; it is not asked in the order by name."""
         kind = f"summary-{wanted.order.kind}"
         after, most = decode_cursor(kind, cursor), bounded(limit) + 1
-        keys = self._by_name(after, most, wanted) if wanted.order.by_name else self._by_value(after, most, wanted, existing)
+        keys = self._by_name(after, most, wanted) if wanted.order.by_name else self._by_value(after, most, wanted)
         cut = page(kind, keys, limit, lambda key: key)
         return bodies.Page(items=[wanted.order.run_of(key) for key in cut.items], next=cut.next)
 
@@ -111,7 +107,6 @@ class Summaries:
 
     def renew(self) -> None:
         """Somebody has changed what is said of a run, and looks whether it is."""
-        self._rows.renew()
         self._board.renew()
 
     def _by_name(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
@@ -127,9 +122,7 @@ class Summaries:
         with self._catalog.database.read() as session:
             return list(session.scalars(names))
 
-    def _by_value(
-        self, after: str | None, limit: int, wanted: WantedRuns, existing: Callable[[list[str]], Collection[str]]
-    ) -> list[str]:
+    def _by_value(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
         """The keys of runs that are there and may be seen."""
         order = wanted.order
         if after is not None and not order.is_key(after):
@@ -139,7 +132,7 @@ class Summaries:
         found: list[str] = []
         while len(found) < limit and (batch := list(islice(ahead, BATCH))):
             names = [order.run_of(key) for key in batch]
-            there = set(existing(names))
+            there = set(self._existing(names))
             found += [key for key, name in zip(batch, names, strict=True) if name in there]
         return found[:limit]
 
@@ -148,8 +141,9 @@ class Summaries:
             return session.scalars(select(RunRow.name).where(RunRow.name.in_(names))).all()
 
     def _of_all(self) -> list[Facts]:
-        rows = self._rows.all()
-        return self._facts(sorted(rows), rows)
+        with self._catalog.database.read() as session:
+            rows = read(session)
+        return self._facts(sorted(rows), rows, self._lives(None))
 
     def facts(self, runs: Sequence[str]) -> list[Facts]:
         """What is known now of those of these runs that exist, in their order."""
@@ -157,51 +151,52 @@ class Summaries:
             return []
         with self._catalog.database.read() as session:
             rows = read(session, runs)
-        return self._facts([run for run in runs if run in rows], rows)
+        return self._facts([run for run in runs if run in rows], rows, self._lives(runs))
 
-    def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows]) -> list[Facts]:
-        free, lives, now = self._tier.free_bytes(), self._lives(), self._clock()
+    def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows], lives: Mapping[str, Lived]) -> list[Facts]:
+        free, now = self._tier.free_bytes(), self._clock()
         policies = self._of_files(runs)
         return [
             Facts(
                 run=run,
                 attempt=rows[run].attempt,
                 now=now,
-                held=rows[run].held,
-                saves=rows[run].saves,
-                declared=rows[run].declared,
-                copies=rows[run].copies,
+                held=rows[run].figures.held,
+                saves=rows[run].figures.saves,
+                declared=rows[run].figures.declared,
+                copies=rows[run].figures.copies,
                 free_bytes=free,
                 quota_bytes=policies[run].quota_bytes,
                 makes_room=policies[run].makes_room,
                 life=lives.get(run, UNKNOWN).life,
                 since=lives.get(run, UNKNOWN).since,
                 settings=rows[run].settings,
-                warned=rows[run].warned,
+                keep_last=rows[run].keep_last,
+                warned=rows[run].figures.warned,
             )
             for run in runs
         ]
 
-    def states(self, runs: Sequence[bodies.Run]) -> list[bodies.Run]:
-        """The same runs, with what they are doing and their contact; saves are looked at only of those of which they
-        say it: that train, or may have failed to start.
-        """
-        lives, settings = self._lives(), run_settings.known(self._catalog, [run.name for run in runs])
-        lived_of = {run.name: lives.get(run.name, UNKNOWN) for run in runs}
-        telling = {run.name for run in runs if lived_of[run.name].life == "running"}
-        telling |= {run.name for run in runs if lived_of[run.name].life == "lost" and not run.checkpoints}
-        facts = {found.run: found for found in self.facts(sorted(telling))}
-        told: list[bodies.Run] = []
-        for run in runs:
-            lived, said = lived_of[run.name], settings.get(run.name, RunSettings())
-            held = CheckpointFacts(checkpoints=run.checkpoints)
-            found = facts.get(run.name) or Facts(
-                run.name, run.attempt, self._clock(), held=held, life=lived.life, since=lived.since, settings=said
+    def runs(self, names: Sequence[str]) -> list[bodies.Run]:
+        """Those of these runs that exist, in their order, with what they are doing."""
+        found: list[bodies.Run] = []
+        for facts in self.facts(names):
+            life, since = run_lives.state_of(facts, interval(facts.saves)[0])
+            found.append(
+                bodies.Run(
+                    name=facts.run,
+                    attempt=facts.attempt,
+                    keep_last=facts.keep_last,
+                    checkpoints=facts.held.checkpoints,
+                    newest=facts.held.newest_sound,
+                    bytes=facts.held.bytes,
+                    state=facts.life,
+                    life=life,
+                    life_since=since,
+                    owner=facts.settings.owner,
+                )
             )
-            life, since = run_lives.state_of(found, interval(found.saves)[0])
-            more = {"state": lived.life, "life": life, "life_since": since, "owner": said.owner}
-            told.append(run.model_copy(update=more))
-        return told
+        return found
 
     def _of_files(self, runs: Sequence[str]) -> Mapping[str, _Policy]:
         """What the runs' files say. Reading a file costs more than all else of a run, so few are read again at a time."""

@@ -19,7 +19,7 @@ from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, Rep
 WARNINGS = ("checkpoint-missing", "removal-waits")
 SAVES = 20  # the newest saves, which the figures are taken from
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
-SAVES_REMEMBERED = 20_000  # decoded once: what has ended stays as it is
+MEASURED = ("stall_s", "bytes", "write_s", "disk_bytes_per_second")  # what summaries take of what was measured
 _decode = msgspec.json.Decoder(dict[str, float]).decode
 
 
@@ -89,6 +89,7 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
             healthy_created=made.created,
             healthy_verified=True,
             metrics=_decode(made.metrics),
+            newest_sound=made.newest,
         )
     if others:
         found |= _gone_through(session, others)
@@ -133,6 +134,7 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
             func.min(case((row.healthy.is_(False) & sound, row.step))).label("first_unhealthy"),
             func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
             func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
+            func.max(case((sound, row.step))).label("newest_sound"),
         )
         .where(row.run.in_(runs))
         .group_by(row.run)
@@ -151,7 +153,8 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
             *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
             *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
             case((ill, judged.nonfinite), else_=last.nonfinite),
-            *(verified.created, case((ill, at.unhealthy)), healthy.created, healthy.verified),
+            *(verified.created, case((ill, at.unhealthy)), healthy.created, func.coalesce(healthy.verified, false())),
+            at.newest_sound,
             type_coerce(last.metrics, Text),
         )
         .join(last, (last.run == at.run) & (last.step == at.newest))
@@ -161,8 +164,8 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
     )
     rows = (tuple(values) for values in session.execute(wanted))
     return {
-        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(told))
-        for run, count, size, *more, told in rows
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(told), newest_sound=newest_sound)
+        for run, count, size, *more, newest_sound, told in rows
     }
 
 
@@ -188,12 +191,13 @@ def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
     return found
 
 
-@lru_cache(SAVES_REMEMBERED)
 def _save(  # noqa: PLR0913 - a row
     step: int, attempt: int, state: str, opened: str, ended: str | None, code: str | None, measured: str | None
 ) -> Save:
     over = None if ended is None else seconds_of(ended)
-    return Save(step, attempt, state, seconds_of(opened), over, code, _decode(measured) if measured else NOTHING)
+    figures = _decode(measured) if measured else NOTHING
+    kept = {name: figures[name] for name in MEASURED if name in figures}
+    return Save(step, attempt, state, seconds_of(opened), over, code, kept)
 
 
 @lru_cache(1)

@@ -40,6 +40,7 @@ class Candidate(NamedTuple):
     gone: frozenset[str] = frozenset()  # groups that were taken out of it
     small: frozenset[str] = frozenset()  # the rules by which it could be stored in fewer bytes
     compact: bool = False  # it was stored in fewer bytes
+    proven: str | None = None  # what its files were like when it was verified, as the catalog says
 
     @property
     def saved(self) -> frozenset[str]:

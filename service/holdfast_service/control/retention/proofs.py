@@ -52,7 +52,6 @@ class Proofs:
         because of one that is not there. Raises what the storage raises if it cannot be looked at.
         """
         looked: set[int] = set()
-        known = self._catalog.proofs(run)
         found = list(candidates)
         while True:
             decisions = decide(found)
@@ -61,7 +60,7 @@ class Proofs:
             if not counts:
                 return ProvenDecisions(found, decisions)
             looked.update(c.step for c in counts)
-            seen = {c.step: self.as_it_stands(run, c, known.get(c.step, UNKNOWN).proven) for c in counts}
+            seen = {c.step: self.as_it_stands(run, c, c.proven) for c in counts}
             found = [now for c in found if (now := seen.get(c.step, c)) is not None]
 
     def stands(self, run: str, step: int) -> bool:

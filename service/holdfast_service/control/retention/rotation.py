@@ -32,7 +32,7 @@ from holdfast_formats.lineage import line
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
-from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog, CommitProof
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
 from holdfast_service.control.checkpoints.looks import Looks
@@ -226,14 +226,14 @@ class Rotation:
 
     def file(self, run: str) -> RunFile:
         """The present contents of the run's file. Raises `NoSuchRun`."""
-        self._catalog.run(run)
+        self._catalog.check_run(run)
         return self.files.read(run)
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
         """Set the policy of a run that has a checkpoint or an attempt, and apply it soon: when this returns, nothing is
         done by the one before any more. `PreconditionFailed`.
         """
-        self._catalog.run(run)
+        self._catalog.check_run(run)
         with self.deciding(run):
             file = self.files.set_policy(run, policy, tag)
         with self._catalog.database.told_later(f"the policy of {run} was set"):
@@ -250,7 +250,7 @@ class Rotation:
 
     def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
         """Remove a pin or label, also from a checkpoint that is gone."""
-        self._catalog.run(run)
+        self._catalog.check_run(run)
         with self.deciding(run):
             self._change_marks(run, act)
         self.due(run)
@@ -385,8 +385,7 @@ class Rotation:
         found, known = self._listed(run), self._catalog.proofs(run)
         if listed is not None:
             listed |= {c.step: c for c in found}
-        seen = {c.step: known.get(c.step, UNKNOWN).seen_s for c in found}
-        return file, [_candidate(c, seen[c.step], file, busy.get(c.step), linked.holds(c.step)) for c in found]
+        return file, [_candidate(c, known.get(c.step, UNKNOWN), file, busy.get(c.step), linked.holds(c.step)) for c in found]
 
     def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
         """What this policy decides about the candidates that are there, as of the newest commit."""
@@ -561,7 +560,9 @@ _READ = "it is being read"
 _FRESH = "it is being replaced"
 
 
-def _candidate(c: bodies.CheckpointInfo, seen_s: float, file: RunFile, busy: str | None, linked: Sequence[str]) -> Candidate:
+def _candidate(
+    c: bodies.CheckpointInfo, known: CommitProof, file: RunFile, busy: str | None, linked: Sequence[str]
+) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
@@ -570,8 +571,11 @@ def _candidate(c: bodies.CheckpointInfo, seen_s: float, file: RunFile, busy: str
     groups = frozenset(c.groups)
     verified = c.verified and busy != _FRESH  # what was verified was the one before
     gone = frozenset(c.thinned.groups) if c.thinned is not None else frozenset[str]()
-    judged = Candidate(c.step, seen_s, verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone)
-    return judged._replace(small=frozenset(c.small_bytes or ()), compact=c.compacted is not None)
+    judged = Candidate(
+        c.step, known.seen_s, verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned, gone
+    )
+    small = frozenset(c.small_bytes or ())
+    return judged._replace(small=small, compact=c.compacted is not None, proven=known.proven)
 
 
 def _newest_commit(candidates: Sequence[Candidate]) -> float:

@@ -1,4 +1,4 @@
-"""All tables, as `schema` declares them.
+"""All tables, as `schema` declares them, and their triggers.
 
 That holds until the first release. Before a second migration is added, write the tables of this one out.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from alembic import op
 
+from holdfast_service.control.database import changes
 from holdfast_service.control.database.migrations import HEAD
 from holdfast_service.control.database.schema import CatalogTable
 
@@ -16,3 +17,4 @@ down_revision = None
 
 def upgrade() -> None:
     CatalogTable.metadata.create_all(op.get_bind())
+    changes.create(op.get_bind())
