@@ -12,7 +12,7 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, Pinned
 from holdfast_service.control.checkpoints import run_files
-from holdfast_service.control.checkpoints.run_files import LinkDirectory, RunFiles
+from holdfast_service.control.checkpoints.run_files import LinkDirectory
 from holdfast_service.control.retention import links
 from tests.control.retention.test_rotation import RUN, World, world
 from tests.daemons import wait_until
@@ -156,13 +156,6 @@ def test_there_is_a_limit(tmp_path: Path, world: World) -> None:
     (tmp_path / "more").mkdir()
     with pytest.raises(LimitExceeded):
         links.watch(world.files, RUN, str(tmp_path / "more"))
-
-
-def test_a_run_without_links_has_the_file_of_before(world: World) -> None:
-    """Versions that know no links read it."""
-    world.files.change(RUN, lambda file: run_files.pinned(file, 1))
-    assert b"link_directories" not in world.tier.read(f"{RUN}/{naming.RUN_FILE}", 0, 2**16)
-    assert RunFiles(world.tier).read(RUN).pins == (1,)
 
 
 @pytest.fixture

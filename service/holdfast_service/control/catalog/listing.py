@@ -122,6 +122,7 @@ def checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
 ) -> bodies.Page[bodies.CheckpointInfo]:
     """A page of a run's checkpoints, newest step first by default; `NoSuchRun`."""
+    check_name(run)
     if within.sort != "-step":
         return _sorted_checkpoints(session, run, cursor, limit, _in_state(_of_run(run, within), state), within)
     before = decode_cursor("step", cursor)
@@ -192,6 +193,7 @@ def rounds(
             raise InvalidRequest(f"{state!r} is not the state of a save", hint=f"one of {', '.join(ROUND_STATES)}")
         wanted = wanted.where(RoundRow.state == state)
     if run is not None:
+        check_name(run)
         wanted = wanted.where(RoundRow.run == run)
     found = [bodies.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
     if run is not None and not found:
@@ -201,6 +203,12 @@ def rounds(
 
 def checkpoint(row: CheckpointRow) -> bodies.CheckpointInfo:
     return bodies.CheckpointInfo.model_validate(row, from_attributes=True)
+
+
+def check_name(run: str) -> None:
+    """`NoSuchRun` for what can be no run, and may be text that the database refuses."""
+    if not naming.is_run_name(run):
+        raise no_such_run(run)
 
 
 def check_known(session: Session, run: str) -> None:
