@@ -6,6 +6,8 @@ That holds until the first release. Before a second migration is added, write th
 from __future__ import annotations
 
 from alembic import op
+from sqlalchemy import Index
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from holdfast_service.control.database import changes
 from holdfast_service.control.database.migrations import HEAD
@@ -16,5 +18,14 @@ down_revision = None
 
 
 def upgrade() -> None:
-    CatalogTable.metadata.create_all(op.get_bind())
-    changes.create(op.get_bind())
+    bind = op.get_bind()
+    for table in CatalogTable.metadata.sorted_tables:
+        bind.execute(CreateTable(table))
+        for index in sorted(table.indexes, key=_is_partial_and_name):
+            bind.execute(CreateIndex(index))
+    changes.create(bind)
+
+
+def _is_partial_and_name(index: Index) -> tuple[bool, str]:
+    """Of two indexes that it rates alike SQLite takes the one that was created last: one of few rows."""
+    return index.dialect_options["sqlite"]["where"] is not None, str(index.name)
