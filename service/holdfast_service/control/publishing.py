@@ -1,4 +1,4 @@
-"""How a save becomes a checkpoint that all see: in the place of what stands there, where it may replace that."""
+"""Publishes a save as a checkpoint, replacing an existing one where that is allowed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast_service.control.parts import CheckpointParts
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # how long the catalog is asked whether a newer attempt has begun
+LOOK_S = 2.0  # how long to wait for the catalog's newest attempt
 AGAIN_S = 0.2
 
 
 class Publishing:
-    """Publishes what was written, as the lines of training have it now. Thread-safe."""
+    """Publishes written saves, by the present lines of training. Thread-safe."""
 
     def __init__(self, parts: CheckpointParts, restores: RestoreSelector) -> None:
         self._store, self._catalog, self._attempts = parts.store, parts.catalog, parts.attempts
@@ -32,8 +32,8 @@ class Publishing:
         self._absences, self._cluster, self._restores = parts.absences, parts.cluster, restores
 
     def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
-        """Make it a checkpoint, or find that another node has. Where the storage knows better than the names that this node
-        remembers, it is waited for until they agree (I14).
+        """Publish it, or find that another node has. Where storage contradicts this node's cached names, wait until they
+        agree (I14).
         """
         try:
             return self._publish_as_seen(plan, staged)
@@ -44,7 +44,7 @@ class Publishing:
             return self._publish_as_seen(plan, staged)
 
     def _appears(self, run: str, step: int, wait_s: float) -> bool:
-        """Whether a checkpoint of this step stands, perhaps one that another node has published a moment ago."""
+        """Whether a checkpoint of this step exists, perhaps just published by another node."""
         limit = time.monotonic() + wait_s
         while not (roots.stands(self._store.files, run, step) and step in self._store.steps(run)):
             if time.monotonic() >= limit:
@@ -53,7 +53,7 @@ class Publishing:
         return True
 
     def _publish_as_seen(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
-        """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
+        """Publish, replacing an existing one if that is allowed: as of now, not of when the round began."""
         if isinstance(self._attempts, SharedAttempts):
             self._attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self._book.ask(question, LOOK_S))
         if staged is not None:
@@ -81,7 +81,7 @@ class Publishing:
         return commit.publish(self._store, plan, utc_now(), about=about)
 
     def _replaced(self, run: str, step: int) -> None:
-        """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
+        """Record the new checkpoint in the catalog: until then it is not judged by the entry of the old one."""
         try:
             made = bodies.describe(roots.load_manifest(self._store.files, run, step))
         except (Damaged, NotFound):  # removed or damaged at this moment: the next look finds that

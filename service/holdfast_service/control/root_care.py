@@ -1,4 +1,4 @@
-"""The care of a root: sweep what crashes left behind, and in a cluster all else that one node does for all of them."""
+"""Maintenance of a root: sweeps what crashes left behind, and in a cluster all other work that one node does for all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast_service.storage import Store, Tier
 log = logging.getLogger(__name__)
 
 LOOKS = 5  # for a checkpoint in another one's place: a network file system may show the old one for a minute and a half
-IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
+IDLE_S = 3600.0  # no process writes any more to what is unchanged for so long, by the storage's clock
 
 
 def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None, spared: Collection[Place] = ()) -> None:
-    """Put back what was being replaced, and remove what was never committed, but not what is `spared`; in a cluster, what
-    belongs to no round that goes on, and to which nobody has written for `idle_s`.
+    """Restore interrupted replacements, and remove what was never committed, except `spared` places; in a cluster, only what
+    belongs to no open round and was not written to for `idle_s`.
     """
     live = [*spared, *([] if cluster is None else cluster.rounds.places())]
     put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
@@ -36,7 +36,7 @@ def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = N
 
 
 class RootCare:
-    """What one node of a cluster does for all, as long as that is its duty. For one thread."""
+    """The work that one node of a cluster does for all, while it has the duty. For one thread."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -48,17 +48,17 @@ class RootCare:
         due: Callable[[str], None],
         absences: roots.Absences,
     ) -> None:
-        """`due` has a run's policy applied soon."""
+        """`due` schedules a run's policy."""
         self._tier, self._store, self._catalog = tier, store, catalog
         self._cluster, self._events, self._due = cluster, events, due
         self._absences = absences
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
-        self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
+        self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
 
     def look(self, idle_s: float = IDLE_S) -> None:
-        """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
-        their node, list what was committed and never listed, and have all policies applied.
+        """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as lost with their
+        node, list committed checkpoints that are not listed, and apply all policies.
         """
         sweep(self._store, self._cluster, idle_s, wanted_places(self._catalog.database, self._store.files))
         members = self._cluster.membership.members()
@@ -76,8 +76,8 @@ class RootCare:
             self._due(run)
 
     def _list_what_is_there(self, found: Iterable[str]) -> None:
-        """The nodes that committed a checkpoint, or saw it, may be lost before the catalog heard of it. What disagrees
-        only once is on its way there.
+        """A node may be lost between a commit and its catalog entry. A difference seen only once is probably still being
+        recorded.
         """
         disagreed = {run for run in found if not roots.agrees(self._store, self._catalog, run)}
         if disagreed & self._disagreed:
@@ -94,8 +94,8 @@ class RootCare:
             self._doubtful[ended.run, ended.step] = LOOKS
 
     def _list_replacements(self) -> None:
-        """A node may be lost after it has put a checkpoint into the place of another one, and before the catalog heard of
-        it, which would then go on to say of the new one what is known of the old one.
+        """A node may be lost after it has replaced a checkpoint and before it has recorded that: the catalog would describe
+        the new one by the old one's results.
         """
         for run, step in list(self._doubtful):
             self._doubtful[run, step] -= 1
@@ -106,7 +106,7 @@ class RootCare:
         try:
             there = bodies.describe(roots.load_manifest(self._store.files, run, step))
             known = self._catalog.checkpoint(run, step)
-        except CheckpointError:  # not there, not listed, or not to be read: that is found elsewhere
+        except CheckpointError:  # missing, unlisted or unreadable: reported by other checks
             return False
         if (there.attempt, there.created) <= (known.attempt, known.created):
             return False  # this node may still see the old one
@@ -122,7 +122,7 @@ class RootCare:
             self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
 
     def _note_lost(self) -> None:
-        """Runs whose ranks have not been connected to any node, twice in a row, although nobody has seen them go."""
+        """Runs whose ranks were not connected to any node, twice in a row, and without a recorded end."""
         noted = self._catalog.lives()
         missing = {run for run, (_, life, _) in noted.items() if life == "running"} - self._cluster.crews.connected()
         for run in missing & self._missing:

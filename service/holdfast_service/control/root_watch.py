@@ -1,6 +1,6 @@
-"""Sees within seconds what others do to the checkpoints of a root: that one was removed by hand, or lost or changed a file.
+"""Detects changes to the checkpoints of a root within seconds: removals by hand, and lost or changed files.
 
-Lists, alerts and retention then say and do what is true of the storage. No byte of a tensor is read for it.
+So lists, alerts and retention follow the storage. No tensor byte is read for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, h
 
 
 class RootWatch:
-    """Looks at the checkpoints of one root, again and again, and records what it finds. Thread-safe."""
+    """Looks at the checkpoints of one root periodically, and records what it finds. Thread-safe."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -46,9 +46,9 @@ class RootWatch:
         replaced: Callable[[str, int], object],
         is_mine: Callable[[], bool],
     ) -> None:
-        """`thinned` says whether a checkpoint was thinned or compacted by a node that was lost before it could tell the
-        catalog, which is told then. `replaced` hears of a step at which another checkpoint stands now. `is_mine` says
-        whether it is this node, of several, that looks.
+        """`thinned` returns whether a checkpoint was thinned or compacted by a node that was lost before it recorded that,
+        and records it. `replaced` is called with a step whose checkpoint is another one now. `is_mine` returns whether this
+        node, of several, does the looking.
         """
         self._store, self._catalog, self._rotation = store, catalog, rotation
         self._events, self._absences = events, absences
@@ -66,7 +66,7 @@ class RootWatch:
         self._thread: threading.Thread | None = None
 
     def mend_by(self, suspect: Suspect, check_soon: CheckSoon) -> None:
-        """From now on `suspect` has damage mended, if possible, and `check_soon` reads back what may be another one."""
+        """From now on `suspect` repairs damage, if possible, and `check_soon` reads back changed checkpoints."""
         self._suspect, self._check_soon = suspect, check_soon
 
     def start(self) -> None:
@@ -80,17 +80,17 @@ class RootWatch:
             self._thread.join()
 
     def missing(self, run: str, step: int) -> None:
-        """A checkpoint is listed, and its directory is gone. It may be called while it is decided about the run."""
+        """A listed checkpoint has no directory. May be called while deciding about the run."""
         self._soon.add(run)
         self._wake.set()
 
     def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
-        """A checkpoint that counted as sound is not all there: it counts no more, and is damaged if nothing can mend it."""
+        """A sound checkpoint is incomplete: it counts no more, and is damaged unless it can be repaired."""
         self._catalog.doubt(run, step, proven)
         self._suspect(run, step, error)
 
     def changed(self, run: str, step: int, proven: str) -> None:
-        """A checkpoint that counted as sound has other files than those that were read back: these are read back too."""
+        """A sound checkpoint has other files than those that were read back: these are read back too."""
         if self._thinned(run, step):
             return
         if self._catalog.doubt(run, step, proven):
@@ -100,7 +100,7 @@ class RootWatch:
             self._check_soon([CheckpointId(run, step)])
 
     def put_back(self, run: str, step: int) -> None:
-        """What had been replaced stands there again, since its replacement was damaged or is gone; it is read back."""
+        """A replaced checkpoint was restored, since its replacement was damaged or is gone; it is read back."""
         text = f"step {step} is the one again that had been replaced: its replacement was damaged, or is gone"
         log.error("%s: %s", run, text)
         self._replaced(run, step)
@@ -108,7 +108,6 @@ class RootWatch:
         self._check_soon([CheckpointId(run, step)])
 
     def look(self) -> None:
-        """Look at everything once."""
         soon, self._soon = self._soon, set()
         for run in soon:
             self.relist(run)
@@ -121,7 +120,7 @@ class RootWatch:
         self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in there.items()}
 
     def relist(self, run: str) -> None:
-        """Make the catalog say of a run what its directory says, and tell of what is gone without having been removed."""
+        """Update the catalog from the run's directory, and report checkpoints that are gone without having been removed."""
         with limited_to(ALL), self._rotation.deciding(run):
             before = set(self._catalog.stamps(run))
             for problem in roots.list_run(self._store, self._catalog, run, self._absences):
@@ -141,7 +140,7 @@ class RootWatch:
                 self._confirm(run, step)
 
     def _is_news(self, run: str, unlisted: set[int]) -> bool:
-        """Whether something stands there for longer than it takes to list what was committed."""
+        """Whether something is there for longer than a commit takes to be listed."""
         lasting = unlisted & self._unlisted.get(run, set())
         return any(roots.has_commit(self._store, run, step) for step in lasting)
 
@@ -152,7 +151,7 @@ class RootWatch:
             return False
 
     def _confirm(self, run: str, step: int) -> None:
-        """Look again while the checkpoint cannot be replaced, thinned or removed, and record what is found then."""
+        """Look again while the checkpoint cannot be replaced, thinned or removed, and record the result."""
         with self._rotation.deciding(run):
             if not self._rotation.is_replacing(run, step):
                 self._rotation.proofs.look(run, step)

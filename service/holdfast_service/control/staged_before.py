@@ -1,4 +1,4 @@
-"""Saves that all ranks had staged when the last daemon ended: committed since, going on, or lost, which is then said."""
+"""Saves that all ranks had staged when the last daemon ended: committed since, in progress, or lost, which is recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Step(NamedTuple):
 
 
 class StagedBefore:
-    """Nothing here waits for the catalog. `settle` is called once ranks have had time to bring their memory."""
+    """Nothing here waits for the catalog. `settle` is called once ranks have had time to reconnect with their memory."""
 
     def __init__(self, store: Store, catalog: Catalog, book: Book, rounds: Rounds, events: Events) -> None:
         self._store, self._catalog, self._book, self._rounds, self._events = store, catalog, book, rounds, events
@@ -34,14 +34,14 @@ class StagedBefore:
         self._settled = False
 
     def let_go(self, record: Mapping[str, Any]) -> None:
-        """A holder has written down that it let go of staged saves, and why."""
+        """A holder has recorded that it dropped staged saves, and why."""
         for save in record.get("saves", ()):
             run, step = save.get("run"), save.get("step")
             if isinstance(run, str) and naming.is_run_name(run) and isinstance(step, int):
                 self._reasons[_Step(run, step)] = f"the process that kept its memory let go of it: {record.get('why')}"
 
     def settle(self) -> None:
-        """What was staged and is neither committed nor going on now is lost: end it, and say so. Later calls do nothing."""
+        """End saves that were staged and are now neither committed nor in progress as lost. Later calls do nothing."""
         if self._settled:
             return
         self._settled = True

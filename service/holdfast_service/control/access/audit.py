@@ -1,4 +1,4 @@
-"""The audit log in the catalog: who did what, from where, and with which result.
+"""The audit log in the catalog: acts, with author, address and result.
 
 Adding an entry does not block: a thread writes entries in batches. While the catalog is away entries are queued, up to a
 limit; lost ones are counted. Entries older than `days` are removed, and beyond `ENTRIES_MAX` the oldest of those

@@ -102,7 +102,7 @@ def _spared(known: OrderedDict[str, tuple[str, float]]) -> str:
 
 
 class Owner:
-    """The user who started the daemon: an admin, by a token that ends with the process."""
+    """The daemon's own user: an admin, by a token that ends with the process."""
 
     def __init__(self, token: str) -> None:
         self.token = token

@@ -1,8 +1,8 @@
-"""Plan a save whose ranks are on several nodes: the files, who writes which blocks, and what a node's blocks are read from.
+"""Plan a save whose ranks are on several nodes: the files, the writer of each block, and the ranks that a node reads.
 
-The files, their headers and offsets are those of `planner.plan`. All nodes work out the same owners, of all that every node
-holds; where a node reads from, it chooses by itself: from its own ranks as far as they hold it. What depends only on what
-ranks hold is kept for the next save.
+The files, their headers and offsets are those of `planner.plan`. All nodes compute the same owners from all nodes' holdings;
+a node chooses the ranks that it reads: its own as far as they hold the bytes. What depends only on the ranks' holdings is
+cached for the next save.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Placed:
         )
 
     def _spans(self, layouts: Sequence[FilePlan]) -> HeldSpans:
-        """What every node holds of the files: of each family once, and then for each of its tensors."""
+        """All nodes' spans of the files, computed once per family and then placed for each of its tensors."""
         known: dict[int, worlds.Spans] = {}
         found: list[worlds.Spans] = []
         places: list[tuple[int, int, int]] = []  # rows, file, begin
@@ -73,7 +73,7 @@ class _Placed:
         return HeldSpans(np.repeat(files, counts), begin + shift, end + shift, size, node)
 
     def own(self, me: int, shares: Sequence[Share]) -> tuple[PlannedFile, ...]:
-        """The files, in which the tensors that a node writes some of have their origins."""
+        """The files; tensors of which this node writes a part have their origins."""
         with self._lock:
             known = self._own.get(me)
         if known is None:
@@ -102,7 +102,7 @@ class _Placed:
 
 
 class _Known(NamedTuple):
-    """What follows from what ranks hold: what they share; and the files, for what they had apart the last time."""
+    """What follows from the ranks' holdings: what they share; and the files, for what differed the last time."""
 
     world: World
     holdings: Holdings
@@ -116,8 +116,8 @@ _lock = threading.Lock()
 
 
 def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
-    """The plan of a save from the parts of all nodes, in the order of their numbers, each with its declaration's digest; and
-    what the node with the number `me` writes. Raises what `planner.plan` does.
+    """The plan of a save from the parts of all nodes, in the order of their numbers, each with its declaration's digest, and
+    what the node with the number `me` writes. Raises the errors of `planner.plan`.
     """
     parts = joint_averages.settled(parts)
     try:
@@ -140,7 +140,6 @@ def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
 
 
 def forget() -> None:
-    """Plan what comes next again."""
     with _lock:
         _remembered.clear()
 

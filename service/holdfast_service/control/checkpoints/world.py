@@ -47,7 +47,7 @@ class World(NamedTuple):
 
 
 class _Tensors:
-    """Numbers of tensors, and of what is said of their placement."""
+    """Numbers for tensors and for their distinct placements."""
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
@@ -58,7 +58,7 @@ class _Tensors:
         self._known: dict[int, tuple[tuple[HeldTensor, ...], Column]] = {}
 
     def numbers(self, part: Declaration) -> Column:
-        """Of each tensor of a declaration, what is said of it; many nodes have the same ones."""
+        """The placement number of each tensor of a declaration; many nodes have the same one."""
         known = self._known.get(id(part.tensors))
         if known is None:
             found = [self._number(part, position) for position in range(len(part.tensors))]
@@ -87,7 +87,7 @@ def _first_rank(part: Declaration, tensor: int) -> int:
 
 
 def gather(parts: Sequence[Declaration]) -> World:
-    """The world of all its nodes' declarations, in whatever order. `StateMismatch` where they disagree on a tensor,
+    """The world of all its nodes' declarations, in any order. `StateMismatch` where they disagree on a tensor,
     `LimitExceeded` if it is too large.
     """
     many = sum(len(part.box) for part in parts)
@@ -127,7 +127,7 @@ def gather(parts: Sequence[Declaration]) -> World:
 
 
 class _Segment(NamedTuple):
-    """A rank's: of each fragment, what is said of its tensor; of each box, the same, the box and its place."""
+    """One rank's rows: the placement number of each fragment's tensor; the same for each box, with the box and its place."""
 
     rank: int
     said: Column
@@ -141,17 +141,17 @@ def _numbers(columns: Sequence[Column]) -> Column:
 
 
 def _placements(tensors: _Tensors, said: Column) -> list[str]:
-    """What the lowest rank that has a tensor says of it."""
+    """The placement that the lowest rank with the tensor declares."""
     found = [""] * len(tensors.specs)
     firsts, at = np.unique(said, return_index=True)
-    for one in firsts[np.argsort(at)[::-1]].tolist():  # so the first one is said last
+    for one in firsts[np.argsort(at)[::-1]].tolist():  # so the first one wins
         number, placement = tensors.said[one]
         found[number] = placement
     return found
 
 
 def set_apart(world: World, apart: Apart, kept: bool) -> World:
-    """The world in which ranks do not hold what they do not hold alike; `kept`: each has it as a tensor of its own."""
+    """The world without differing ranks' boxes; `kept`: each such rank has the tensor as one of its own."""
     if not apart:
         return world
     specs, placements, tensor = list(world.specs), list(world.placements), world.tensor.copy()
@@ -171,7 +171,9 @@ def set_apart(world: World, apart: Apart, kept: bool) -> World:
 
 
 def rounded(world: World) -> World:
-    """The world in which ranks hold what is in no slot, where they hold its master. `StateMismatch` by name if none is."""
+    """The world in which a tensor without a slot is held where its master is. `StateMismatch` with its name if there is
+    none.
+    """
     if not world.rounded_from:
         return world
     known = numbers(world)
@@ -203,7 +205,7 @@ class Stretch(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Of a tensor that begins at 0, what nodes hold: a row for each piece of a node; as of `blocks.HeldSpans`."""
+    """The nodes' holdings of a tensor that begins at 0: a row for each piece of a node; as of `blocks.HeldSpans`."""
 
     begin: Places
     end: Places
@@ -212,7 +214,7 @@ class Spans(NamedTuple):
 
 
 class Holdings:
-    """Who holds which box of each tensor: rows of the world, sorted by tensor, box and rank; empty boxes left out.
+    """The ranks that hold each box of a tensor: rows of the world, sorted by tensor, box and rank; without empty boxes.
 
     Raises `StateMismatch` where the boxes of a tensor are not the whole of it, each byte once.
     """
@@ -235,7 +237,7 @@ class Holdings:
 
     @property
     def boxes(self) -> int:
-        """How many different boxes there are of all tensors."""
+        """The number of different boxes of all tensors."""
         return len(self._box)
 
     def shared(self) -> SharedBoxes:
@@ -255,7 +257,7 @@ class Holdings:
         return SharedBoxes(numbers, begins, named)
 
     def _families(self) -> list[int]:
-        """Of each tensor, one that is distributed alike: the first of its family."""
+        """For each tensor, the first of its family."""
         first: dict[tuple[object, ...], int] = {}
         tilings: set[tuple[object, ...]] = set()
         found = []
@@ -271,7 +273,7 @@ class Holdings:
         return found
 
     def spans(self, number: int, node_of: Places, nodes: int) -> Spans:
-        """What each node holds of a tensor; neighbours in one piece."""
+        """Each node's holdings of a tensor; neighbours in one piece."""
         low, high = int(self._first_box[number]), int(self._first_box[number + 1])
         if low == high:
             return Spans(*np.empty((4, 0), np.int64))
@@ -293,7 +295,7 @@ class Holdings:
         return Spans(*(column[order] for column in found))
 
     def _placed(self, number: int) -> tuple[Places, Places, Places]:
-        """Where each box of a tensor begins and ends in it, and its bytes; worked out once for a family."""
+        """Begin and end of each of a tensor's boxes in it, and its bytes; computed once per family."""
         family = self.family[number]
         found = self._spans.get(family)
         if found is None:
@@ -309,8 +311,8 @@ class Holdings:
         return found
 
     def origins(self, number: int, parts: Sequence[Stretch], near: NDArray[np.bool_], turn: int) -> tuple[BoxOrigin, ...]:
-        """The boxes of a tensor that have bytes in these parts of it, each from one rank that holds it: the lowest that is
-        `near` (by rank), else each `turn` another one.
+        """The boxes of a tensor with bytes in these parts of it, each from one rank that holds it: the lowest that is `near`
+        (by rank), else each `turn` another one.
         """
         begin, end, _ = self._placed(number)
         touched = np.zeros(len(begin), np.bool_)
@@ -335,5 +337,4 @@ class Holdings:
 
 
 def numbers(world: World) -> Mapping[Key, int]:
-    """The tensors' numbers."""
     return {(spec.group, spec.name): number for number, spec in enumerate(world.specs)}

@@ -1,6 +1,6 @@
-"""How the parts of nodes come to a round: the usual way in one statement, all else under a lock of the step.
+"""Adds the parts of nodes to a round: in the usual case in one statement, otherwise under a lock of the step.
 
-What ended a round is told once to each node that has not heard of it, when it brings its part of the same step.
+The end of a round is reported once to each node that does not know it, when it brings its part of the same step.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class StepKey(NamedTuple):
         return row.run == self.run, row.step == self.step, row.attempt == self.attempt
 
     def new_id(self) -> ColumnElement[int]:
-        """The number of a new round: the database's time in microseconds, above all of this step. A catalog that is restored
-        from a backup would give numbers of a sequence out twice, and the path of what is staged has nothing else (I11).
+        """The number of a new round: the database's time in microseconds, above all of this step. A catalog restored from a
+        backup would repeat numbers of a sequence, and staging paths differ in nothing else (I11).
         """
         last = select(func.max(JointRoundRow.id)).where(*self.of(JointRoundRow)).scalar_subquery()
         micros = cast(func.extract("epoch", now()) * 1_000_000, BigInteger)
         return func.greatest(micros, func.coalesce(last, 0) + 1)
 
     def lock(self, session: Session) -> None:
-        """Nobody else with this lock makes or ends a round of this step until the transaction ends."""
+        """Take the lock under which rounds of this step are created and ended, until the transaction ends."""
         number = int.from_bytes(
             hashlib.sha256(f"{self.run}@{self.step}~{self.attempt}".encode()).digest()[:8], "big", signed=True
         )
@@ -49,7 +49,7 @@ class StepKey(NamedTuple):
 
 
 class Arrivals:
-    """Brings this node's parts, and remembers which ends of rounds it has heard of. Thread-safe."""
+    """Adds this node's parts, and remembers which ended rounds were reported to it. Thread-safe."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
@@ -84,8 +84,8 @@ class Arrivals:
             return row.id
 
     def _bring_as_usual(self, key: StepKey, world: int, part: Mapping[str, Any]) -> int | None:
-        """As `bring` where all is as it is in most saves: one statement where the round is open, three where nothing is
-        known of this step yet. None where there is more to be said.
+        """The usual case of `bring`: one statement where the round is open, three where the step is new. None where it needs
+        the lock.
         """
         bring, make = self._put_part(key, world, part), self._make(key, world, part["declaration"])
         with self._database.plain() as connection:
@@ -96,7 +96,7 @@ class Arrivals:
         return None if there is None else int(there)
 
     def _put_part(self, key: StepKey, world: int, part: Mapping[str, Any]) -> ReturningInsert[Any]:
-        """The part of the round that is open. The round is locked meanwhile, so it is not sealed in between."""
+        """Insert the part into the open round. The round is locked meanwhile, so it is not sealed in between."""
         values = {"boot": self._membership.me.boot, **part}
         columns = {"node": self._membership.me.name, **values}
         is_open = (*key.of(JointRoundRow), JointRoundRow.state == "open", JointRoundRow.world == world)
@@ -107,16 +107,14 @@ class Arrivals:
         return made.on_conflict_do_update(index_elements=same, set_=values).returning(PartRow.round_id)
 
     def _make(self, key: StepKey, world: int, declaration: str) -> Insert:
-        """An open round, where nobody has made one of this step yet."""
+        """Insert an open round, where this step has none yet."""
         values = {**key._asdict(), "world": world, "state": "open"}
         first = (self._is_usual(key, declaration), ~exists().where(*key.of(JointRoundRow)))
         new = select(key.new_id(), *_literals(JointRoundRow, values), now_text(), now()).where(*first)
         return insert(JointRoundRow).from_select(["id", *values, "created", "changed"], new).on_conflict_do_nothing()
 
     def _is_usual(self, key: StepKey, declaration: str) -> ColumnElement[bool]:
-        """Whether the declaration is there, no newer attempt has begun, and no round was given up that this node has not
-        heard of.
-        """
+        """Whether the declaration is stored, no newer attempt has begun, and no aborted round is unreported to this node."""
         known = exists().where(DeclarationRow.digest == declaration)
         newer = exists().where(RunRow.name == key.run, RunRow.attempt > key.attempt)
         ended, mine = aliased(JointRoundRow), aliased(PartRow)
@@ -124,8 +122,8 @@ class Arrivals:
         return known & ~newer & ~exists().where(*key.of(ended), ended.state == "aborted", ~heard)
 
     def _going(self, session: Session, key: StepKey, world: int, packed: bytes) -> JointRoundRow:
-        """The round that goes on, shared until the transaction ends; made if there is none. Or the one that has committed
-        what this node brings once more.
+        """The open round, locked in share mode until the transaction ends, created if necessary. Or the round that has
+        already committed what this node brings.
         """
         of_key = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc())
         newest = of_key.limit(1).with_for_update(read=True)
@@ -160,7 +158,7 @@ class Arrivals:
         return part.boot != self._membership.me.boot  # else this daemon has seen the end of that one: this is another save
 
     def hear(self, session: Session, round_id: int) -> None:
-        """This node knows how the round ended: what it had brought to it is of no use any more."""
+        """Note that this node knows the end of the round, and drop its part."""
         me = self._membership.me
         empty = {"boot": me.boot, "ranks": [], "said": b""}
         made = insert(PartRow).values({"round_id": round_id, "node": me.name} | empty)
@@ -172,7 +170,7 @@ class Arrivals:
 
 
 def _literals(row: type[CatalogTable], values: Mapping[str, Any]) -> list[ColumnElement[Any]]:
-    """Values to select, as the columns of these names have them."""
+    """The values as literals, with their columns' types."""
     return [literal(value, row.__table__.c[name].type) for name, value in values.items()]
 
 

@@ -1,7 +1,7 @@
-"""What nodes say to each other of the averages of their ranks: which update is next, and whether all of theirs bring it.
+"""Votes of nodes on the averages of their ranks: which update is next, and whether all of their ranks bring it.
 
-Each node has one row of an attempt, which is never older than what it has done. Who has voted for an update keeps that row
-until it has dealt with the update, so what any node reads leads to the same end (`daemon/averaging/agreement`).
+Each node has one row per attempt, which is never older than its actions. A node that has voted for an update keeps the row
+until it has handled the update, so all nodes decide alike from any reads (`daemon/averaging/agreement`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AverageVotes:
         self._membership, self._database = membership, membership.database
 
     def cast(self, run: str, attempt: int, vote: AverageVote) -> list[AverageVote]:
-        """Say what holds for the ranks of this node, perhaps again; returns what other nodes say, the newest word first."""
+        """Store this node's vote, perhaps again; returns the other nodes' votes, the newest first."""
         me, row = self._membership.me.name, AverageVoteRow
         values = {**vote._asdict(), "ranks": list(vote.ranks), "changed": now()}
         made = insert(row).values({"run": run, "attempt": attempt, "node": me} | values)
@@ -35,6 +35,6 @@ class AverageVotes:
         return [AverageVote(tuple(ranks), number, history, folded) for ranks, number, history, folded in found]
 
     def ring(self) -> None:
-        """All nodes look at what the others say."""
+        """Notify all nodes."""
         with self._database.plain() as connection:
             connection.execute(select(func.pg_notify(CHANNEL, AVERAGES)))

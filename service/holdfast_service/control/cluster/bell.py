@@ -1,5 +1,5 @@
-"""Hears at once when a round changes, or a check begins, over a connection to the database of its own. Nothing depends on
-it: who hears nothing asks a little later.
+"""Notifications of changed rounds and new checks over a database connection of its own. They only save time: without them,
+nodes poll.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ AGAIN_S = 2.0  # after the connection was lost
 
 
 class Bell:
-    """A thread that calls `rung` whenever some node says that a round has changed, `checking` when a check of several nodes
-    has begun, `averaging` when the last one has voted for an update of an average, and `ranks` when a launch is to stop, or
-    it was decided where; all after it was deaf for a while.
+    """A thread that calls `rung` when some node has changed a round, `checking` when a check of several nodes has begun,
+    `averaging` when the last node has voted for an update of an average, and `ranks` when a launch is to stop, or its last
+    step was decided; all of them after a lost connection.
     """
 
     def __init__(
@@ -68,4 +68,4 @@ class Bell:
                     for heard in driver.notifies(timeout=LISTEN_S, stop_after=1):
                         self._calls.get(heard.payload, self._calls[ROUNDS])()
             finally:
-                connection.invalidate()  # nobody else is to get what it still hears
+                connection.invalidate()  # it still listens and must not return to the pool

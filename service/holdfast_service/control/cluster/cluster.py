@@ -1,4 +1,4 @@
-"""What the parts of a daemon need of its cluster: membership, duties, locks, and what is connected and read elsewhere."""
+"""A daemon's interface to its cluster: membership, duties, locks, and connected ranks and readers of other nodes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, a
 
 
 class Crew(NamedTuple):
-    """Connected ranks of a run: how many of a world, of which attempt.
+    """Connected ranks of a run: their number, of which attempt and world.
 
-    `left_s`: in how many seconds all of them count as gone, unless something is heard of them; None where one certainly
-    lives.
+    `left_s`: in how many seconds all of them count as gone without another sign of life; None where one certainly lives.
     """
 
     attempt: int
@@ -46,7 +45,7 @@ class Crew(NamedTuple):
 
 
 class Crews:
-    """Which ranks are connected to which node."""
+    """Connected ranks by node. `here` returns this node's, once set."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
@@ -54,8 +53,8 @@ class Crews:
         self._lock = threading.Lock()
 
     def elsewhere(self, session: Session, run: str) -> dict[str, Crew]:
-        """The ranks of a run at other nodes that are members, by node. Those of a node that has missed a beat count as gone
-        when its lease ends.
+        """The ranks of a run at other member nodes, by node. Those of a node that has missed a heartbeat count as gone when
+        its lease ends.
         """
         me, late_s = self._membership.me, self._membership.lease_s - self._membership.beat_s - LATE_S
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
@@ -68,7 +67,7 @@ class Crews:
         return crews
 
     def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
-        """How many ranks of an attempt are connected to each node that is a member, and which ranks have ever been."""
+        """The number of connected ranks of an attempt per member node, and all ranks that ever were connected."""
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
         found = select(CrewRow.node, CrewRow.ranks).join(NodeRow, live)
         with self._database.apart() as session:
@@ -77,7 +76,7 @@ class Crews:
             return {node: int(ranks) for node, ranks in rows}, set(session.scalars(spoken))
 
     def by_node(self) -> dict[str, dict[str, int]]:
-        """How many ranks of the visible runs are connected, by node and run."""
+        """The number of connected ranks of the visible runs, by node and run."""
         found: dict[str, dict[str, int]] = {}
         with self._database.read() as session:
             wanted = select(CrewRow.node, CrewRow.run, CrewRow.ranks).where(CrewRow.ranks > 0)
@@ -86,13 +85,13 @@ class Crews:
         return found
 
     def connected(self) -> set[str]:
-        """The runs whose ranks are connected to some node that is a member."""
+        """The runs with ranks connected to a member node."""
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
         with self._database.read() as session:
             return set(session.scalars(select(CrewRow.run).join(NodeRow, live).where(CrewRow.ranks > 0)))
 
     def arrive(self, session: Session, run: str, crew: Crew) -> None:
-        """A rank of this run is let in at this node. Until the next beat tells how it lives, the others ask again."""
+        """Record a new rank of this run at this node. Until the next heartbeat has its state, other nodes ask again."""
         with self._lock:
             self._arriving[run] = time.monotonic() + ARRIVING_S
         self._put(session, run, crew._replace(left_s=self._membership.beat_s + LATE_S))
@@ -109,7 +108,7 @@ class Crews:
                 self._put(session, run, crew)
 
     def parted(self, run: str) -> None:
-        """No rank of this run is connected here any more."""
+        """Record that the run has no connected rank here any more."""
         with self._lock:
             self._arriving.pop(run, None)
         self._membership.beat_soon()
@@ -122,16 +121,16 @@ class Crews:
 
 
 class SharedHolds:
-    """Checkpoints that are being read by way of a node, so that no other node removes them."""
+    """Checkpoints that are being read through a node, so that no other node removes them. `here` returns this node's."""
 
     def __init__(self, membership: Membership, locks: ClusterLocks) -> None:
         self._membership, self._locks, self._database = membership, locks, membership.database
 
     def announce(self, run: str, step: int, opened: bool) -> None:
-        """Somebody begins to read by way of this node. It waits for a removal that another node is deciding on. `opened`: it
-        reads on in what it has open, so it keeps the checkpoint from removal, not from being replaced.
+        """Record a reader at this node, after any removal of the run that another node is deciding. `opened`: it reads files
+        that it has open, so it blocks removal, not replacement.
 
-        While the catalog is away no node removes anything, so there is nothing to be told.
+        While the catalog is away no node removes anything, so nothing needs to be recorded.
         """
         try:
             with self._locks.session(deciding(run), shared=True, insists=True) as session:
@@ -140,8 +139,8 @@ class SharedHolds:
             log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)
 
     def elsewhere(self, run: str, opened: bool = True) -> dict[int, float]:
-        """The steps of a run that are being read by way of other nodes, and for how many seconds at least; without `opened`,
-        not by those alone that read on in what they have open.
+        """The steps of a run that are being read through other nodes, with seconds that remain at least; without `opened`,
+        not those with readers of open files only.
         """
         left = func.extract("epoch", HoldRow.until - now())
         wanted = [HoldRow.run == run, HoldRow.node != self._membership.me.name, HoldRow.until > now()]
@@ -171,10 +170,10 @@ class SharedHolds:
 
 
 class Cluster:
-    """This daemon's part in a cluster: of one node, as long as no other daemon uses the catalog."""
+    """This daemon's view of its cluster: of one node, as long as no other daemon uses the catalog."""
 
     def __init__(self, database: Database, node: str, **lease: Any) -> None:
-        """Nothing is asked of the database yet. `lease` are the times of `Membership`."""
+        """Does not contact the database. `lease` are the times of `Membership`."""
         self.database = database
         self.membership = Membership(database, this_daemon(node), **lease)
         self.duties = Duties(self.membership)
@@ -191,7 +190,7 @@ class Cluster:
         return self.membership.me.name
 
     def secrets(self) -> tuple[str, ...]:
-        """The secrets that only nodes of this cluster know, newest first; the first node creates one."""
+        """The secrets shared by the nodes of this cluster, newest first; the first node creates one."""
         wanted = select(SecretRow.name, SecretRow.value).where(SecretRow.name.in_((_SECRET, _SECRET_BEFORE)))
         with self.database.apart(hopeful=True) as session:
             found = {name: value for name, value in session.execute(wanted)}
@@ -201,7 +200,7 @@ class Cluster:
         return tuple(found[name] for name in (_SECRET, _SECRET_BEFORE) if name in found)
 
     def rotate_secret(self) -> None:
-        """Make up a new secret. The one before is accepted until the next rotation; the one before that no more."""
+        """Create a new secret. The previous one stays valid until the next rotation."""
         self.secrets()
         with self.database.apart() as session:
             held = session.scalar(select(SecretRow.value).where(SecretRow.name == _SECRET).with_for_update())
@@ -234,5 +233,5 @@ def repairing(run: str, step: int) -> str:
 
 
 def replica_duty(name: str) -> str:
-    """The duty to copy to a replica: one node does, also where several were given the same one."""
+    """The name of the duty to copy to a replica: one node does, also where several are configured with it."""
     return f"{REPLICA}{name}"[:DUTY_CHARS_MAX]

@@ -40,19 +40,19 @@ _HOLDERS = text(
 
 
 class Duties:
-    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone; with
-    its next beat another node takes it over, of those that have asked for it.
+    """The duties of this node. Thread-safe. A taken duty is renewed with each heartbeat, until its node is gone; then
+    another node that has asked for it takes it with its next heartbeat.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
         self._lock = threading.Lock()
         self._mine: set[str] = set()
-        self._known: set[str] = set()  # duties that this node does when they are nobody's
+        self._known: set[str] = set()  # duties that this node takes when they are free
         membership.heard.append(self.renew)
 
     def has(self, name: str) -> bool:
-        """Whether this duty is this node's now; it takes it if it is nobody's. False while the catalog is away."""
+        """Whether this node has this duty; takes it if it is free. False while the catalog is away."""
         with self._lock:
             self._known.add(name)
         try:
@@ -62,7 +62,7 @@ class Duties:
             return False
 
     def take_first(self, names: Sequence[str]) -> str | None:
-        """The first of these duties that is nobody's, and this node's from now on; None while the catalog is away."""
+        """Take the first of these duties that is free; None while the catalog is away."""
         try:
             with self._database.apart() as session:
                 taken = set(session.scalars(select(DutyRow.name).where(DutyRow.until > now())))
@@ -72,14 +72,14 @@ class Duties:
             return None
 
     def holds(self, session: Session, name: str) -> bool:
-        """Whether this duty is this node's, until the end of this transaction."""
+        """Whether this node has this duty until the end of this transaction."""
         me = self._membership.me
         mine = (DutyRow.name == name, DutyRow.node == me.name, DutyRow.boot == me.boot, DutyRow.until > now())
         return session.scalar(select(DutyRow.name).where(*mine).with_for_update()) is not None
 
     def renew(self) -> None:
-        """Renew all duties of this node, and take those whose node is gone; those that are another's by now are no longer
-        its own.
+        """Renew all duties of this node, and take those whose node is gone; those that another node has taken are
+        dropped.
         """
         me = self._membership.me
         with self._lock:
@@ -97,7 +97,6 @@ class Duties:
             self._mine = left | (self._mine - set(names))
 
     def give_up(self, name: str) -> None:
-        """Leave a duty to others."""
         me = self._membership.me
         with self._lock:
             self._mine.discard(name)
@@ -127,8 +126,8 @@ class Duties:
 
 
 class ClusterLocks:
-    """Locks that at most one node has, by name. The database frees them when the node's connection ends. A node whose lease
-    has ended may stand still: the next one who wants its lock ends its connection.
+    """Named locks that at most one node has. The database frees them when the node's connection ends. A node whose lease has
+    ended may be suspended: the next node that wants its lock ends its connection.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -138,12 +137,12 @@ class ClusterLocks:
     def locked(
         self, name: str, shared: bool = False, *, insists: bool = False, asks: bool = True
     ) -> Iterator[Callable[[], None]]:
-        """Hold the lock `name` for the length of a block; call what it yields before what must not be done without it, and
-        after what can be taken back. With `asks=False` the caller never does, and no other node takes its lock.
+        """Hold the lock `name` for the length of a block; call what it yields before acts that need the lock, and after acts
+        that can be undone. With `asks=False` the caller never does, and no other node takes its lock.
 
-        `CatalogUnavailable` if another node has it for too long, if it was lost, or if the database does not answer.
-        It may be `shared` with others. With `insists` the block is entered in any case: a node that has the lock for too
-        long loses it.
+        `CatalogUnavailable` if another node has it for too long, if it was lost, or if the database does not answer. It may
+        be `shared` with others. With `insists` the block is entered in any case: a node that has the lock for too long loses
+        it.
         """
         done = False
         try:
@@ -178,8 +177,8 @@ class ClusterLocks:
             yield session
 
     def _end_holders(self, session: Session, name: str, insists: bool) -> None:
-        """End the connections that have the lock; `CatalogUnavailable` where one is a member's, unless it is insisted on, or
-        is not to be ended.
+        """End the connections that hold the lock; `CatalogUnavailable` where one is a member's, unless `insists`, or must
+        not be ended.
         """
         for pid, node, is_kept in session.execute(_HOLDERS, {"name": name, "holder": _HOLDER, "keeper": _KEEPER}).all():
             if is_kept or (node is not None and not insists):

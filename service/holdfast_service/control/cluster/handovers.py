@@ -1,7 +1,7 @@
-"""How a node of a round that cannot write its share has another one write it: once in a round.
+"""Hands a share that its node cannot write to another node: once in a round.
 
-A node that cannot write says so when nothing of it writes any more, and its receipt is not taken from then on. One node at
-most takes the share over. So a byte has one writer at a time (I11), and a second node that cannot write ends the round.
+The node records its failure after its last write, and its receipt is refused from then on. At most one node takes the share
+over. So a byte has one writer at a time (I11), and a second failing node ends the round.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
 from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
 
-HELP_S = 30.0  # who helps says so again within this time
+HELP_S = 30.0  # the helper renews its claim within this time
 
 
 def columns() -> tuple[ColumnElement[Any], ...]:
-    """What `handover` is made of."""
     row = JointRoundRow
     overdue = func.coalesce(row.helped_until < now(), False)
     return row.unable.expression, row.unable_why.expression, row.helper.expression, overdue
@@ -63,7 +62,7 @@ class Handovers:
             return found is not None
 
     def deliver(self, round_id: int, node: str, receipt: bytes) -> None:
-        """What this node has written and synced for another one."""
+        """Store the receipt of a share that this node has written for another one."""
         row, me = JointRoundRow, self._membership.me.name
         mine = exists().where(row.id == round_id, row.state == "sealed", row.unable == node, row.helper == me)
         share = (PartRow.round_id == round_id, PartRow.node == node, PartRow.receipt.is_(None))

@@ -1,4 +1,4 @@
-"""Which other nodes may hold slots of a save: those that say so of themselves, and those that had a part in it."""
+"""Finds nodes that may hold slots of a save: by their heartbeats, and by their parts in its rounds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from sqlalchemy.dialects.postgresql import JSONB
 from holdfast_service.control.cluster.membership import Membership, now
 from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
 
-HOLDS = "holds"  # in what a node says of itself: the saves of which it holds slots, each as `held_name` says
+HOLDS = "holds"  # key of a node's row: the saves of which it holds slots, by `held_name`
 
 
 def held_name(run: str, step: int, attempt: int) -> str:
-    """What a node calls a save of which it holds slots."""
     return f"{run}@{step}~{attempt}"
 
 
 def holders(membership: Membership, run: str, step: int, attempt: int) -> list[tuple[str, str]]:
     """The names of the nodes and the addresses of their exchange; one statement. `CatalogUnavailable`.
 
-    A node says what it holds with its next heartbeat, and a round is forgotten an hour after it. So both are looked at, and
-    the nodes themselves know.
+    A node's holdings appear with its next heartbeat, and a round's rows are deleted an hour after it. So both are queried,
+    and the caller asks the nodes themselves.
     """
     about = cast(type_coerce(NodeRow.about, Text), JSONB)
     says = func.jsonb_exists(about.op("->")(HOLDS), literal(held_name(run, step, attempt)))

@@ -1,4 +1,6 @@
-"""Rounds as those see them who take no part: which go on, where they stage, and which end because nobody is left."""
+"""All rounds of the catalog, seen from outside: which are active, where they stage, and which end because no node is
+left.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,20 @@ class JointRounds:
         self._database = database
 
     def is_writing(self, run: str) -> bool:
-        """Whether a round of this run is sealed, and neither committed nor aborted, and some node of it is there."""
+        """Whether a round of this run is sealed, neither committed nor aborted, and has a live node."""
         going = (JointRoundRow.run == run, JointRoundRow.state.in_(GOING[1:]), _attended())
         with self._database.plain() as connection:
             return connection.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
 
     def places(self) -> list[Place]:
-        """Where rounds that have not ended stage what they write."""
+        """The staging places of rounds that have not ended."""
         row = JointRoundRow
         wanted = select(row.run, row.step, row.attempt, row.id).where(row.state.in_(GOING))
         with self._database.plain() as connection:
             return [Place(*found) for found in connection.execute(wanted)]
 
     def end_abandoned(self) -> list[tuple[str, int]]:
-        """End the rounds of which no node is there any more, with what it had brought; returns their runs and steps."""
+        """End the rounds without a live node, and delete their parts; returns their runs and steps."""
         old = now() - func.make_interval(0, 0, 0, 0, 0, 0, ABANDONED_S)
         left = (JointRoundRow.state.in_(GOING), JointRoundRow.changed < old, ~_attended())
         problem = RoundAborted("all nodes of the save were lost before it was committed").problem()
@@ -54,7 +56,7 @@ class JointRounds:
             return [(run, step) for run, step in session.execute(ended)]
 
     def forget(self) -> None:
-        """Remove what is kept of rounds that ended long ago, and of restores, averages and ranks of older attempts."""
+        """Delete rows of rounds that ended long ago, and of restores, averages and ranks of older attempts."""
         old = now() - func.make_interval(0, 0, 0, 0, 0, 0, _KEPT_S)
         with self._database.apart() as session:
             ended = select(JointRoundRow.id).where(JointRoundRow.state.not_in(GOING), JointRoundRow.changed < old)
@@ -68,6 +70,6 @@ class JointRounds:
 
 
 def _attended() -> ColumnElement[bool]:
-    """Of a round: whether a node that has brought a part is a member, as the boot that has."""
+    """Whether a node with a part in the round is still a member, with the same boot."""
     there = (NodeRow.name == PartRow.node) & (NodeRow.boot == PartRow.boot) & (NodeRow.until > now())
     return exists().where(PartRow.round_id == JointRoundRow.id, there)

@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 LEASE_S, BEAT_S = 30.0, 10.0
 JOIN_POLL_S = 0.5
 STOPPED_S = 3600.0  # a node that was stopped is listed for so long
-LOST_S = 7 * 86_400.0  # one that was lost is listed for longer: somebody is to look into it, or to have it forgotten
+LOST_S = 7 * 86_400.0  # a lost one is listed for longer, so that an operator can investigate or remove it
 RETURNED_S = 900.0  # a node that was lost and is back is shown as such for so long
 _LEFT, _CAME_BACK, _NOTED = "left", "came_back", "noted"  # what a row's `about` says of a membership itself
 
 
 class Me(NamedTuple):
-    """This daemon: its node's name, and what tells it from the one before it of that name."""
+    """This daemon: its node's name, and what distinguishes it from earlier ones of that name."""
 
     name: str
     boot: str
@@ -46,7 +46,7 @@ class Me(NamedTuple):
 
 
 class ClusterNode(NamedTuple):
-    """A node as the others know it. `lease_s` are the seconds for which it counts as live; negative when it is gone."""
+    """A node as the others see it. `lease_s` are the seconds for which it counts as live; negative when it is gone."""
 
     name: str
     boot: str
@@ -62,8 +62,8 @@ class ClusterNode(NamedTuple):
 
     @property
     def state(self) -> NodeState:
-        """`stopped`: it has said goodbye. `lost`: its lease has ended without that. `returned`: live, and it, or the
-        daemon of its name before it, was lost lately.
+        """`stopped`: it has left. `lost`: its lease has ended without that. `returned`: live, and it, or the daemon of its
+        name before it, was lost lately.
         """
         if not self.live:
             return "stopped" if self.about.get(_LEFT) else "lost"
@@ -269,7 +269,7 @@ class Membership:
                 log.exception("this node's membership could not be renewed")
 
     def _joined_or_other(self) -> _Other | None:
-        """Try to join; the other daemon of this name if there is one whose lease lasts."""
+        """Try to join; the other daemon of this name if there is one whose lease is in force."""
         with self.database.apart(hopeful=True) as session:
             row = session.get(NodeRow, self.me.name)
             dead = row.boot if row is not None and row.machine == self.me.machine else ""
@@ -289,7 +289,7 @@ class Membership:
             )
             if taken is None:
                 return _Other(0, {}) if row is None else _Other(row.pid, row.about)
-            for table in (DutyRow, CrewRow, HoldRow):  # what an earlier boot left: nobody is there any more
+            for table in (DutyRow, CrewRow, HoldRow):  # rows of an earlier boot, whose ranks and readers are gone
                 session.execute(delete(table).where(table.node == self.me.name))
             self._came_back, self._said = came_back, said
             _forget_old(session)
@@ -306,7 +306,7 @@ class _Other(NamedTuple):
 
 
 def members(session: Session, *wanted: ColumnElement[bool]) -> list[ClusterNode]:
-    """All nodes, or those that are `wanted`, by name, with the duties that they have now."""
+    """All nodes, or the `wanted` ones, by name, with their present duties."""
     duties: dict[tuple[str, str], list[str]] = {}
     for duty in session.scalars(select(DutyRow).where(DutyRow.until > now()).order_by(DutyRow.name)):
         duties.setdefault((duty.node, duty.boot), []).append(duty.name)
@@ -325,5 +325,5 @@ def _forget_old(session: Session) -> None:
 
 
 def _machine() -> str:
-    """What tells this machine, since it was booted, from all others; the same in all its containers."""
+    """An id of this machine since its boot; the same in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

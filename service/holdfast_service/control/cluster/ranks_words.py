@@ -57,7 +57,7 @@ class RanksWords:
         return [RanksWord(node, said, float(since), float(until), bool(live)) for node, said, since, until, live in found]
 
     def decide(self, run: str, attempt: int, topic: Topic, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What was decided: this, unless another node was faster. All nodes hear of it at once."""
+        """The decision: this one, unless another node's came first. All nodes are notified."""
         row, key = RanksWordRow, {"run": run, "attempt": attempt, "topic": topic, "node": DECIDED}
         values = {"boot": "", "said": dict(said), "since": now(), "until": now()}
         stands = select(row.said).where(*(getattr(row, name) == value for name, value in key.items()))
@@ -71,13 +71,13 @@ class RanksWords:
         return next((word.said for word in self.heard(run, attempt, topic) if word.node == DECIDED), None)
 
     def stopping(self, runs: Collection[str]) -> list[tuple[str, int]]:
-        """The launches of these runs of which some node has said that they are to stop."""
+        """The launches of these runs that some node has marked to stop."""
         row = RanksWordRow
         wanted = select(row.run, row.attempt).where(row.topic == "stopping", row.run.in_(sorted(runs))).distinct()
         with self._database.plain() as connection:
             return [(run, int(attempt)) for run, attempt in connection.execute(wanted)]
 
     def ring(self) -> None:
-        """All nodes look at what the others say."""
+        """Notify all nodes."""
         with self._database.plain() as connection:
             connection.execute(select(func.pg_notify(CHANNEL, RANKS)))

@@ -1,8 +1,8 @@
-"""Where nodes meet to save one checkpoint: who has brought which ranks, who has written its share, and who commits.
+"""The meeting point of nodes that save one checkpoint: their parts, their receipts, and the claim of the commit.
 
-A round is `open` until the parts of all ranks are there. Then it is `sealed`: every node sees the same parts, plans the same
-files, and writes its share of them. A node that sees that no receipt is missing may claim the commit. A claim ends by the
-database's clock, and another node commits the same bytes. Nothing here publishes: storage decides (I13).
+A round is `open` until the parts of all ranks are there. Then it is `sealed`: every node reads the same parts, plans the
+same files, and writes its share of them. A node that finds all receipts may claim the commit. A claim ends by the database's
+clock, and another node commits the same bytes. Nothing here publishes: storage decides (I13).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Rendezvous:
     def arrive(  # noqa: PLR0913 - each is one thing
         self, run: str, step: int, attempt: int, world: int, ranks: Collection[int], declaration: bytes, said: bytes
     ) -> int:
-        """Bring this node's part; returns the round's id. The ranks may become more until the round is sealed.
+        """Add this node's part; returns the round's id. More ranks may follow until the round is sealed.
 
-        `StaleAttempt` if a newer attempt has begun (I6). What ended a round of this step and attempt is raised once for each
-        node that has not heard of it: it had no part in it, or was started again since.
+        `StaleAttempt` if a newer attempt has begun (I6). The error that ended a round of this step and attempt is raised
+        once for each node that does not know it: it had no part in it, or was restarted since.
         """
         return self._arrivals.bring(StepKey(run, step, attempt), world, ranks, declaration, said)
 
     def hear(self, round_id: int) -> None:
-        """The ranks of this node have been told how the round was ended: they may try its step again."""
+        """The end of the round was reported to this node's ranks: they may try its step again."""
         with self._database.apart() as session:
             if session.scalar(select(JointRoundRow.state).where(JointRoundRow.id == round_id)) == "aborted":
                 self._arrivals.hear(session, round_id)
 
     def seal(self, round_id: int) -> None:
-        """If the parts of all ranks are there, no part changes any more, and all stand in one body besides. While another
-        node seals, or brings its part, nothing happens.
+        """If the parts of all ranks are there, make them final and also store them as one body. Does nothing while another
+        node seals or adds its part.
         """
         with self._database.apart() as session:
             row = session.get(JointRoundRow, round_id, with_for_update={"skip_locked": True})
@@ -85,7 +85,7 @@ class Rendezvous:
                 _ring(session)
 
     def state(self, round_id: int) -> RoundState:
-        """How far the round is. If this node has joined the cluster again since, its part is the new boot's from now on."""
+        """The progress of the round. If this node has rejoined the cluster since, its part becomes the new boot's."""
         me = self._membership.me
         of_round = PartRow.round_id == round_id
         brought = select(func.coalesce(func.sum(_count(PartRow.ranks)), 0)).where(of_round).scalar_subquery()
@@ -94,7 +94,7 @@ class Rendezvous:
         delivered = exists().where(*mine, PartRow.receipt.is_not(None))
         missing = exists().where(of_round, PartRow.receipt.is_(None))
         row = JointRoundRow
-        counted = case((row.state == "open", brought), else_=row.world)  # nobody counts what is complete
+        counted = case((row.state == "open", brought), else_=row.world)  # no need to count a complete round
         told = (row.state, row.problem, row.world, counted, ~missing, delivered)
         wanted = select(*told, boot, *handovers.columns()).where(row.id == round_id)
         with self._database.plain() as connection:
@@ -134,26 +134,27 @@ class Rendezvous:
         return JointRound(round_id, state, created, world, parts, problem, handed)
 
     def sealed(self, round_id: int) -> JointRound:
-        """A sealed round with its parts, as they were when it was sealed: nobody's share was written yet."""
+        """A sealed round with its parts, as of sealing: before any share was written."""
         return self._bodies.sealed(round_id)
 
     def parts(self, round_id: int) -> list[tuple[str, bytes, bytes]]:
-        """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
+        """For each part of a sealed round: its declaration's digest, the declaration, and its ranks' other values."""
         return self._bodies.parts(round_id)
 
     def hand_over(self, round_id: int, problem: Mapping[str, Any]) -> bool:
-        """This node cannot write its share, and writes nothing of it any more: another node may. False where no other node
-        is there, or a share was handed over before.
+        """Give up this node's share, of which it writes nothing any more, so that another node may write it. False without
+        another node, or if a share was handed over before.
         """
         return self._handovers.ask(round_id, problem)
 
     def help(self, round_id: int) -> bool:
-        """Whether this node is the one that writes the share that was handed over, for a while from now."""
+        """Claim, for a while, to write the share that was handed over; whether this node has the claim."""
         return self._handovers.take(round_id)
 
     def deliver(self, round_id: int, receipt: bytes, instead_of: str | None = None) -> None:
-        """What this node has written and synced, as its share or `instead_of` the node that it helps. The first receipt of a
-        share stands. Who delivers then tries to `claim`: of those that come last, one finds that none is missing.
+        """Store the receipt of what this node has written and synced, for its share or `instead_of` the node that it helps.
+        The first receipt of a share counts. The caller then tries to `claim`: of concurrent last receipts, one finds all
+        present.
         """
         if instead_of is not None:
             self._handovers.deliver(round_id, instead_of, receipt)
@@ -166,8 +167,8 @@ class Rendezvous:
             connection.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
 
     def claim(self, round_id: int) -> bool:
-        """Whether this node is the one that commits now: all receipts are there, and nobody else's claim lasts. It ends with
-        its time, or with the claimer's lease.
+        """Whether this node is the one that commits now: all receipts are there, and no other node's claim is in force. A
+        claim ends with its time, or with its node's lease.
         """
         me = self._membership.me
         missing = exists().where(PartRow.round_id == round_id, PartRow.receipt.is_(None))
@@ -182,10 +183,10 @@ class Rendezvous:
             return connection.scalar(claimed) is not None
 
     def settle(self, round_id: int, lineage: Lineage) -> Lineage:
-        """Where the checkpoint of the round comes from: what the first node that commits it has found, for all that do.
+        """The lineage of the round's checkpoint: that of the first node that commits it, for all.
 
-        Two nodes may see other checkpoints in the directory, and one of them stand still in the middle of its commit. If
-        each wrote a manifest of its own, the manifest of one could stand beside the COMMIT of the other (I12).
+        Two nodes may see different checkpoints in the directory, and one of them may be suspended in the middle of its
+        commit. With manifests of their own, the manifest of one could end up beside the COMMIT of the other (I12).
         """
         mine = literal([lineage.restored, lineage.turn, [list(one) for one in lineage.rewinds]], JsonText())
         first = update(JointRoundRow).where(JointRoundRow.id == round_id)
@@ -198,20 +199,19 @@ class Rendezvous:
         return Lineage(restored, turn, tuple(Rewind(*one) for one in rewinds))
 
     def receipts(self, round_id: int) -> list[bytes]:
-        """What all nodes have written."""
         found = select(PartRow.receipt).where(PartRow.round_id == round_id).order_by(PartRow.node)
         with self._database.plain() as connection:
             return [unpack(receipt) for receipt in connection.scalars(found) if receipt is not None]
 
     def committed(self, round_id: int) -> None:
-        """The checkpoint stands."""
+        """Record the commit."""
         going = (JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING))
         with self._database.apart() as session:
             session.execute(update(JointRoundRow).where(*going).values(state="committed", changed=now()))
             _ring(session)
 
     def abort(self, round_id: int, problem: Mapping[str, Any], claimed: bool = False) -> bool:
-        """End the round for all nodes; False if it is being committed, or has ended. `claimed`: by the one that commits."""
+        """End the round for all nodes; False if it is being committed, or has ended. `claimed`: by the committing node."""
         mine = (JointRoundRow.state == GOING[-1]) & (JointRoundRow.committer == self._membership.me.name)
         may = JointRoundRow.state.in_(GOING[:-1])
         going = (JointRoundRow.id == round_id, may | mine if claimed else may)
@@ -224,7 +224,7 @@ class Rendezvous:
             return ended is not None
 
     def refuse(self, run: str, step: int, attempt: int, world: int, problem: Mapping[str, Any]) -> None:
-        """This node will not bring its part of a step: the round ends for all, also for those that come later."""
+        """This node will not bring its part of a step: the round ends for all nodes, also for later ones."""
         key = StepKey(run, step, attempt)
         ended = {"state": "aborted", "problem": dict(problem), "changed": now()}
         open_one = (*key.of(JointRoundRow), JointRoundRow.state.in_(GOING[:-1]))
@@ -243,7 +243,7 @@ class Rendezvous:
             if found is not None:
                 self._arrivals.hear(session, found)
                 _ring(session)
-        with self._database.apart() as session:  # one that was made meanwhile; who makes one from now on sees the other
+        with self._database.apart() as session:  # a concurrent round; one created from now on sees this end
             found = session.scalar(end)
             if found is not None:
                 self._arrivals.hear(session, found)
@@ -252,7 +252,7 @@ class Rendezvous:
     def vote(
         self, run: str, attempt: int, turn: int, ranks: Collection[int], problem: Mapping[str, Any] | None = None
     ) -> Votes:
-        """Say which ranks' restores have ended here, and hear what all nodes have said."""
+        """Store which ranks' restores have ended here, and return the votes of all nodes."""
         values = {"ranks": sorted(ranks), "problem": None if problem is None else dict(problem)}
         key = {"run": run, "attempt": attempt, "turn": turn, "node": self._membership.me.name}
         same = [VoteRow.run, VoteRow.attempt, VoteRow.turn, VoteRow.node]
@@ -273,5 +273,5 @@ def _count(numbers: ColumnElement[Any] | Any) -> ColumnElement[int]:
 
 
 def _ring(session: Session) -> None:
-    """All nodes look at their rounds once the transaction has ended."""
+    """Notify all nodes once the transaction has ended."""
     session.execute(select(func.pg_notify(CHANNEL, "")))

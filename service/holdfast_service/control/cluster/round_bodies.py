@@ -1,6 +1,6 @@
-"""What a sealed round is made of, as it stands in the catalog: the parts in one body, and the declarations that they name.
+"""The stored form of a sealed round: the parts in one body, and the declarations that they name.
 
-Every node reads them once for a round. Declarations are alike from step to step, so they are kept.
+Every node reads it once per round. Declarations repeat from step to step, so they are cached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast_service.control.cluster.membership import now
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
 
-BODY_BYTES_MAX = 2**30  # of a declaration, or of what a part says, when it is not compressed
+BODY_BYTES_MAX = 2**30  # of a declaration or a part's values, uncompressed
 DECLARATIONS_KEPT = 64
 SEALED_KEPT = 4  # rounds that go on at once are few
 TOGETHER_MIN = 8  # so many declarations, and more, are kept together too
@@ -34,8 +34,6 @@ LOST = "the catalog has lost the save; it may have been restored from a backup"
 
 
 class _Brought(NamedTuple):
-    """A sealed round as it stands in one body."""
-
     state: str
     created: str
     world: int
@@ -43,7 +41,7 @@ class _Brought(NamedTuple):
 
 
 class RoundBodies:
-    """Writes them for who seals, and reads them for all nodes. Thread-safe."""
+    """Writes bodies for the sealing node, and reads them for all nodes. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -52,12 +50,12 @@ class RoundBodies:
         self._sealed: OrderedDict[int, _Brought] = OrderedDict()
 
     def join(self, session: Session, parts: Sequence[JoinedPart]) -> bytes:
-        """All parts in one body; their declarations are kept together too."""
+        """Join all parts into one body; their declarations are joined too."""
         self._keep_together(session, {part.declaration for part in parts})
         return _pack(joined.encode_parts(parts))
 
     def _keep_together(self, session: Session, digests: Collection[str]) -> None:
-        """Many declarations are read by all nodes: as one body, which is made once for the nodes of a launch."""
+        """Join declarations that all nodes read into one body, once for the nodes of a launch."""
         name = joined.name_of(digests)
         if len(digests) < TOGETHER_MIN or session.get(DeclarationRow, name) is not None:
             return
@@ -69,7 +67,7 @@ class RoundBodies:
         session.execute(insert(DeclarationRow).values(values).on_conflict_do_nothing())
 
     def sealed(self, round_id: int) -> JointRound:
-        """A sealed round with its parts, as they were when it was sealed: nobody's share was written yet."""
+        """A sealed round with its parts, as of sealing: before any share was written."""
         state, created, world, brought = made = self._brought(round_id)
         with self._lock:
             self._sealed[round_id] = made
@@ -79,7 +77,7 @@ class RoundBodies:
         return JointRound(round_id, state, created, world, parts, None)
 
     def parts(self, round_id: int) -> list[tuple[str, bytes, bytes]]:
-        """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
+        """For each part of a sealed round: its declaration's digest, the declaration, and its ranks' other values."""
         with self._lock:  # taken once: a catalog that was restored may give the number to another round
             seen = self._sealed.pop(round_id, None)
         brought = (seen or self._brought(round_id)).parts
@@ -108,7 +106,7 @@ class RoundBodies:
         return _Brought(found.state, found.created, found.world, joined.decode_parts(unpack(found.joined)))
 
     def _read_declarations(self, wanted: Collection[str], unknown: Collection[str]) -> dict[str, bytes]:
-        """Together, where they stand so and many are unknown; else, and what is missing there, each alone."""
+        """Read a joined body if it exists and many are unknown; read what is still missing one by one."""
         found: dict[str, bytes] = {}
         with self._database.plain() as connection:
             if len(unknown) >= TOGETHER_MIN:
@@ -127,13 +125,13 @@ class RoundBodies:
 
 
 def _pack(body: bytes) -> bytes:
-    """What nodes say is alike, however far apart it stands."""
+    """Compressed with a window that spans nodes' similar parts."""
     ways = zstandard.ZstdCompressionParameters.from_level(3, window_log=WINDOW_LOG, enable_ldm=True, write_checksum=True)
     return zstandard.ZstdCompressor(compression_params=ways).compress(body)
 
 
 def unpack(packed: bytes) -> bytes:
-    """What stands compressed in the catalog; `InvalidRequest` where it is not that."""
+    """The decompressed body; `InvalidRequest` for other bytes."""
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=2**WINDOW_LOG)
         return reader.decompress(packed, max_output_size=BODY_BYTES_MAX)

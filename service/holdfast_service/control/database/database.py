@@ -34,7 +34,7 @@ from holdfast_service.control.database.visible import restrict
 log = logging.getLogger(__name__)
 
 _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
-STUCK_S = 3.0  # in one transaction: nobody else begins one that need not
+STUCK_S = 3.0  # for one transaction; then optional ones are refused
 DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
 _WITHOUT_TABLES = ("no such table", "does not exist")
 _HINT = (
@@ -61,17 +61,17 @@ class Trouble(NamedTuple):
 
 
 class Database:
-    """The tables at one URL. Thread-safe: a session a transaction.
+    """The tables at one URL. Thread-safe: a session per transaction.
 
-    While it is known to be away, `trouble` says why, and every question is refused at once; only the thread that is its
-    `keeper` goes on trying. Everybody else first `settle`s: what the keeper was told before is then there to be read.
+    While it is known to be away, `trouble` is the reason, and every query is refused at once; only the `keeper` thread
+    retries. Other threads first `settle`, so that they read what the keeper had queued before.
     """
 
     def __init__(self, engine: Engine, prepared: bool = True) -> None:
         self.engine = engine
         self._reading = engine.execution_options(**{READ_ONLY: True})
         self._hasty = engine.execution_options(**{HASTY: True})
-        self._plain: Engine | None = None  # made by the first who wants it
+        self._plain: Engine | None = None  # created on first use
         self._plain_lock = threading.Lock()
         self._prepared = prepared
         self._file = self._identity() if prepared else None
@@ -79,11 +79,11 @@ class Database:
         self.keeper_since: float | None = None  # time.monotonic(), while the keeper is in a transaction
         self.trouble: Trouble | None = None
         self.settle: Callable[[], object] = lambda: None
-        self.missed: Callable[[], object] = lambda: None  # storage says what could not be written here: the keeper looks
+        self.missed: Callable[[], object] = lambda: None  # a lost write that the keeper restores from storage
 
     @classmethod
     def at(cls, url: str) -> Database:
-        """The database at `url`, which is not contacted before it is `prepare`d. `InvalidRequest`."""
+        """The database at `url`, not contacted before `prepare`. `InvalidRequest`."""
         try:
             made = cls(connect(url), prepared=False)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
@@ -100,7 +100,7 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> Database:
-        """The database at `url`, made or brought to the newest version first. `InvalidRequest`, `CatalogUnavailable`."""
+        """The database at `url`, created or migrated to the newest version first. `InvalidRequest`, `CatalogUnavailable`."""
         made = cls.at(url)
         try:
             made.prepare()
@@ -110,7 +110,7 @@ class Database:
         return made
 
     def prepare(self) -> None:
-        """Bring it to the newest version, made if need be. Connections to what stood there before are given up."""
+        """Create or migrate it to the newest version. Connections to a previous file are closed."""
         self.engine.dispose()
         with translated():
             migrate(self.engine)
@@ -118,13 +118,13 @@ class Database:
 
     @property
     def unsound(self) -> bool:
-        """Whether it has to be prepared before it is used: it never was, is another one, or says that it is damaged."""
+        """Whether it has to be prepared before use: never done, replaced, or reported as damaged."""
         said = self.trouble.why if self.trouble is not None else ""
         return not self._prepared or self.replaced or any(word in said for word in (*DAMAGED, *_WITHOUT_TABLES))
 
     @property
     def replaced(self) -> bool:
-        """Whether another file, or none, stands where the SQLite file was that is open here."""
+        """Whether the path of the open SQLite file now has another file, or none."""
         return self._prepared and self._identity() != self._file
 
     def _identity(self) -> tuple[int, int] | None:
@@ -136,7 +136,6 @@ class Database:
 
     @property
     def url(self) -> str:
-        """Where it is, without the password."""
         return self.engine.url.render_as_string(hide_password=True)
 
     def close(self) -> None:
@@ -146,7 +145,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A transaction that reads only, and of the visible runs alone (`visible`); it waits for no writer."""
+        """A transaction that only reads, only visible runs (`visible`); it waits for no writer."""
         with self._entered(reads=True), translated(), Session(self._reading) as session:
             restrict(session)
             yield session
@@ -155,22 +154,22 @@ class Database:
     def write(self, hasty: bool = False) -> Iterator[Session]:
         """A transaction that commits at the end of the block, or changes nothing.
 
-        It is durable when the block has ended. A `hasty` one may be lost in a power cut, though never before one that was
-        made earlier: for what the directories tell again, and what nobody acts upon.
+        It is durable when the block has ended. A `hasty` one may be lost in a power cut, though never before an earlier one:
+        for what can be restored from the directories, and what no decision depends on.
         """
         engine = self._hasty if hasty else self.engine
         with self._entered(reads=False), translated(), Session(engine) as session, session.begin():
             yield session
 
     def check_writable(self) -> None:
-        """`CatalogUnavailable` or `NoSpace` where nothing can be written: ask before storage is changed."""
+        """`CatalogUnavailable` or `NoSpace` where nothing can be written; call it before storage is changed."""
         with self.write() as session:
             session.execute(select(1))
 
     @contextmanager
     def told_later(self, what: str) -> Iterator[None]:
-        """The block writes what storage says already. Where it cannot, that is no failure: the keeper looks at storage when
-        the database can be written again.
+        """The block records what storage already shows. A failure is not raised: the keeper reads it from storage when the
+        database is writable again.
         """
         try:
             yield
@@ -180,10 +179,10 @@ class Database:
 
     @contextmanager
     def apart(self, hopeful: bool = False) -> Iterator[Session]:
-        """As `write`, for what nodes tell each other: it does not wait for what this one still has to record.
+        """As `write`, for what nodes exchange: it does not wait for this node's queued records.
 
-        Refused at once while the database is known to be away, or has not answered its keeper for a while, unless the
-        caller is `hopeful`: it finds out by itself.
+        Refused at once while the database is known to be away, or has not answered its keeper for a while, unless the caller
+        is `hopeful` and tries anyway.
         """
         self._refuse_if_away(hopeful)
         with translated(), Session(self.engine) as session, session.begin():
@@ -191,9 +190,7 @@ class Database:
 
     @contextmanager
     def plain(self) -> Iterator[Connection]:
-        """As `apart`, for statements each of which stands alone: it is done, or not, once it has returned. The cheapest
-        way to ask a server.
-        """
+        """As `apart`, for single statements that autocommit. The cheapest way to query a server."""
         self._refuse_if_away()
         with self._plain_lock:
             if self._plain is None:
@@ -211,7 +208,7 @@ class Database:
 
     @property
     def is_shared(self) -> bool:
-        """Whether daemons of several nodes can use it at the same time: a server, not a file."""
+        """Whether daemons of several nodes can use it at once: a server, not a file."""
         return self.engine.dialect.name == "postgresql"
 
     @contextmanager
@@ -234,7 +231,7 @@ class Database:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn what the database or its driver reports into the named error that says what to do."""
+    """Translate errors of the database or its driver into named errors with advice."""
     try:
         yield
     except (DataError, OverflowError, UnicodeEncodeError) as error:
@@ -248,7 +245,7 @@ def translated() -> Iterator[None]:
 
 
 def _hint(error: Exception, cause: str) -> str:
-    """What to do about it; nothing was changed, in every case."""
+    """Advice for the error; nothing was changed, in every case."""
     if isinstance(error, IntegrityError):
         return _MET_HINT
     return next((hint for said, hint in _SQLITE_HINTS.items() if said in cause), _HINT)
@@ -259,5 +256,5 @@ def _first_line(cause: object) -> str:
 
 
 def _without(url: str, error: Exception) -> str:
-    """What the error says, without the address in it."""
+    """The error's text without the address."""
     return str(error).replace(url, without_password(url))

@@ -15,7 +15,7 @@ from holdfast_formats.errors import InvalidRequest
 
 BUSY_TIMEOUT_S = 10  # how long a transaction waits for another one's locks
 CONNECT_TIMEOUT_S = 10
-ANSWER_TIMEOUT_S = 12.0  # a server that is stopped or cut off keeps its connections, and says nothing on them
+ANSWER_TIMEOUT_S = 12.0  # a stopped or unreachable server keeps its connections open and sends nothing
 IDLE_TIMEOUT_S = 60  # a node that stops in the middle of a transaction holds up the others no longer
 CONNECTIONS = 8
 PLAIN_CONNECTIONS = 2
@@ -29,7 +29,7 @@ HASTY = "holdfast_hasty"
 
 
 def connect(url: str) -> Engine:
-    """An engine for `url`. On SQLite, what may write takes the write lock as it begins, so none can deadlock."""
+    """An engine for `url`. On SQLite, writing transactions take the write lock as they begin, so none can deadlock."""
     made = make_url(url)
     if made.get_backend_name() == "postgresql":
         return _postgresql(made)
@@ -42,7 +42,7 @@ def connect(url: str) -> Engine:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown; also of a text that is no URL."""
+    """The URL without its password; accepts any text."""
     try:
         made = make_url(url)
         shown = made.update_query_dict({"password": "***"}) if "password" in made.query else made
@@ -52,7 +52,7 @@ def without_password(url: str) -> str:
 
 
 def address(url: str) -> str:
-    """Which database it is, the same for all who reach it by this host name: without user, password, driver and options."""
+    """A database's identity for all clients that use this host name: without user, password, driver and options."""
     made = make_url(url)
     where = URL.create(made.get_backend_name(), host=made.host, port=made.port or PORT, database=made.database)
     return where.render_as_string(hide_password=True)
@@ -99,12 +99,12 @@ def _listening(engine: Engine) -> Engine:
 
 
 def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any) -> Any:
-    """A connection that fails where the server does not answer: the driver would wait for it for ever."""
+    """Connect, with a timeout for an unresponsive server: the driver has none."""
     import psycopg
 
     class Answered(psycopg.Connection[Any]):
         def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-            if timeout is not None:  # who waits for no answer, but listens for so long
+            if timeout is not None:  # a listener, which waits for messages only so long
                 return super().wait(gen, interval=interval, timeout=timeout)
             try:
                 return super().wait(gen, interval=interval, timeout=ANSWER_TIMEOUT_S)
@@ -140,10 +140,10 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _switch_to_wal(connection: Any) -> None:
-    """Write-ahead logging for a file, which two connections may ask of a new one at once.
+    """Enable write-ahead logging, which two connections may do at once for a new file.
 
-    Each holds a lock that the other one waits for: SQLite sees that, and refuses one of them at once,
-    whatever its `busy_timeout`.
+    Each holds a lock that the other one waits for: SQLite detects that and refuses one of them at once, whatever its
+    `busy_timeout`.
     """
     give_up = time.monotonic() + BUSY_TIMEOUT_S
     while True:

@@ -78,9 +78,9 @@ class OwnerRow(CatalogTable):
 
 
 class RunRow(CatalogTable):
-    """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are
-    what is known of its ranks. From `owner` on stands what its files say: `archived` is when it was put away, `acknowledged`
-    the attempt whose death somebody has seen, with who and when.
+    """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are the
+    state of its ranks. The columns from `owner` on come from its files: `archived` is a time, `acknowledged` the attempt
+    whose death was acknowledged, with person and time.
     """
 
     __tablename__ = "runs"
@@ -332,7 +332,7 @@ class TokenRow(CatalogTable):
 
 
 class AuditRow(CatalogTable):
-    """Who did what. `run` is no foreign key: an entry outlives what it tells of."""
+    """An audited act. `run` is no foreign key: an entry outlives its run."""
 
     __tablename__ = "audit"
     __table_args__ = (
@@ -415,8 +415,8 @@ class SpeakerRow(CatalogTable):
 
 
 class HoldRow(CatalogTable):
-    """A checkpoint that somebody reads by way of a node, which no other node removes before `until`. Who has `opened` what
-    it reads goes on reading it if it is replaced.
+    """A checkpoint that is being read through a node, which no other node removes before `until`. With `opened`, the reader
+    has its files open and reads on if it is replaced.
     """
 
     __tablename__ = "holds"
@@ -462,7 +462,7 @@ class JointRoundRow(CatalogTable):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     joined: Mapped[bytes | None] = mapped_column(LargeBinary)  # all parts in one body, once it is sealed
     lineage: Mapped[list[Any] | None] = mapped_column(JsonText)  # as the first node that commits it has found
-    # The node that cannot write its share, and why; who writes it instead, which counts until then.
+    # The node that cannot write its share, and why; the node that writes it instead, until when.
     unable: Mapped[str | None] = mapped_column(String(64))
     unable_why: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     helper: Mapped[str | None] = mapped_column(String(64))
@@ -567,8 +567,8 @@ class SharedCheckRow(CatalogTable):
 
 
 class PortionRow(CatalogTable):
-    """A portion of a shared check: what is to be read, first by the node `meant`; who reads it, under the claim with this
-    number; and what was `found` once all of it is proven.
+    """A portion of a shared check: what is to be read, preferably by the node `meant`; the node that reads it, under the
+    claim with this number; and what was `found` once all of it is proven.
     """
 
     __tablename__ = "portions"
@@ -589,7 +589,7 @@ class PortionRow(CatalogTable):
 
 
 class SecretRow(CatalogTable):
-    """What the nodes of a cluster know, and nobody else."""
+    """A secret shared by the nodes of a cluster."""
 
     __tablename__ = "secrets"
 
@@ -632,7 +632,9 @@ class DeliveryRow(CatalogTable):
 
 
 class AcknowledgementRow(CatalogTable):
-    """Somebody has seen an alert, with which the row goes. `run` is "" where it is about a node or a replica of all runs."""
+    """The acknowledgement of an alert, deleted with the alert. `run` is "" where it is about a node or a replica of all
+    runs.
+    """
 
     __tablename__ = "acknowledgements"
 

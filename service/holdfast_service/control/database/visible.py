@@ -1,7 +1,7 @@
-"""Restrict queries to the runs that a request may see: set once by the access check, applied to every reading query.
+"""Restrict queries to the runs that a request may see: set once per request, applied to every reading query.
 
-A pattern is a run's name, a prefix ending in `*`, or `*` for all; or several of these, with commas between them. Stores
-need not know about it, so none can forget it, and pages are full.
+A pattern is a run's name, a prefix ending in `*`, or `*` for all; or several of these, separated by commas. Stores need no
+code for it, so none can forget it, and pages are full.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def joined(patterns: Iterable[str]) -> str:
 
 
 def visible(run: str) -> bool:
-    """Whether the present request may see a run: for what is not asked of the catalog as this request."""
+    """Whether the present request may see a run: for data from outside the catalog."""
     return matches(_pattern.get(), run)
 
 
 def sees_all() -> bool:
-    """Whether the present request may see what is about no run, or about all of them together."""
+    """Whether the present request may see data about no run, or about all of them together."""
     return _pattern.get() == ALL
 
 
@@ -52,7 +52,7 @@ def _inside(part: str, one: str) -> bool:
 
 @contextmanager
 def limited_to(pattern: str) -> Iterator[None]:
-    """Within the block, and in what it calls in other threads by way of the event loop, only the pattern's runs are seen."""
+    """Restrict the block, and its calls in other threads through the event loop, to the pattern's runs."""
     before = _pattern.set(pattern)
     try:
         yield
@@ -61,7 +61,7 @@ def limited_to(pattern: str) -> Iterator[None]:
 
 
 def restrict(session: Session) -> None:
-    """Let this session see the visible runs alone. What belongs to no run is then seen by nobody but who sees all."""
+    """Restrict this session to the visible runs. Rows of no run are visible only with all runs."""
     pattern = _pattern.get()
     if pattern == ALL:
         return

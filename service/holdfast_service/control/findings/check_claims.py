@@ -1,4 +1,4 @@
-"""Which node reads an old checkpoint back: of several nodes that scrub, each reads other checkpoints than the others do."""
+"""Assigns old checkpoints to scrubbing nodes, so that each reads different ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class CheckClaims:
         self._duties = duties
 
     def take(self, places: Sequence[CheckpointId]) -> CheckpointId | None:
-        """The first of these that no node reads, which this one does from now on; None also while the catalog is away."""
+        """Claim the first of these that no node reads; None also while the catalog is away."""
         names = {duty_of(place): place for place in places}
         taken = self._duties.take_first(list(names))
         return None if taken is None else names[taken]
 
     def leave(self, place: CheckpointId) -> None:
-        """It is read, or not after all."""
         self._duties.give_up(duty_of(place))
 
     def fence(self, place: CheckpointId) -> Callable[[Session], bool]:
-        """Whether this node still is the one that reads it, asked in the transaction that records what it has found."""
+        """A check that this node still has the claim, run in the transaction that records the result."""
         name = duty_of(place)
         return lambda session: self._duties.holds(session, name)
 

@@ -30,12 +30,12 @@ FROZEN = (
     "it is bit-identical to step {before}: the optimizer did not step in between, the learning rate is 0, or "
     "the saved tensors are not the trained ones"
 )
-Fence = Callable[[Session], bool]  # asked in the transaction that records something
+Fence = Callable[[Session], bool]  # called in the transaction that records a result
 _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
 
 class Findings:
-    """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what is news."""
+    """Records the results of checks, scrubs and reads. Thread-safe. `settled` is called with the run of each new result."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Findings:
         self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
     def proof(self, run: str, step: int) -> str:
-        """What storage says of the files of a checkpoint before they are read back; for `sound`."""
+        """The stamp of a checkpoint's files before they are read back; for `sound`."""
         return self._looks.proof(run, step)
 
     def sound(  # noqa: PLR0913 - each is one thing
@@ -65,11 +65,11 @@ class Findings:
         fence: Fence | None = None,
         proof: str | None = None,
     ) -> None:
-        """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
+        """Record that a checkpoint was read back whole and is sound; only now may older ones go (I10).
 
-        Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
-        by now, that was not read. A `fence` says whether what was read still counts. `proof` is what storage said of its
-        files before they were read, as far as nothing was repaired.
+        Does nothing for one that has been removed meanwhile. `made` is what was read: another checkpoint in its place was
+        not. `fence` returns whether the result still counts. `proof` is the stamp of its files before they were read, unless
+        something was repaired.
         """
         proof = self._looks.proof(run, step) if proof is None else proof
         with self._database.write() as session:
@@ -97,10 +97,9 @@ class Findings:
         self._settled(run)
 
     def damaged(self, run: str, step: int, error: Damaged, checked: bool = False, fence: Fence | None = None) -> None:
-        """Bytes of a checkpoint are not what was written. The same damage found again is no news.
+        """Record that bytes of a checkpoint are not what was written. The same damage again is no news.
 
-        `checked` says that it was read back whole, and not found by somebody who wanted a part of it. A `fence` says whether
-        what was found still counts.
+        `checked`: it was read back whole, rather than in part by a reader. `fence` returns whether the result still counts.
         """
         problem = {**error.problem(), "run": run, "step": step}
         at = self._now() if checked else None
@@ -133,11 +132,11 @@ class Findings:
             self._settled(run)
 
     def seen(self, run: str, step: int) -> Damaged | None:
-        """Damage that was found since the start, and not mended since; the catalog is not asked."""
+        """Damage found since the start and not repaired since; without the catalog."""
         return as_damage(self._seen.get(CheckpointId(run, step)))
 
     def made(self, run: str, step: int) -> None:
-        """What was known of this step holds no more: it is sound, or was saved again."""
+        """Drop the known damage of this step: it is sound, or was saved again."""
         self._seen.pop(CheckpointId(run, step), None)
 
     def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:
@@ -146,14 +145,14 @@ class Findings:
         log.warning("%s@%s was repaired from %s: %s", run, step, source, error.detail)
 
     def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
-        """A scrub has read what was due."""
+        """Record the end of a scrub."""
         text = f"{checkpoints} checkpoints of {size:,} bytes were verified in {moments.span(seconds)}, {damages} are damaged"
         level: Literal["info", "warning"] = "warning" if damages else "info"
         about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
         self._events.add("scrub-finished", text, None, None, level, **about)
 
     def damage(self, run: str, step: int) -> Damaged | None:
-        """What is known to be wrong with a checkpoint; None while it is sound, and for one that is not there."""
+        """The recorded damage of a checkpoint; None while it is sound, and for a missing one."""
         try:
             with self._database.read() as session:
                 row = session.get(CheckpointRow, (run, step))
@@ -162,7 +161,7 @@ class Findings:
             return self.seen(run, step)
 
     def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
-        """What is recorded of a checkpoint: `gone` for one that is not listed, `unknown` until it was checked."""
+        """The recorded state of a checkpoint: `gone` for one that is not listed, `unknown` until it was checked."""
         with self._database.read() as session:
             row = session.get(CheckpointRow, (run, step))
             if row is None:
@@ -170,7 +169,7 @@ class Findings:
             return "damaged" if row.damage is not None else "sound" if row.verified else "unknown"
 
     def unchecked(self) -> list[CheckpointId]:
-        """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""
+        """Checkpoints never read back, newest first: found in the directories, or committed before a daemon died."""
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(
             CheckpointRow.checked.is_(None), CheckpointRow.verified.is_(False), CheckpointRow.damage.is_(None)
         )
@@ -187,12 +186,11 @@ class Findings:
             return [CheckpointId(run, step) for run, step in session.execute(wanted.order_by(*order))]
 
     def oldest(self) -> str | None:
-        """When that was which was read back the longest ago; None when nothing was."""
+        """The time of the oldest read-back; None without any."""
         with self._database.read() as session:
             return session.scalar(select(func.min(CheckpointRow.checked)))
 
     def newest(self, run: str) -> int | None:
-        """The newest checkpoint that is not known to be damaged, nor abandoned."""
         wanted = (CheckpointRow.run == run, *_MEANT)
         try:
             with self._database.read() as session:
@@ -201,15 +199,12 @@ class Findings:
             return None
 
     def before(self, run: str, step: int) -> int | None:
-        """The checkpoint before this one that is not known to be damaged, nor abandoned."""
         wanted = (CheckpointRow.run == run, CheckpointRow.step < step, *_MEANT)
         with self._database.read() as session:
             return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
 
     def passed_over(self, run: str, step: int | None) -> list[str]:
-        """What to say where this step was chosen as the newest: which newer ones are damaged, and how, or gone; newest
-        first.
-        """
+        """Messages about the newer checkpoints that were skipped for this step: damaged, and how, or gone; newest first."""
         newer = CheckpointRow.step > (-1 if step is None else step)
         damaged = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(False))
         wanted = select(CheckpointRow.step, CheckpointRow.damage).where(CheckpointRow.run == run, newer, *damaged)

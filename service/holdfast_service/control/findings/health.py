@@ -51,7 +51,7 @@ def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) 
 
 
 class HealthRecords:
-    """Takes the statistics of checkpoints as they are found, keeps them, and says what they mean."""
+    """Judges and stores the statistics of checkpoints."""
 
     def __init__(self, tier: Tier, store: StatisticsStore, events: Events) -> None:
         self._tier, self._store, self._events = tier, store, events
@@ -85,7 +85,7 @@ class HealthRecords:
             )
 
     def _known(self, made: Manifest, step: int | None) -> Callable[[str, str], bool]:
-        """Which tensors a checkpoint has in the same form; it is read only if that matters."""
+        """A function that returns whether a checkpoint has a tensor in the same form; reads its manifest only on use."""
         held: list[Manifest | None] = []
 
         def known(group: str, name: str) -> bool:
@@ -100,7 +100,7 @@ class HealthRecords:
     def newest(self, run: str, groups: Collection[str]) -> int | None:
         """The newest healthy checkpoint with these groups; None where the run has no checkpoint at all.
 
-        Raises `NoSuchCheckpoint` where it has others only: training again would not be what is wanted.
+        Raises `NoSuchCheckpoint` where only others exist: starting from nothing would be wrong.
         """
         step = newest_healthy(self._store.database, run, groups)
         if step is None and newest_before(self._store.database, run, INTEGER_MAX) is not None:
@@ -112,7 +112,7 @@ class HealthRecords:
         return step
 
     def before(self, run: str, step: int) -> Manifest | None:
-        """The checkpoint that a new one's changes are measured from: the newest sound one before it."""
+        """The newest sound checkpoint before a new one, the base for its changes."""
         return self._manifest(run, newest_before(self._store.database, run, step))
 
     def _manifest(self, run: str, step: int | None) -> Manifest | None:

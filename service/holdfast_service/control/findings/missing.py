@@ -16,7 +16,7 @@ KIND = "checkpoint-missing"
 
 
 def is_over() -> ColumnElement[bool]:
-    """Of what an event tells of a checkpoint: the same one or a newer one was verified since, or the run was deleted."""
+    """Whether an event's loss is over: the same checkpoint or a newer one was verified since, or the run was deleted."""
     later = aliased(EventRow)
     verified = (later.kind == "checkpoint-verified") & (later.step >= func.coalesce(EventRow.step, -1))
     ends = or_(verified, later.kind == "run-deleted")
@@ -24,7 +24,7 @@ def is_over() -> ColumnElement[bool]:
 
 
 def missing(database: Database, run: str) -> list[int]:
-    """The steps of a run that are missing, the newest first; without those that are listed again, or were outlived."""
+    """The missing steps of a run, the newest first; without those that are listed again or obsolete."""
     listed = select(CheckpointRow.step).where(CheckpointRow.run == run)
     wanted = select(EventRow.step).where(EventRow.kind == KIND, EventRow.run == run, ~is_over())
     with database.read() as session:
@@ -40,7 +40,7 @@ def tell(events: Events, run: str, step: int) -> str:
 
 
 def living(catalog: Catalog) -> dict[str, set[int]]:
-    """The steps that are listed of runs that were trained, but for those that training has left behind."""
+    """The listed steps of runs that were trained, without abandoned ones."""
     columns = select(CheckpointRow.run, CheckpointRow.step).join(RunRow, RunRow.name == CheckpointRow.run)
     found: dict[str, set[int]] = {}
     with catalog.database.read() as session:
@@ -50,8 +50,8 @@ def living(catalog: Catalog) -> dict[str, set[int]]:
 
 
 def lost_since(catalog: Catalog, before: Mapping[str, set[int]]) -> list[tuple[str, int]]:
-    """What was listed `before` and is no more, although nothing newer is: no policy removes that. A run that was deleted or
-    renamed has no attempt any more.
+    """Listed `before` and not now, without a newer one: no policy removes that. A deleted or renamed run has no attempt any
+    more.
     """
     now = living(catalog)
     with catalog.database.read() as session:

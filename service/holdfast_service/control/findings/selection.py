@@ -35,7 +35,7 @@ def newest_healthy(database: Database, run: str, groups: Collection[str] = ()) -
 
 
 def best(database: Database, run: str, metric: str, mode: Mode) -> int | None:
-    """Of those `newest_healthy` looks among, the one whose metric is lowest or highest; of equal ones the oldest."""
+    """Among the candidates of `newest_healthy`, the one with the lowest or highest metric; of equal ones the oldest."""
     sign = 1 if mode == "min" else -1
     columns = select(CheckpointRow.step, CheckpointRow.metrics).where(*_good(run))
     with database.read() as session:
@@ -44,7 +44,7 @@ def best(database: Database, run: str, metric: str, mode: Mode) -> int | None:
 
 
 def _good(run: str) -> tuple[ColumnElement[bool], ...]:
-    """Statistics are there before a checkpoint counts as verified; where nobody made any, nothing speaks against it."""
+    """Statistics exist before a checkpoint counts as verified; one without any counts as healthy."""
     healthy = or_(CheckpointRow.healthy.is_(None), CheckpointRow.healthy.is_(True))
     sound = (CheckpointRow.verified.is_(True), CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
     return CheckpointRow.run == run, *sound, healthy

@@ -1,8 +1,7 @@
-"""Checks that several nodes share: who has begun them, who reads which portion, what was found, and who ends them.
+"""Checks that several nodes share: their portions, claims, results and ends.
 
-A claim ends with its time, with the membership of the node that has it, or when it is given back; then any node may claim
-the portion. Who has lost a claim can neither say that the portion is proven, nor that it is damaged: each statement looks
-for the claim's number.
+A claim ends with its time, with its node's membership, or when it is given back; then any node may claim the portion. A node
+that has lost a claim can record neither proof nor damage of the portion: each statement compares the claim's number.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class SharedChecks:
         self._membership, self._database, self._findings = membership, membership.database, findings
 
     def readers(self) -> list[str]:
-        """The names of all members, this node's among them; by name."""
+        """The names of all member nodes, sorted."""
         with self._database.plain() as connection:
             return list(connection.scalars(select(NodeRow.name).where(NodeRow.until > now()).order_by(NodeRow.name)))
 
     def begin(self, of: CheckedCheckpoint, plans: Sequence[PortionPlan]) -> None:
-        """Have a checkpoint checked by all nodes; nothing new where that goes on. One of this step that was replaced is
-        checked no more.
+        """Have a checkpoint checked by all nodes; does nothing if that is in progress. A replaced checkpoint's check of this
+        step ends.
         """
         with self._database.apart() as session:
             known = session.get(SharedCheckRow, (of.run, of.step), with_for_update=True)
@@ -73,19 +72,19 @@ class SharedChecks:
             session.execute(select(func.pg_notify(CHANNEL, CHECKS)))
 
     def any(self) -> bool:
-        """Whether anything is being checked together."""
+        """Whether there is any shared check."""
         with self._database.plain() as connection:
             return connection.scalar(select(SharedCheckRow.step).limit(1)) is not None
 
     def going(self) -> set[tuple[str, int]]:
-        """What is being checked together, by run and step."""
+        """The shared checks, by run and step."""
         with self._database.plain() as connection:
             return {(run, step) for run, step in connection.execute(select(SharedCheckRow.run, SharedCheckRow.step))}
 
     def claim(self, but: Collection[tuple[str, int, int]] = ()) -> Portion | None:
-        """A portion that this node reads from now on, if there is one; of `but` (run, step, number) none.
+        """Claim a portion for this node, if there is one; none of `but` (run, step, number).
 
-        Those come first that are meant for this node. Those meant for others are left to them for a while, if they live.
+        Portions meant for this node come first. Those meant for live other nodes are left to them for a while.
         """
         me = self._membership.me
         part, check = aliased(PortionRow), aliased(SharedCheckRow)
@@ -112,20 +111,20 @@ class SharedChecks:
         return Portion(CheckedCheckpoint(*checked), number, claim, tuple(map(_span, spans)), own, float(age_s))
 
     def renew(self, portion: Portion, done: int) -> bool:
-        """So many bytes are read, and more will be. False if the claim has ended."""
+        """Record so many bytes as read, and renew the claim. False if it has ended."""
         values = {"until": later(CLAIM_S), "done": done}
         with self._database.plain() as connection:
             mine = _claimed(portion)
             return connection.scalar(update(PortionRow).where(*mine).values(values).returning(PortionRow.step)) is not None
 
     def give_back(self, portion: Portion) -> None:
-        """This node does not read it: any other one may."""
+        """Give the claim back, for any other node."""
         values = {"node": None, "boot": None, "until": None, "meant": None, "done": 0}
         with self._database.plain() as connection:
             connection.execute(update(PortionRow).where(*_claimed(portion)).values(values))
 
     def hand_over(self, portion: Portion) -> bool:
-        """Leave it to another node that has replicas, from which it may repair what is damaged; False if there is none."""
+        """Give the portion to another node that has replicas to repair damage from; False if there is none."""
         duty, me = DutyRow, self._membership.me
         others = select(duty.node).where(duty.name.startswith(REPLICA), duty.until > now(), duty.node != me.name)
         free = {"node": None, "boot": None, "until": None, "done": 0}
@@ -137,13 +136,13 @@ class SharedChecks:
         return True
 
     def deliver(self, portion: Portion, statistics: bytes, repaired: Sequence[str]) -> None:
-        """All of it is proven. Nothing is said where the claim has ended."""
+        """Record the portion as proven. Does nothing where the claim has ended."""
         values = {"found": statistics, "repaired": list(repaired), "done": PortionRow.size}
         with self._database.plain() as connection:
             connection.execute(update(PortionRow).where(*_claimed(portion)).values(values))
 
     def claim_end(self) -> CheckEnding | None:
-        """A check of which all portions are proven, for this node to end; None if there is none that nobody ends."""
+        """Claim the end of a check whose portions are all proven; None without one that is unclaimed."""
         me, check, part = self._membership.me, aliased(SharedCheckRow), PortionRow
         left = exists().where(part.run == check.run, part.step == check.step, part.found.is_(None))
         free = or_(check.ender.is_(None), check.until <= now(), ~_is_there(check.ender, check.boot))
@@ -163,21 +162,21 @@ class SharedChecks:
         return CheckEnding(of, claim, found, node == me.name, float(age_s))
 
     def leave_end(self, ending: CheckEnding) -> None:
-        """This node does not end it after all: another one may."""
+        """Give that claim back."""
         with self._database.plain() as connection:
             left = update(SharedCheckRow).where(*_ends(ending)).values(ender=None, boot=None, until=None)
             connection.execute(left)
 
     def sound(self, ending: CheckEnding, check: Mapping[str, Any], same_as: int | None, made: Manifest) -> None:
-        """All of it is right; only now does the checkpoint count as verified. Nothing is said where the claim has ended."""
+        """Record the whole checkpoint as sound and verified. Does nothing where the claim has ended."""
         of = ending.of
         self._findings.sound(of.run, of.step, check, same_as, made, fence=lambda session: _end(session, ending))
         with self._database.apart() as session:  # of a checkpoint that is no longer listed
             _end(session, ending)
 
     def damaged(self, of: Portion | CheckEnding, error: Damaged) -> None:
-        """A part of it is damaged, and could not be repaired: so is the checkpoint, and the check ends, for all nodes.
-        Nothing is said where the claim has ended.
+        """Record a portion that is damaged beyond repair: the checkpoint is damaged, and the check ends for all nodes. Does
+        nothing where the claim has ended.
         """
         error.members["node"] = self._membership.me.name
         run, step = of.of.run, of.of.step
@@ -188,14 +187,14 @@ class SharedChecks:
         return _is_there(me.name, me.boot) if self._membership.joined else false()
 
     def drop(self, of: CheckedCheckpoint) -> None:
-        """The checkpoint is gone, or another one stands there: this check has no end."""
+        """End the check of a checkpoint that is gone or replaced."""
         at = (SharedCheckRow.run == of.run, SharedCheckRow.step == of.step, SharedCheckRow.sha256 == of.sha256)
         with self._database.apart() as session:
             if session.scalar(select(SharedCheckRow.step).where(*at).with_for_update()) is not None:
                 _remove(session, of.run, of.step)
 
     def progress(self, run: str, step: int, sha256: str | None = None) -> CheckProgress | None:
-        """How far a check is; None if none goes on (of the checkpoint with this manifest)."""
+        """The progress of a check; None without one (of the checkpoint with this manifest)."""
         check, part = SharedCheckRow, PortionRow
         at = [check.run == run, check.step == step, *([check.sha256 == sha256] if sha256 is not None else [])]
         joined = select(func.sum(part.done), func.sum(part.size)).select_from(check)
@@ -220,7 +219,7 @@ def _is_there(node: Any, boot: Any) -> ColumnElement[bool]:
 
 
 def _claimed(portion: Portion) -> tuple[ColumnElement[bool], ...]:
-    """The portion, if it is claimed as it was: by this claim, of a check of the same checkpoint, and not proven yet."""
+    """The portion, if this claim is still in force, the checkpoint the same, and the portion not proven."""
     of = portion.of
     same = exists().where(
         SharedCheckRow.run == PortionRow.run, SharedCheckRow.step == PortionRow.step, SharedCheckRow.sha256 == of.sha256
@@ -236,7 +235,7 @@ def _ends(ending: CheckEnding) -> tuple[ColumnElement[bool], ...]:
 
 
 def _end(session: Session, of: Portion | CheckEnding) -> bool:
-    """End the check, if this claim still is in force."""
+    """End the check, if this claim is still in force."""
     at = (SharedCheckRow.run == of.of.run, SharedCheckRow.step == of.of.step, SharedCheckRow.sha256 == of.of.sha256)
     if session.scalar(select(SharedCheckRow.step).where(*at).with_for_update()) is None:
         return False

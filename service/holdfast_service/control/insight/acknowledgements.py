@@ -1,4 +1,4 @@
-"""Who has seen which alert, and for how long. That ends with the alert, so that one that occurs again counts."""
+"""Acknowledgements of alerts, with author and end. They end with the alert, so that a repeated one counts again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRESH_S = 0.5  # what another daemon has noted is known so soon; what this one h
 
 
 class AlertKey(NamedTuple):
-    """An alert by what it is about: a run, or "" for none, and the `subject`, a node or a replica, or "" for none."""
+    """The identity of an alert: a run, or "" for none, and the `subject`, a node or a replica, or "" for none."""
 
     run: str
     code: str
@@ -33,7 +33,7 @@ class AlertKey(NamedTuple):
 
 
 class Acknowledgements:
-    """Those of one catalog. Thread-safe. A request sees those of its runs alone."""
+    """The acknowledgements of one catalog. Thread-safe. A request sees those of its runs only."""
 
     def __init__(self, database: Database, now: Callable[[], str] = utc_now) -> None:
         self._database, self._now = database, now
@@ -41,14 +41,14 @@ class Acknowledgements:
         self._read = Remembered(self._look, FRESH_S, FRESH_S)
 
     def known(self, runs: Collection[str] | None = None) -> Mapping[AlertKey, Acknowledgement]:
-        """Those that hold now, of some runs or of everything, as far as the request may see them."""
+        """The present ones, of some runs or of all, as far as the request may see them."""
         there = self.everything()
         if runs is None and sees_all():
             return there
         return {key: one for key, one in there.items() if visible(key.run) and (runs is None or key.run in runs)}
 
     def everything(self) -> Mapping[AlertKey, Acknowledgement]:
-        """Those that hold now, for every token; the same object as long as they are the same."""
+        """All present ones, for every token; the same object as long as nothing changed."""
         there, now = self._read.get(), self._now()
         if not any(_over(one, now) for one in there.values()):
             return there
@@ -66,13 +66,13 @@ class Acknowledgements:
         return self._last
 
     def set(self, key: AlertKey, made: Acknowledgement) -> None:
-        """Acknowledge an alert; in the place of what was said of it before."""
+        """Acknowledge an alert; replaces an earlier acknowledgement."""
         with self._database.write() as session:
             session.merge(AcknowledgementRow(**key._asdict(), **made.model_dump()))
         self._read.renew()
 
     def remove(self, keys: Collection[AlertKey]) -> None:
-        """The alerts count again, if they are still there."""
+        """Count the alerts again, if they still exist."""
         row = AcknowledgementRow
         with self._database.write() as session:
             for key in keys:
@@ -80,8 +80,8 @@ class Acknowledgements:
         self._read.renew()
 
     def forget_ended(self, still: Callable[[Collection[str]], Collection[AlertKey]]) -> None:
-        """Forget what was said of alerts that have ended, or only for a time. `still` says which alerts there are of some
-        runs, and of nodes and replicas for "".
+        """Delete acknowledgements of ended alerts, and expired ones. `still` returns the alerts of runs, and of nodes and
+        replicas for "".
         """
         now = self._now()
         with self._database.read() as session:
@@ -101,16 +101,14 @@ def _made(row: AcknowledgementRow) -> Acknowledgement:
 
 
 def _over(made: Acknowledgement, now: str) -> bool:
-    """Its time is over; or it is from a time that is still to come, since a clock was ahead: it would hide the alert until
-    then.
-    """
+    """Whether it has expired; or it lies in the future, since a clock was ahead: it would hide the alert until then."""
     if made.until is None:
         return False
     return made.until <= now or (made.at is not None and made.at > later(now, CLOCKS_DIFFER_S))
 
 
 class AcknowledgementWatch:
-    """A thread that forgets acknowledgements with their alerts."""
+    """A thread that deletes acknowledgements with their alerts."""
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class AcknowledgementWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and wait for that."""
         self._closing.set()
         self._thread.join()
 
@@ -132,7 +129,7 @@ class AcknowledgementWatch:
         while not self._closing.wait(self._look_s):
             try:
                 self._acknowledgements.forget_ended(self._still)
-            except CheckpointError as error:  # the catalog says elsewhere that it is away; the next look comes
+            except CheckpointError as error:  # the catalog's outage is reported already; retried at the next look
                 log.debug("acknowledgements are not looked at: %s", error.detail)
             except Exception:
                 log.exception("acknowledgements are not looked at")

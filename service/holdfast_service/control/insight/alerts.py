@@ -1,4 +1,4 @@
-"""Alerts of all runs, of nodes and of replicas, and the whole service in a few figures. Pure values in, values out."""
+"""Alerts of all runs, of nodes and of replicas, and the overview of the service. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ Item = TypeVar("Item", bound=Attention)
 
 
 def of_runs(summaries: Sequence[RunSummary]) -> Iterator[Alert]:
-    """What the summaries say, each with its run."""
     for summary in summaries:
         for item in summary.attention:
             yield Alert(run=summary.run, **vars(item))
 
 
 def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
-    """Nodes that are lost, and replicas that cannot be copied to, as the nodes tell of them."""
+    """Lost nodes, and replicas that cannot be copied to, as nodes report them."""
     for node in nodes:
         if node.state == "lost":
             yield Alert(
@@ -48,24 +47,23 @@ def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
 
 
 def keyed(alert: Alert) -> AlertKey:
-    """By what an alert is acknowledged."""
     return AlertKey(alert.run or "", alert.code, alert.subject or "")
 
 
 def marked(alerts: Iterator[Alert], known: Mapping[AlertKey, Acknowledgement]) -> list[Alert]:
-    """The alerts, with who has acknowledged them."""
+    """The alerts with their acknowledgements."""
     return [alert.model_copy(update={"acknowledged": known.get(keyed(alert))}) for alert in alerts]
 
 
 def place(alert: Alert) -> str:
-    """Sort keys: alerts that are not acknowledged first, of these errors, and of these the most dangerous."""
+    """Sort keys: alerts without an acknowledgement first, of these errors, and of these the most dangerous."""
     level, code = danger(alert)
     first = f"{int(alert.acknowledged is not None)}{level}{code:03d}"
     return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
 
 
 def without_what_follows(alerts: Sequence[Item]) -> list[Item]:
-    """Without what is said of the copies of runs in a replica that is lost: that is said once."""
+    """Without alerts about copies in a lost replica, which has an alert of its own."""
     lost = {one.subject for one in alerts if one.code == "replica-lost"}
     return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
 

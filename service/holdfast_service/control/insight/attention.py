@@ -1,4 +1,4 @@
-"""Find problems of a run that a person should look at, with advice. Pure values in, sentences out."""
+"""Problems of a run that a person should look at, with advice. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attenti
 
 
 def _follows(facts: Facts, found: set[str]) -> set[str]:
-    """What is not said for itself, since it follows from something else that is."""
+    """Problems that follow from another one, and are not listed themselves."""
     ended = _ended(facts.saves)
     why = ended[0].code if "saves-failing" in found and ended else None
     follows = {"quota-nearly-full"} if why == "quota-exceeded" else {"disk-nearly-full"} if why == "no-space" else set()
@@ -50,14 +50,14 @@ def _follows(facts: Facts, found: set[str]) -> set[str]:
 
 
 def weight(summary: RunSummary) -> tuple[int, int]:
-    """How much a run needs attention: its errors, then its warnings, that nobody has acknowledged."""
+    """The sort key of a run: its errors, then its warnings, without acknowledged ones."""
     levels = [item.level for item in summary.attention if item.acknowledged is None]
     errors = sum(level == "error" for level in levels)
     return errors, len(levels) - errors
 
 
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
-    """It stays in the list when somebody has seen it, until the run is resumed or archived."""
+    """Listed, also when acknowledged, until the run is resumed or archived."""
     if facts.life == "lost" and summary.life != "archived":
         goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
         yield Attention(
@@ -73,7 +73,7 @@ def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
 
 
 def _stuck(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attention]:
-    """No commit for too long: since storage does not take what is being saved, or since nothing is."""
+    """No commit for too long: storage does not accept the save, or no save begins."""
     if not training:
         return
     writing = min((save.opened for save in facts.saves if save.state == "sealed" and save.ended is None), default=None)
@@ -121,7 +121,7 @@ def _late(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
 
 
 def failing(saves: Sequence[Save]) -> int:
-    """How many saves have failed, one after the other, up to the newest that has ended."""
+    """How many saves have failed in a row, up to the newest that has ended."""
     return next((n for n, save in enumerate(_ended(saves)) if save.state != "aborted"), len(_ended(saves)))
 
 
@@ -158,7 +158,7 @@ def _failing(facts: Facts) -> Iterator[Attention]:
 
 
 def _is_own_quota_full(facts: Facts) -> bool:
-    """Whether it is the run's own quota that has no room, which is looked at first, or that of a team."""
+    """Whether the run's own quota is full, which is checked first, rather than a team's."""
     return facts.quota_bytes is not None and facts.held.bytes + max(facts.held.newest_bytes, 1) > facts.quota_bytes
 
 
@@ -346,7 +346,6 @@ def _clock(facts: Facts) -> Iterator[Attention]:
 
 
 def _at(seconds: float | None) -> str | None:
-    """A time as the API has it."""
     if seconds is None or not isfinite(seconds):
         return None
     return write(datetime.fromtimestamp(seconds, timezone.utc))

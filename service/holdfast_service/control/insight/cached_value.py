@@ -1,4 +1,4 @@
-"""A value that takes a while to make, remembered, and made again behind the backs of those who ask for it."""
+"""A cached value that takes a while to compute, refreshed in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Value = TypeVar("Value")
 
 
 class Remembered(Generic[Value]):
-    """Thread-safe. A value older than `fresh_s` is given once more while a new one is made; one older than `old_s` never."""
+    """Thread-safe. A value older than `fresh_s` is returned once more while a new one is computed; one older than `old_s`
+    never.
+    """
 
     def __init__(self, make: Callable[[], Value], fresh_s: float, old_s: float) -> None:
         self._make, self._fresh_s, self._old_s = make, fresh_s, old_s
@@ -26,7 +28,7 @@ class Remembered(Generic[Value]):
         self._turn = 0
 
     def get(self) -> Value:
-        """The value; raises what making it raises, when there is none that is recent enough."""
+        """The value; raises the error of computing it when none is recent enough."""
         known = self._recent(self._old_s)
         if known is None:
             with self._making:
@@ -37,7 +39,7 @@ class Remembered(Generic[Value]):
         return known[1]
 
     def renew(self) -> None:
-        """The next question is given a new value, and none that is being made already."""
+        """Make the next `get` return a value that is computed after this call."""
         self._turn += 1
         self._known = None
 
@@ -55,7 +57,7 @@ class Remembered(Generic[Value]):
     def _again(self) -> None:
         try:
             self._remember()
-        except CheckpointError as error:  # who asks when this has grown old hears of it
+        except CheckpointError as error:  # `get` raises it once the value is too old
             log.warning("%s", error.detail)
         finally:
             self._making.release()

@@ -12,7 +12,7 @@ NOTHING: Mapping[str, float] = {}
 
 
 class Save(NamedTuple):
-    """A round. Times are seconds since the epoch, infinite where what is recorded is no time."""
+    """A round. Times are seconds since the epoch, infinite where the recorded text is invalid."""
 
     step: int
     attempt: int
@@ -24,7 +24,7 @@ class Save(NamedTuple):
 
 
 class CheckpointFacts(NamedTuple):
-    """A run's checkpoints taken together, and the newest one of them."""
+    """Totals of a run's checkpoints, and the newest one of them."""
 
     checkpoints: int = 0
     bytes: int = 0
@@ -39,7 +39,7 @@ class CheckpointFacts(NamedTuple):
     same_as: int | None = None
     nonfinite: int | None = None
     verified_created: str | None = None  # of the newest verified one
-    unhealthy: int | None = None  # the newest one whose health is known, where it is unhealthy
+    unhealthy: int | None = None  # the newest one with known health, if it is unhealthy
     healthy_created: str | None = None  # of the newest healthy one,
     healthy_verified: bool = False  # and whether that is verified,
     healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too
@@ -57,7 +57,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """Something that was found of a run's checkpoints since the newest one was verified, as its event tells it."""
+    """A warning about a run's checkpoints since the newest one was verified, from its event."""
 
     kind: str
     text: str
@@ -66,7 +66,7 @@ class Warned(NamedTuple):
 
 
 class Lived(NamedTuple):
-    """What is known of a run's ranks, and since when they are gone."""
+    """The state of a run's ranks, and since when they are gone."""
 
     life: Life | None = None
     since: str | None = None

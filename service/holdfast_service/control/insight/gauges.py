@@ -22,14 +22,14 @@ from holdfast_service.observe.metrics import RUNS_MAX
 
 Samples = Sequence[tuple[tuple[str, ...], float]]
 
-ROUNDS_SEEN = 20_000  # runs whose newest save is further behind have no gauges of their own
+ROUNDS_SEEN = 20_000  # runs with older saves have no gauges of their own
 OVERALL_FRESH_S, OVERALL_OLD_S = 60.0, 300.0
 CHECKPOINT_STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 JOB_STATES: tuple[JobState, ...] = ("queued", "running", "done", "failed", "cancelled")
 
 
 class _Overall(NamedTuple):
-    """What is found by going through all checkpoints, which is not done for each scrape."""
+    """Figures of a pass over all checkpoints, which is too slow for each scrape."""
 
     states: Mapping[str, int]
     unread_since: float | None
@@ -38,14 +38,13 @@ class _Overall(NamedTuple):
 
 
 class Gauges:
-    """Read at the moment of the scrape, but for what goes through all checkpoints: that is a minute old, five at most."""
+    """Read at the moment of the scrape, except for a pass over all checkpoints: that is a minute old, five at most."""
 
     def __init__(self, catalog: Catalog, summaries: Summaries, clock: Callable[[], float] = time.time) -> None:
         self._database, self._summaries, self._clock = catalog.database, summaries, clock
         self._overall = Remembered(self._look, OVERALL_FRESH_S, OVERALL_OLD_S)
 
     def now(self) -> dict[str, Samples]:
-        """Samples by the metric's name."""
         overall, now = self._overall.get(), self._clock()
         lag = () if overall.unread_since is None else [((), max(now - overall.unread_since, 0.0))]
         return {
@@ -66,7 +65,7 @@ class Gauges:
             return list(session.scalars(wanted.limit(RUNS_MAX)))
 
     def by_run(self) -> dict[str, Samples]:
-        """Samples of each run by itself, of those that may be seen."""
+        """Samples of each visible run."""
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in _BY_RUN}
         for facts in self._summaries.facts(self.active()):
             for name, value_of in _BY_RUN.items():

@@ -2,9 +2,9 @@
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17 (9), 1974: √(2CM)
 for a cost C of a save and a mean time M between failures. J. T. Daly, "A higher order estimate of the optimum checkpoint
-interval for restart dumps", Future Generation Computer Systems 22 (3), 2006, equation 37: what that misses where C is no
-longer small against M. Both count as cost the time for which training stands still; a save that is written behind its
-back costs no more than its stall.
+interval for restart dumps", Future Generation Computer Systems 22 (3), 2006, equation 37: the higher-order terms where C is
+no longer small against M. Both count as cost the time for which training is blocked; an asynchronous save costs only its
+stall.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def daly(cost_s: float, failures_s: float) -> float:
 
 
 def recommended(cost_s: float | None, failures_s: float | None, durable_s: float | None) -> float | None:
-    """The interval to save at, begin to begin; None where cost or failures are not known.
+    """The interval to save at, begin to begin, in seconds; None where cost or failures are unknown.
 
     Never below the time that a save takes to become durable: storage would fall behind, and saves would be dropped.
     """
@@ -36,10 +36,10 @@ def recommended(cost_s: float | None, failures_s: float | None, durable_s: float
 
 
 def lost(cost_s: float | None, interval_s: float | None, failures_s: float | None, durable_s: float | None) -> float | None:
-    """The fraction of time that goes into saving and into work done twice; None where cost or interval are not known.
+    """The fraction of time spent on saving and on repeated work; None where cost or interval are unknown.
 
-    A failure takes half an interval on average, and the time for which the newest save was not durable yet. As long as none
-    has been seen, none is counted.
+    A failure costs half an interval on average, and the time for which the newest save was not durable yet. Without failures
+    so far, none is assumed.
     """
     if cost_s is None or not interval_s:
         return None

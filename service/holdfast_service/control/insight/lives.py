@@ -1,4 +1,4 @@
-"""What is known of the ranks of runs: whether they are running, ended or lost, and since when."""
+"""The states of runs' ranks: whether they are running, ended or lost, and since when."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LOSSES: Mapping[bool, tuple[str, str, Level]] = {
 
 
 class KnownLives:
-    """The lives of the newest attempts. Thread-safe."""
+    """The states of the newest attempts. Thread-safe."""
 
     def __init__(self, attempts: Attempts, catalog: Catalog, book: Book, tell: Callable[..., None], *, shared: bool) -> None:
-        """`tell` records an event, by and by. `shared`: other nodes serve the same root."""
+        """`tell` records an event asynchronously. `shared`: other nodes serve the same root."""
         self._attempts, self._catalog, self._book, self._tell, self._shared = attempts, catalog, book, tell, shared
 
     def by_run(self, runs: Collection[str] | None, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
@@ -52,11 +52,11 @@ class KnownLives:
         return {run: (attempt, Lived(cast(Life, life), since)) for run, (attempt, life, since) in noted.items()}
 
     def running(self) -> dict[str, int]:
-        """The attempts whose ranks were here when it was last known."""
+        """The attempts whose ranks were last recorded as running here."""
         return {run: known.attempt for run, known in self._attempts.known().items() if known.life == "running"}
 
     def became(self, run: str, attempt: int, life: Life) -> None:
-        """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows it."""
+        """Record that the ranks of an attempt are running, ended or lost; durable, for the next daemon."""
         at = utc_now()
         if not self._attempts.became(run, attempt, life, at):
             return

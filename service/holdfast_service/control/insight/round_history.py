@@ -1,7 +1,7 @@
-"""What rounds took, counted as they end: what histograms and traces are made of.
+"""Timings of rounds, counted as they end: the input of histograms and traces.
 
-It is read from the catalog, where each measured phase is put, so nothing on the path of a save knows of metrics. Each
-look takes what has ended since the one before; what ended before the first one belongs to an earlier process.
+They are read from the catalog, where each measured phase is recorded, so the path of a save has no metrics code. Each look
+takes the rounds that have ended since the one before; those before the first belong to an earlier process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 500
 
 
 class Seen(NamedTuple):
-    """A round that has ended, with the phases of it that were not known at the look before, in seconds."""
+    """A round that has ended, with the phases that are new since the look before, in seconds."""
 
     id: int
     run: str
@@ -56,7 +56,7 @@ class RoundHistory:
         self.listeners: list[Callable[[Seen], None]] = []
 
     def look(self) -> None:
-        """Count what has ended since the last look, and tell the listeners of it."""
+        """Count what has ended since the last look, and call the listeners."""
         with self._lock:
             for seen in list(self._ended()):
                 for phase, seconds in seen.new.items():
@@ -65,7 +65,7 @@ class RoundHistory:
                     listener(seen)
 
     def counted(self) -> tuple[dict[str, Histogram], int]:
-        """Phases of all saves up to now, and the bytes of those that were committed."""
+        """Phases of all saves up to now, and the bytes of committed ones."""
         self.look()
         with self._lock:
             return {phase: histogram.copy() for phase, histogram in self._phases.items()}, self._saved_bytes
@@ -89,7 +89,7 @@ class RoundHistory:
             self._forget(round_id)
 
     def _rows(self, session: Session) -> Iterator[tuple[RoundRow, int | None]]:
-        """The rounds that are not settled, then those behind them."""
+        """The rounds that are not settled, then those after them."""
         at = (CheckpointRow.run == RoundRow.run) & (CheckpointRow.step == RoundRow.step)
         columns = select(RoundRow, CheckpointRow.bytes).outerjoin(CheckpointRow, at).order_by(RoundRow.id).limit(BATCH)
         pending = sorted(self._pending)

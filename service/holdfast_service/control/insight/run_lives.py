@@ -1,6 +1,6 @@
-"""What a run is doing, since when, and what to do about it: from the goodbyes of its ranks, lost connections, and its saves.
+"""What a run is doing, since when, and what to do about it: from goodbyes of its ranks, lost connections, and its saves.
 
-Pure. A clock decides one thing alone: whether ranks that are connected still train, or only sit there.
+Pure. A clock decides only whether connected ranks still train or idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunState(NamedTuple):
 
 
 def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
-    """`interval_s` is the usual time between saves, if it is known. A living rank is stronger than what people have set."""
+    """`interval_s` is the usual time between saves, if known. A live rank outweighs what people have set."""
     settings = facts.settings
     if facts.life == "running":
         last = last_sign(facts)
@@ -46,7 +46,7 @@ def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
 
 
 def failed_to_start(facts: Facts) -> bool:
-    """Whether a lost run ended before anything was saved to it, such as by an error in its first `save()`."""
+    """Whether a lost run ended before its first save, such as by an error in it."""
     if facts.held.checkpoints or any(save.state not in _NOT_SEALED or save.code in _OF_STORAGE for save in facts.saves):
         return False
     trained_s = moments.seconds_of(facts.since or "") - facts.declared[0] if facts.declared else 0.0
@@ -54,7 +54,7 @@ def failed_to_start(facts: Facts) -> bool:
 
 
 def death_seen(facts: Facts) -> Acknowledgement | None:
-    """Who has seen that its newest attempt died."""
+    """The acknowledgement of its newest attempt's death."""
     settings = facts.settings
     if settings.acknowledged != facts.attempt:
         return None
@@ -62,13 +62,13 @@ def death_seen(facts: Facts) -> Acknowledgement | None:
 
 
 def last_sign(facts: Facts) -> float | None:
-    """When the run was last seen to begin something, an attempt or a save; seconds since 1970."""
+    """When the run last began an attempt or a save; seconds since 1970."""
     signs = [*facts.declared[:1], *(save.opened for save in facts.saves[:1])]
     return max((at for at in signs if isfinite(at)), default=None)
 
 
 def verdict(facts: Facts, summary: RunSummary) -> str:
-    """One sentence, or two, for a person who has five seconds."""
+    """One or two sentences for a person in a hurry."""
     goes_on = "nothing is committed yet" if summary.newest is None else f"it continues from step {summary.newest}"
     since = _ago(facts, summary.life_since)
     if summary.life == "training":
@@ -104,7 +104,7 @@ def _newest(summary: RunSummary) -> str:
 
 def _ago(facts: Facts, since: str | None) -> str:
     passed = None if since is None else facts.now - moments.seconds_of(since)
-    if passed is None or not isfinite(passed) or passed < -moments.CLOCKS_APART_S:  # a clock was set back: nobody knows
+    if passed is None or not isfinite(passed) or passed < -moments.CLOCKS_APART_S:  # a clock was set back: unknown
         return ""
     for_so_long = facts.life == "running"
     return f" for {moments.span(max(passed, 0.0))}" if for_so_long else f" {moments.span(max(passed, 0.0))} ago"

@@ -1,4 +1,4 @@
-"""Orders of lists of runs, and which runs are listed. Pure: summaries in, keys out.
+"""Orders and filters of lists of runs. Pure: summaries in, keys out.
 
 A key is text that sorts as its run does in the list, with the run's name at its end; a cursor is the key of the last run.
 """
@@ -25,7 +25,7 @@ assert set(_LIVES) == set(get_args(RunLife))
 
 
 class RunOrder(NamedTuple):
-    """By a column of `RUN_SORTS`, by need for attention, or by a metric. What has no value comes last either way."""
+    """By a column of `RUN_SORTS`, by need for attention, or by a metric. Runs without a value come last either way."""
 
     column: str = "name"
     descends: bool = False
@@ -33,7 +33,7 @@ class RunOrder(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> RunOrder:
-        """`storage`, `-storage`, `metric:loss`; `InvalidRequest` for what is none."""
+        """`storage`, `-storage`, `metric:loss`; `InvalidRequest` for anything else."""
         descends = text.startswith("-")
         column, _, metric = text.removeprefix("-").partition(":")
         is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column == ATTENTION and not descends)
@@ -48,7 +48,7 @@ class RunOrder(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Names the order in cursors, so that those of another one are refused."""
+        """The order's name in cursors, so that those of another order are refused."""
         return f"{'-' * self.descends}{self.column}{self.metric and '=' + self.metric.replace(':', '=')}"
 
     def key(self, summary: RunSummary) -> str:
@@ -71,8 +71,8 @@ BY_NAME = RunOrder()
 
 
 class WantedRuns(NamedTuple):
-    """Runs whose names begin with `prefix` and contain every one of the words, in whatever case, in an order; with those
-    that `failed` to start, or without.
+    """Runs whose names begin with `prefix` and contain every one of the words, ignoring case, in an order; with those that
+    `failed` to start, or without.
     """
 
     prefix: str = ""
@@ -86,7 +86,7 @@ class WantedRuns(NamedTuple):
 
     @property
     def every(self) -> bool:
-        """Whether it is all runs, in whatever order."""
+        """Whether it includes all runs."""
         return not self.prefix and not self.words
 
     def has(self, run: str) -> bool:
@@ -111,14 +111,14 @@ assert {*_VALUES, "name"} == set(RUN_SORTS)
 
 
 def _sortable(value: float, descends: bool) -> int:
-    """64 bits that sort as the numbers do, or the other way round."""
+    """64 bits that sort as the numbers do, or reversed."""
     (bits,) = struct.unpack(">Q", struct.pack(">d", value + 0.0))  # -0.0 is 0.0
     ordered = bits ^ (2**64 - 1 if bits >> 63 else 2**63)
     return int(ordered ^ (2**64 - 1)) if descends else int(ordered)
 
 
 def _by_need(summary: RunSummary) -> str:
-    """First those that need attention most, then those that train by name, then the newest commits."""
+    """First runs that need attention, then active ones by name, then the newest commits."""
     errors, warnings = weight(summary)
     at = seconds_of(summary.last_commit) if summary.last_commit is not None else 0.0
     age = 0 if summary.life == "training" else _FAR_S - 1 - int(min(max(at, 0.0), _FAR_S - 2.0))

@@ -1,4 +1,4 @@
-"""Saves and jobs that are over, as spans: when each phase began follows from the times that were noted of it."""
+"""Ended saves and jobs as spans, with phases from the recorded times."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _JOB_ENDED = ("done", "failed", "cancelled")
 
 
 class SaveSpans:
-    """Collects what is told of each save until the last phase of it is known."""
+    """Collects the phases of each save until the last one is known."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._waiting: dict[int, Seen] = {}
 
     def hear(self, seen: Seen) -> None:
-        """A listener of `History`."""
         before = self._waiting.get(seen.id)
         if before is None and not seen.first:
             return  # it was sent without this phase
@@ -38,7 +37,6 @@ class SaveSpans:
         _record_save(whole)
 
     def flush(self, all_of_them: bool = False) -> None:
-        """Send those that have waited for long enough."""
         now = self._clock()
         for seen in [s for s in self._waiting.values() if all_of_them or now - s.ended > VERIFIED_S]:
             del self._waiting[seen.id]
@@ -46,7 +44,7 @@ class SaveSpans:
 
 
 class JobSpans:
-    """Jobs of one node that have ended since the first look."""
+    """Jobs of this node that have ended since the first look."""
 
     def __init__(self, database: Database, node: str) -> None:
         self._database, self._node = database, node
@@ -54,7 +52,6 @@ class JobSpans:
         self._going: set[int] = set()
 
     def look(self) -> None:
-        """Record the jobs that have ended since the last look."""
         with self._database.read() as session:
             if self._behind is None:
                 self._behind = session.scalar(select(func.max(JobRow.id))) or 0

@@ -1,4 +1,4 @@
-"""How a run's checkpointing goes: figures of its newest saves. Values in, a summary out; `summaries` finds the values."""
+"""The summary of a run's checkpointing, from its newest saves. Pure; `summaries` reads the values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS_MAX = 32
 
 
 def summarise(facts: Facts) -> RunSummary:
-    """The summary of one run; whatever cannot be known from `facts` is None."""
+    """The summary of one run; None for every value that is unknown."""
     held = facts.held
     committed = [save for save in facts.saves if save.state == "committed"]
     stalls = _measured(committed, "stall_s")
@@ -87,14 +87,14 @@ def _good(held: CheckpointFacts) -> GoodCheckpoint | None:
 
 
 def exposure(facts: Facts) -> tuple[float | None, int | None]:
-    """Seconds and steps of training that a crash now would lose; 0 where nobody trains."""
+    """Seconds and steps of training that a crash now would lose; 0 when the run is not training."""
     if not training(facts):
         return 0.0, 0
     return _exposed(facts), _exposed_steps(facts)
 
 
 def trend(saves: Sequence[Save]) -> Trend:
-    """The saves that have ended, the oldest first, each with its stall and the goodput since the one before."""
+    """The ended saves, the oldest first, each with its stall and the goodput since the one before."""
     ended = [save for save in reversed(saves) if save.ended is not None]
     stalls = [save.measured.get("stall_s") for save in ended]
     goodput: list[float | None] = []
@@ -112,7 +112,7 @@ def trend(saves: Sequence[Save]) -> Trend:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value that `share` of the values do not exceed, between two of them where it falls there; None of nothing."""
+    """The value that `share` of the values do not exceed, interpolated; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -123,15 +123,15 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def training(facts: Facts) -> bool:
-    """Whether somebody trains: its ranks are here. No clock says so, since nobody knows how long a step may take."""
+    """Whether ranks are connected. A clock cannot decide that, since a step may take any time."""
     return facts.life == "running"
 
 
 def failures_mean(facts: Facts) -> float | None:
     """Mean time between failures: the time trained so far over the restarts in it; None before the first restart.
 
-    Every new attempt is taken for a failure of the one before. The last stretch, which no failure has ended yet, counts as
-    time and not as a failure: the maximum-likelihood estimate for failures that come at random.
+    Every new attempt counts as a failure of the one before. The last interval, which no failure has ended yet, counts as
+    time only: the maximum-likelihood estimate for failures that come at random.
     """
     declared = _times(facts.declared)
     if len(declared) < 2:
@@ -150,20 +150,19 @@ def _last_commit(facts: Facts) -> float | None:
 
 
 def age_s(facts: Facts) -> float | None:
-    """Seconds since the newest commit; 0 where its time is yet to come."""
+    """Seconds since the newest commit; 0 where its time is in the future."""
     last = _last_commit(facts)
     return None if last is None else max(facts.now - last, 0.0)
 
 
 def _last_sign(facts: Facts) -> float | None:
-    """When the run was last heard of."""
     newest = facts.saves[0] if facts.saves else None
     known: list[float | None] = [*facts.declared[:1], *([newest.opened, newest.ended] if newest else [])]
     return max(_times([*known, _last_commit(facts)]), default=None)
 
 
 def _exposed(facts: Facts) -> float | None:
-    """Training since what the newest commit holds was captured; since the newest attempt, if that has begun later."""
+    """Training since the newest commit's contents were captured; since the newest attempt, if that has begun later."""
     captured = [save.opened for save in facts.saves if save.state == "committed" and save.step == facts.held.newest]
     committed: list[float | None] = [*captured[:1]] or [_last_commit(facts)]
     began = _times([*committed, *facts.declared[:1]])
@@ -171,7 +170,7 @@ def _exposed(facts: Facts) -> float | None:
 
 
 def _exposed_steps(facts: Facts) -> int | None:
-    """Steps that ranks of the newest attempt have begun to save and that are behind the newest commit."""
+    """Steps that the newest attempt has begun to save after the newest commit."""
     known = [save.step for save in facts.saves if save.attempt == facts.attempt]
     return max(max(known) - (facts.held.newest or 0), 0) if known else None
 
@@ -181,7 +180,6 @@ def _measured(saves: Iterable[Save], phase: str) -> list[float]:
 
 
 def _durations(committed: Iterable[Save]) -> list[float]:
-    """Seconds from a save's begin to its commit."""
     spans = (save.ended - save.opened for save in committed if save.ended is not None)
     return [span for span in spans if isfinite(span) and span >= 0]
 

@@ -1,7 +1,7 @@
-"""The summaries of all runs, some seconds old, in the orders in which they are listed.
+"""The summaries of all runs, some seconds old, in their list orders.
 
-They are made for every question, and an open overview asks every other second: so what has not changed is kept. What a
-summary says of a run that nobody trains changes with what is known of it; all else in it changes by the hour.
+An open overview requests them every other second, so unchanged ones are cached. The verdict of a run that is not training
+changes with its facts only; everything else in it changes by the hour.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from holdfast_service.control.insight.run_orders import ATTENTION, RunOrder, Wan
 from holdfast_service.control.insight.summary import age_s, summarise, training
 
 FRESH_S, OLD_S = 4.0, 10.0
-STILL_S = 10.0  # what a summary says of the time alone, of a run that nobody trains, is at most so old
+STILL_S = 10.0  # age limit of time-dependent text of a run that is not training
 ORDERS_KEPT = 32
 BY_NEED = RunOrder(ATTENTION)
 
 
 class KeptSummaries:
-    """Summaries of runs, made again where something is known that was not known. Thread-safe."""
+    """Summaries of runs, recomputed where their facts have changed. Thread-safe."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Facts, RunSummary]] = {}
 
     def of(self, facts: Facts) -> RunSummary:
-        """The run's summary; what it says in words of a run that nobody trains is up to `STILL_S` old."""
+        """The run's summary; the texts of a run that is not training are up to `STILL_S` old."""
         kept = self._made.get(facts.run)
         if kept is None or not _says_the_same(kept[0], facts):
             made = summarise(facts)
@@ -39,13 +39,12 @@ class KeptSummaries:
         return kept[1].model_copy(update={"free_bytes": facts.free_bytes, "last_commit_age_s": age_s(facts)})
 
     def forget_others(self, runs: set[str]) -> None:
-        """Forget all runs but these."""
         for run in self._made.keys() - runs:  # others add some meanwhile
             self._made.pop(run, None)
 
 
 def _says_the_same(before: Facts, now: Facts) -> bool:
-    """Whether a summary still says it: nothing has changed but the time and the disk's free bytes."""
+    """Whether only the time and the disk's free bytes have changed."""
     if training(before) or not 0 <= now.now - before.now < STILL_S or _saves_left(now) != _saves_left(before):
         return False
     return now._replace(now=before.now, free_bytes=before.free_bytes) == before
@@ -56,7 +55,7 @@ def _saves_left(facts: Facts) -> int:
 
 
 class _Marked(NamedTuple):
-    """All summaries, with who has acknowledged what: from which two they were made, and in which orders they stand."""
+    """All summaries with acknowledgements: their two sources, and their orders."""
 
     made: list[RunSummary]
     known: Mapping[AlertKey, Acknowledgement]
@@ -66,25 +65,24 @@ class _Marked(NamedTuple):
 
 
 class SummaryBoard:
-    """Thread-safe. A request sees its runs alone."""
+    """Thread-safe. A request sees only its runs."""
 
     def __init__(
         self, facts: Callable[[], Sequence[Facts]], acknowledgements: Acknowledgements, kept: KeptSummaries
     ) -> None:
-        """`facts` says what is known of all runs."""
+        """`facts` returns the facts of all runs."""
         self._facts, self._acknowledgements, self._kept = facts, acknowledgements, kept
         self._marked: _Marked | None = None
         self._summaries = Remembered(self._look, FRESH_S, OLD_S)
 
     def all(self) -> list[RunSummary]:
-        """Those first that need attention, then those that train, then the others by age. What is acknowledged is not half a
+        """Runs that need attention first, then active ones, then the others by age. Acknowledgements are less than half a
         second old.
         """
         found = self._now().summaries
         return found if sees_all() else [summary for summary in found if visible(summary.run)]
 
     def keys(self, wanted: WantedRuns) -> list[str]:
-        """Keys of the wanted runs, in their order."""
         marked, order = self._now(), wanted.order
         known = marked.keys.get(order)
         if known is None:
@@ -103,7 +101,7 @@ class SummaryBoard:
         return self._now().failed
 
     def renew(self) -> None:
-        """The next question is answered with how it is then."""
+        """Make the next query read the present state."""
         self._summaries.renew()
 
     def _now(self) -> _Marked:
@@ -122,13 +120,12 @@ class SummaryBoard:
 
 
 def seen(summaries: list[RunSummary], known: Mapping[AlertKey, Acknowledgement]) -> list[RunSummary]:
-    """The summaries, with who has acknowledged what; those that were given stay as they are."""
+    """The summaries with their acknowledgements, as copies."""
     runs = {key.run for key in known}
     return [_seen(summary, known) if summary.run in runs else summary for summary in summaries]
 
 
 def key_of(run: str, item: Attention) -> AlertKey:
-    """By what an alert of a run is acknowledged."""
     return AlertKey(run, item.code, item.subject or "")
 
 

@@ -1,4 +1,4 @@
-"""Summaries of runs, and the board of all of them: what `summary_rows` finds, made into figures."""
+"""Summaries of runs, and the board of all of them, from the rows of `summary_rows`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Summaries:
         lives: Lives = no_lives,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`lives` says what is known of the ranks of some runs, or of all."""
+        """`lives` returns the states of runs' ranks. Pages are up to `fresh_s` old."""
         self._tier, self._catalog = tier, catalog
         self._lives, self._clock = lives, clock
         self.acknowledgements = Acknowledgements(catalog.database)
@@ -66,14 +66,13 @@ class Summaries:
         self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
 
     def one(self, run: str) -> RunSummary:
-        """The summary of a run; `NoSuchRun`."""
         found = self.some([run])
         if not found:
             raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
         return found[0]
 
     def some(self, runs: Sequence[str]) -> list[RunSummary]:
-        """The summaries of those of these runs that exist, as they are now."""
+        """The summaries of the existing ones of these runs, as of now."""
         return self._marked([summarise(facts) for facts in self.facts(runs)])
 
     def _marked(self, made: list[RunSummary]) -> list[RunSummary]:
@@ -84,8 +83,8 @@ class Summaries:
     def page(self, cursor: str | None, limit: int, wanted: WantedRuns = EVERY_RUN) -> bodies.Page[RunSummary]:
         """A page of summaries of these runs, in their order.
 
-        What stands where, other than by name, is some seconds old; what is said of the runs of the page is not
-        (of those that nobody trains, what depends on nothing but the time is up to `STILL_S` old).
+        Their order, except by name, is some seconds old; the summaries on the page are less than a second old
+        (time-dependent text of runs that are not training is up to `STILL_S` old).
         """
         cut = self.names(cursor, limit, wanted)
         made = [self._kept.of(facts) for facts in self.facts(cut.items)]
@@ -100,8 +99,8 @@ class Summaries:
         return bodies.Page(items=[wanted.order.run_of(key) for key in cut.items], next=cut.next)
 
     def board(self) -> list[RunSummary]:
-        """The summaries of all runs that may be seen, those first that need attention, then those that train, then the
-        others by age. They are some seconds old; what is acknowledged is not.
+        """The summaries of all visible runs: those that need attention first, then active ones, then the others by age. They
+        are some seconds old; acknowledgements are not.
         """
         return self._board.all()
 
@@ -146,7 +145,7 @@ class Summaries:
         return self._facts(sorted(rows), rows, self._lives(None))
 
     def facts(self, runs: Sequence[str]) -> list[Facts]:
-        """What is known now of those of these runs that exist, in their order."""
+        """The present facts of the existing ones of these runs, in their order."""
         if not runs:
             return []
         with self._catalog.database.read() as session:
@@ -199,7 +198,9 @@ class Summaries:
         return found
 
     def _of_files(self, runs: Sequence[str]) -> Mapping[str, _Policy]:
-        """What the runs' files say. Reading a file costs more than all else of a run, so few are read again at a time."""
+        """The settings in the runs' files. Reading a file costs more than all else of a run, so few are read again at a
+        time.
+        """
         new = [run for run in runs if run not in self._policies]
         now = time.monotonic()
         old = sorted(runs if not new else set(runs) - set(new), key=lambda run: self._policies[run].read)
@@ -210,6 +211,6 @@ class Summaries:
     def _read_policy(self, run: str) -> _Policy:
         try:
             policy = read_run_file(self._tier, run).in_force
-        except Damaged:  # told when it is changed
+        except Damaged:  # reported when the file is changed
             return _Policy(time.monotonic(), None, False)
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)

@@ -1,4 +1,4 @@
-"""Rows of the catalog that summaries are made of: a handful of queries for a page of runs, each bounded by the page."""
+"""Rows of the catalog for summaries: a few queries for a page of runs, each bounded by the page."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _hurt() -> Executable:
 
 
 def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """What stands of each run, and its newest checkpoint.
+    """The totals of each run's checkpoints, and the newest one.
 
-    Most runs are well: their newest checkpoint is verified, healthy and living. An index alone answers for these; the rows
-    of the others are gone through.
+    For most runs the newest checkpoint is verified, healthy and not abandoned, which an index alone shows; the rows of the
+    others are read.
     """
     wanted = {RUNS.key: list(runs)}
     damaged = {run: (count, step) for run, count, step in session.execute(_hurt(), wanted)}
@@ -105,7 +105,7 @@ def _present() -> Executable:
 
 
 def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
-    """With the tiers in which the newest healthy checkpoint of each is too."""
+    """With the tiers that also have each run's newest healthy checkpoint."""
     pairs = [(run, held.newest_healthy) for run, held in found.items() if held.newest_healthy is not None]
     tiers: dict[str, list[str]] = defaultdict(list)
     for run, tier in session.execute(_present(), {"pairs": pairs}):
@@ -114,10 +114,10 @@ def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[st
 
 
 def _gone_through(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """What stands of each run, in one pass over its checkpoints, and its newest one.
+    """The totals of each run's checkpoints and its newest one, in one pass.
 
-    As long as the newest one whose health is known is unhealthy, those behind it of which nothing is known are not taken for
-    healthy: a run that saves often has some of these at any moment.
+    As long as the newest one with known health is unhealthy, later ones are not assumed to be healthy: a run that saves
+    often has some unchecked ones at any moment.
     """
     row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
     sound = row.damage.is_(None) & living
@@ -223,7 +223,7 @@ def _warned() -> Executable:
 
 
 def warned(session: Session, runs: Collection[str]) -> dict[str, list[Warned]]:
-    """What was found of each run's checkpoints, until it is over."""
+    """The warnings about each run's checkpoints, until they are over."""
     found: dict[str, list[Warned]] = defaultdict(list)
     for run, *values in session.execute(_warned(), {RUNS.key: list(runs)}):
         found[run].append(Warned(*values))

@@ -1,9 +1,9 @@
-"""Jobs: work that outlasts a request, kept in the catalog, so that it outlasts the service as well.
+"""Jobs: work that outlasts a request, stored in the catalog, so that it outlasts the service as well.
 
-Any node that can do a job's kind may claim it; `tries` counts its starts, and who started it last alone reports on it. A
-node that starts puts back what it was running when it ended. What another node runs is put back once that node, as the boot
-that has claimed it, is no member of the cluster any more, by the database's time; where there is no cluster, once this
-daemon has seen no new sign of life of it for `LOST_S`. No clock is compared with that of another machine.
+Any node that can run a job's kind may claim it; `tries` counts its starts, and only the last one may report. A node that
+starts requeues the jobs that it was running when it ended. A job of another node is requeued once that node, as the boot
+that has claimed it, is no member of the cluster any more, by the database's time; without a cluster, once this daemon has
+seen no new sign of life for `LOST_S`. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Problem = dict[str, Any]
 
 
 def content_key(request: JobRequest) -> str:
-    """What makes two requests the same: SHA-256 of their canonical JSON. `LimitExceeded` for one that is too long."""
+    """The identity of a request: SHA-256 of its canonical JSON. `LimitExceeded` for one that is too long."""
     encoded = json.dumps(request.model_dump(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     if len(encoded) > ARGUMENTS_BYTES_MAX:
         raise LimitExceeded(f"a job's request has at most {ARGUMENTS_BYTES_MAX} bytes, not {len(encoded)}")
@@ -75,7 +75,7 @@ class Jobs:
         self._signs: dict[_Sign, float] = {}  # of jobs of other nodes, and since when they are the last
 
     def submit(self, request: JobRequest) -> tuple[Job, bool]:
-        """The job that does this, and whether it is new: while one like it is queued or running, it is that one."""
+        """The job for this request, and whether it is new: an equal one that is queued or running is reused."""
         key = content_key(request)
         while True:
             try:
@@ -113,7 +113,7 @@ class Jobs:
         state: JobState | None = None,
         run: str | None = None,
     ) -> bodies.Page[Job]:
-        """A page of jobs, newest first, of one kind, in one state, of one run if these are given."""
+        """A page of jobs, newest first, of one kind, in one state, of one run if given."""
         before = decode_cursor("job", cursor)
         wanted = select(JobRow).order_by(JobRow.id.desc()).limit(bounded(limit) + 1)
         if before is not None:
@@ -130,7 +130,7 @@ class Jobs:
             return _job(_existing(session, job_id))
 
     def cancel(self, job_id: int) -> Job:
-        """Cancel a job: one that is queued ends at once, who runs one is asked to stop, one that has ended stays."""
+        """Cancel a job: a queued one ends at once, the runner of a running one is asked to stop, an ended one stays."""
         with self._database.write() as session:
             row = _existing(session, job_id, lock=True)
             if row.state == "queued":
@@ -140,13 +140,13 @@ class Jobs:
             return _job(row)
 
     def waiting(self, kinds: Collection[str]) -> bool:
-        """Whether `claim` might find a job; this only reads, and so waits for nobody."""
+        """Whether `claim` might find a job; only reads, so it does not block."""
         wanted = (JobRow.state == "queued", JobRow.kind.in_(kinds))
         with self._database.read() as session:
             return session.scalar(select(JobRow.id).where(*wanted).limit(1)) is not None
 
     def claim(self, kinds: Collection[str]) -> Job | None:
-        """The oldest job of these kinds that waits, running on this node from now on; None when there is none."""
+        """Claim the oldest queued job of these kinds for this node; None when there is none."""
         with self._database.write() as session:
             wanted = (JobRow.state == "queued", JobRow.kind.in_(kinds))
             oldest = select(JobRow).where(*wanted).order_by(JobRow.id).limit(1).with_for_update(skip_locked=True)
@@ -159,7 +159,7 @@ class Jobs:
             return _job(row)
 
     def progress(self, claimed: Job, done_bytes: int | None = None, total_bytes: int = 0) -> bool:
-        """A sign of life of a claimed job, and how far it is. True when it is to stop: cancelled, or somebody else's now."""
+        """Renew a claimed job, with its progress. True when it must stop: cancelled, or claimed by another runner."""
         with self._database.write() as session:
             row = self._claimed(session, claimed)
             if row is None:
@@ -177,7 +177,7 @@ class Jobs:
         problem: Problem | None = None,
         reported: tuple[int, int] = (0, 0),
     ) -> Job | None:
-        """End a claimed job, so many bytes of so many done; None, and nothing changed, when it is somebody else's by now."""
+        """End a claimed job, so many bytes of so many done; None, and no change, when another runner has claimed it."""
         with self._database.write() as session:
             row = self._claimed(session, claimed)
             if row is None:
@@ -188,14 +188,14 @@ class Jobs:
             return _job(row)
 
     def release(self, claimed: Job) -> None:
-        """Put a claimed job back that this node has no time for: it is closing. That start does not count."""
+        """Requeue a claimed job because this node is closing. That start does not count."""
         with self._database.write() as session:
             row = self._claimed(session, claimed)
             if row is not None:
                 row.state, row.tries, row.seen = "queued", row.tries - 1, None
 
     def recover(self) -> list[Job]:
-        """At start: put back what this node was running when it ended; returns the jobs that have ended with that.
+        """At the start: requeue what this node was running when it ended; returns the jobs that end instead.
 
         Those were to be cancelled, or have been started `TRIES_MAX` times.
         """
@@ -241,7 +241,7 @@ class Jobs:
             raise _Faster from error
 
     def _is_silent(self) -> ColumnElement[bool]:
-        """Jobs of other nodes whose last sign of life has been the last one for long, as this daemon has seen time pass."""
+        """Jobs of other nodes without a new sign of life for long, in time that this daemon has measured."""
         running = select(JobRow.id, JobRow.tries, JobRow.seen).where(JobRow.state == "running", JobRow.node != self._node)
         with self._database.read() as session:
             signs = [_Sign(*row) for row in session.execute(running)]
@@ -252,8 +252,6 @@ class Jobs:
 
 
 class _Sign(NamedTuple):
-    """What is known of a running job: by which start, and its last sign of life."""
-
     id: int
     tries: int
     seen: str | None

@@ -1,4 +1,4 @@
-"""Which runs a job names besides its own: who may not read them is not told of them."""
+"""Runs that a job names besides its own: a caller that may not read them all does not see the job."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import yaml
 from holdfast_formats import naming
 from holdfast_formats.rest.operations import Job
 
-UNKNOWN = ""  # no run's name: only who sees all runs sees it
+UNKNOWN = ""  # no run's name: visible only to callers that see all runs
 _CHECKPOINT = re.compile(r"([^\s@+:,'\"{}\[\]]+)@[0-9]+")
 
 
 def other_runs(job: Job) -> frozenset[str]:
-    """The run that a job compares its own with, and those of the models in a recipe; `UNKNOWN` for what cannot be read."""
+    """The run that a job compares its own with, and those of the models in a recipe; `UNKNOWN` for an unreadable recipe."""
     named = str(job.arguments.get("with", "")).rpartition("@")[0]
     found = {named} if named else set()
     if job.kind == "merge":
@@ -24,7 +24,7 @@ def other_runs(job: Job) -> frozenset[str]:
 
 
 def _of_recipe(text: str) -> set[str]:
-    """Of all values, whatever they mean, and of comments too."""
+    """From all values, whatever they mean, and comments too."""
     found = {match[1] for match in _CHECKPOINT.finditer(text)}
     try:
         values = list(_scalars(yaml.compose(text, yaml.SafeLoader)))

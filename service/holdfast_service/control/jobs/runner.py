@@ -1,6 +1,6 @@
-"""The runner: threads that take jobs one after the other, and hand each to what was registered for its kind.
+"""Threads that take jobs one after the other and call their kind's handler.
 
-A handler may be started again for a job that was interrupted, so doing its work twice must come to the same as once.
+A handler may be started again for a job that was interrupted, so it must be idempotent.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ CLOSE_WAIT_S = 5.0
 
 
 class Cancelled(Exception):
-    """Raised in a handler that is to stop: its job was cancelled, or the service is closing."""
+    """Raised in a handler that must stop: its job was cancelled, or the service is closing."""
 
 
 class Interrupted(Cancelled):
-    """Raised in a handler whose service is closing: unless somebody has cancelled it besides, its job goes on at the next
-    start.
-    """
+    """Raised in a handler whose service is closing: its job continues at the next start unless it was cancelled too."""
 
 
 class Progress:
-    """How far a job is. `report` is cheap: the catalog hears of it a few times a second."""
+    """The progress of a job. `report` is cheap: it writes to the catalog a few times a second."""
 
     def __init__(self, jobs: Jobs, job: Job) -> None:
         self._jobs, self._job = jobs, job
@@ -49,7 +47,7 @@ class Progress:
         self.closing = False
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Say how many of how many bytes are done; `Cancelled` once the job is to stop."""
+        """Report so many of how many bytes as done; `Cancelled` once the job must stop."""
         self.reported = (done_bytes, total_bytes)
         now = time.monotonic()
         if not self.stopped.is_set() and now - self._written >= REPORT_EVERY_S:
@@ -59,14 +57,14 @@ class Progress:
             raise Interrupted if self.closing else Cancelled
 
     def alive(self) -> None:
-        """A sign of life for a job that has nothing to report for long."""
+        """A sign of life of a job without progress to report."""
         self._tell(None, 0)
 
     def _tell(self, done_bytes: int | None, total_bytes: int) -> None:
         try:
             if self._jobs.progress(self._job, done_bytes, total_bytes):
                 self.stopped.set()
-        except CheckpointError as error:  # the work goes on though the catalog cannot be told
+        except CheckpointError as error:  # the work continues while the catalog is away
             log.warning("cannot record the progress of job %d: %s", self._job.id, error.detail)
 
 
@@ -80,7 +78,7 @@ class _Registered(NamedTuple):
 
 
 class JobRunner:
-    """Runs the jobs of the kinds that are registered. Thread-safe. `begin` is called first in each of its threads."""
+    """Runs jobs of the registered kinds. Thread-safe. `begin` is called first in each of its threads."""
 
     def __init__(self, jobs: Jobs, events: Events, workers: int = 1, begin: Callable[[], None] = lambda: None) -> None:
         self.jobs = jobs
@@ -101,7 +99,7 @@ class JobRunner:
         self._kinds[kind] = _Registered(handler, check)
 
     def start(self) -> None:
-        """Put back what was interrupted, and begin; register everything before."""
+        """Requeue interrupted jobs, and begin; register all handlers before."""
         try:
             self._put_back()
         except CatalogUnavailable as away:
@@ -115,12 +113,11 @@ class JobRunner:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running here."""
         with self._changed:
             return bool(self._running)
 
     def submit(self, request: JobRequest) -> tuple[Job, bool]:
-        """The job that does this, and whether it is new. `InvalidRequest` for what is not done here."""
+        """The job for this request, and whether it is new. `InvalidRequest` for an unknown kind or a missing field."""
         registered = self._kinds.get(request.kind)
         if registered is None:
             raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=_one_of(self.kinds))
@@ -131,7 +128,7 @@ class JobRunner:
         return job, new
 
     def cancel(self, job_id: int) -> Job:
-        """Cancel a job; one that runs here is asked at once, one on another node with its next sign of life."""
+        """Cancel a job; one that runs here stops at once, one on another node with its next sign of life."""
         before = self.jobs.get(job_id)
         job = self.jobs.cancel(job_id)
         if job.state == "running":
@@ -144,7 +141,9 @@ class JobRunner:
         return job
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
-        """Ask what runs to stop; it goes on at the next start. Returns within about `wait_s`, whatever the handlers do."""
+        """Interrupt running jobs, which continue at the next start. Returns within about `wait_s`, whatever the
+        handlers do.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -172,12 +171,11 @@ class JobRunner:
                 self._idle(woken)
 
     def _idle(self, woken: int) -> None:
-        """Wait until there may be a job that was not there when `_woken` had this value."""
+        """Wait for a job that arrived after `_woken` had this value."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._woken > woken, LOOK_EVERY_S)
 
     def _put_back(self) -> None:
-        """Once, before the first job is done."""
         with self._putting_back:
             if not self._recovered:
                 for job in self.jobs.recover():
@@ -214,7 +212,7 @@ class JobRunner:
                 del self._running[job.id]
 
     def _is_recorded(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> bool:
-        """Record how a job ended; False if the catalog does not take it now, and may later."""
+        """Record how a job ended; False if the catalog is away and it must be retried."""
         try:
             self._end(job, progress, state, found)
         except CheckpointError as error:
@@ -256,7 +254,7 @@ class JobRunner:
         about = f" of {job.run}" + ("" if job.step is None else f"@{job.step}") if job.run else ""
         why = f": {job.problem['detail']}" if job.problem else ""
         text = f"job {job.id}, {job.kind}{about}, {_SAID[job.state]}{why}"
-        run = None if other_runs(job) else job.run  # what is about several runs is for who may see all
+        run = None if other_runs(job) else job.run  # an event about several runs is only for callers that see all runs
         self._events.add(
             "job-ended",
             text,

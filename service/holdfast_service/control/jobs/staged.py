@@ -1,4 +1,4 @@
-"""Where jobs that import or merge, and wait or run have staged something: a later start of such a job goes on from there."""
+"""Staging of queued or running imports and merges: a later start of the job continues from it."""
 
 from __future__ import annotations
 

@@ -29,14 +29,16 @@ log = logging.getLogger(__name__)
 RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
 SEEN_POLL_S = 0.5
 MENDED_MAX = 8  # damaged checkpoints that a restore has mended first
-ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
+ANSWER_S = 10.0  # after this wait for the catalog the directories are read
 
 Mend = Callable[[tuple[str, int, int], int, Damaged | None], object]
 Copies = Callable[[str], Mapping[str, Collection[int]]]
 
 
 class RestoreQuestion(NamedTuple):
-    """The `turn`-th of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy` one."""
+    """The `turn`-th question of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy`
+    one.
+    """
 
     run: str
     attempt: int
@@ -47,7 +49,7 @@ class RestoreQuestion(NamedTuple):
 
 
 class Mending:
-    """What mends a checkpoint that a restore would pass over. Nothing does, and no replica is known, before `begin`."""
+    """Repairs a checkpoint that a restore would skip. Before `begin` it does nothing and knows no replica."""
 
     def __init__(self) -> None:
         self._mend: Mend = lambda question, step, error: None
@@ -57,16 +59,18 @@ class Mending:
         self._mend, self._copies = mend, copies
 
     def mend(self, asked: RestoreQuestion, step: int, error: Damaged | None) -> None:
-        """Have a checkpoint mended that is damaged in this way, or gone, and wait for that."""
+        """Repair a checkpoint that is damaged in this way, or gone, and wait for that."""
         self._mend((asked.run, asked.attempt, asked.turn), step, error)
 
     def copies(self, run: str) -> Mapping[str, Collection[int]]:
-        """The steps of a run that stand in replicas, by replica, as far as they can be reached now."""
+        """The steps of a run in reachable replicas, by replica."""
         return self._copies(run)
 
 
 class Known(NamedTuple):
-    """What is known of checkpoints. `relist` compares the list of a run with its directories."""
+    """Sources of facts. `left`: steps of a run that training has left behind. `relist` compares the list of a run with its
+    directories.
+    """
 
     health: HealthRecords
     findings: Findings
@@ -90,6 +94,7 @@ class RestoreSelector:
         known: Known,
         cluster: Cluster | None,
     ) -> None:
+        """`tell` records an event asynchronously."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
         self._book, self._events, self._cluster = book, events, cluster
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
@@ -105,9 +110,9 @@ class RestoreSelector:
         """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore.
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
-        is raised, and `StateMismatch` where the sound ones lack one of the groups: nobody starts from nothing because of it
-        without being asked to, or where a step is named and another rank has had another answer. Asked for a healthy one:
-        `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
+        is raised, and `StateMismatch` where the sound ones lack one of the groups, so that no launch starts from nothing
+        without asking to; also where a step is named and another rank got another answer. For a healthy one:
+        `NoSuchCheckpoint` where only others exist, `CatalogUnavailable` where the catalog is needed.
         """
         if self._cluster is not None:
             self._standing.begins(run, (attempt, turn))
@@ -159,8 +164,8 @@ class RestoreSelector:
         return chosen
 
     def _await_seen(self, asked: RestoreQuestion) -> None:
-        """Wait until what other nodes have published can be seen here, or has been missing for long enough: the step, and
-        the others of the run, from which follows what this launch goes on from.
+        """Wait until checkpoints that other nodes have published are visible here, or have been missing for long enough: the
+        step, and the run's others, which decide where this launch continues.
         """
         limit = time.monotonic() + self._absences.patience_s
         while time.monotonic() < limit:
@@ -180,8 +185,8 @@ class RestoreSelector:
             time.sleep(SEEN_POLL_S)
 
     def _have_mended(self, asked: RestoreQuestion) -> None:
-        """What would be passed over because it is damaged is mended first, the newest first, until one is; and where nothing
-        is left, the newest that a replica has is copied back. `DeadlineExceeded` while that goes on.
+        """Repair damaged checkpoints that would be skipped, the newest first, until one is sound; without any, the newest
+        one in a replica is copied back. `DeadlineExceeded` while that is in progress.
         """
         tried: set[int] = set()
         while asked.step is None and len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
@@ -195,7 +200,7 @@ class RestoreSelector:
             self._mending.mend(asked, *found)
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
-        """What to mend first, and its damage; None as damage for one that is gone."""
+        """What to repair first, and its damage; None as damage for one that is gone."""
         run = asked.run
         if not roots.agrees(self._store, self._catalog, run):
             self._relist(run)
@@ -212,8 +217,8 @@ class RestoreSelector:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
 
     def _listed(self, asked: RestoreQuestion) -> int | None:
-        """As the catalog has it, once that says what the directories say. `CatalogUnavailable` where it has not been told of
-        this launch's run: it is behind.
+        """The catalog's answer, once it matches the directories. `CatalogUnavailable` where it lacks this launch's run: it
+        is behind.
         """
         run, step = asked.run, asked.step
         try:
@@ -260,7 +265,7 @@ class RestoreSelector:
         return None
 
     def _refuse_if_none_will_do(self, run: str, groups: Collection[str]) -> None:
-        """There may be checkpoints that are damaged, or sound ones without one of these groups."""
+        """Raise if only damaged checkpoints exist, or sound ones without one of these groups."""
         listed = roots.all_checkpoints(self._catalog, run)
         found = [checkpoint for checkpoint in listed if checkpoint.damage is not None]
         sound = {checkpoint.step: checkpoint.groups for checkpoint in listed if checkpoint.damage is None}

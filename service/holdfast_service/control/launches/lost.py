@@ -1,4 +1,4 @@
-"""Refuses to say that there is nothing to restore where checkpoints of the run are gone, or replicas have them."""
+"""Refuses an empty answer to a restore where checkpoints of the run are gone, or replicas have them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AFRESH = "to train from the beginning, delete what is known of the run (`holdfas
 
 
 class LostCheckpoints:
-    """What was committed of runs of a root and is there no more, as catalog and replicas know it. Thread-safe."""
+    """Committed checkpoints of a root's runs that are gone, by catalog and replicas. Thread-safe."""
 
     def __init__(self, catalog: Catalog, stands: Callable[[str], Mapping[str, Collection[int]]]) -> None:
-        """`stands`: the steps of a run that stand in replicas, by replica, as far as they can be reached now."""
+        """`stands` returns the steps of a run in reachable replicas, by replica."""
         self._catalog, self._stands = catalog, stands
 
     def copies(self, run: str) -> dict[str, set[int]]:
-        """The steps of which replicas have a copy, by replica, but for those that were removed."""
+        """The steps that replicas have a copy of, by replica, without removed ones."""
         found = {name: set(steps) for name, steps in self._stands(run).items()}
         try:
             with self._catalog.database.read() as session:
@@ -35,11 +35,11 @@ class LostCheckpoints:
                     elif state == "gone":
                         found.get(name, set()).discard(step)
         except CatalogUnavailable:
-            pass  # what stands there counts
+            pass  # the reachable replicas decide
         return {name: steps for name, steps in sorted(found.items()) if steps}
 
     def refuse(self, run: str) -> None:
-        """`CheckpointsMissing` for a run of which nothing is left here, and something was."""
+        """`CheckpointsMissing` for a run without checkpoints here that once had some."""
         copies = self.copies(run)
         try:
             gone = missing.missing(self._catalog.database, run)
@@ -63,7 +63,6 @@ class LostCheckpoints:
 
 
 def _steps(steps: Collection[int]) -> str:
-    """Some steps, the newest first."""
     shown = list(steps)[:SHOWN_MAX]
     more = f" and {len(steps) - len(shown)} older ones" if len(steps) > len(shown) else ""
     return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, shown))}{more}"

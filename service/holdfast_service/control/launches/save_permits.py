@@ -14,7 +14,7 @@ from holdfast_service.control.launches.standing import Standing
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
+LOOK_S = 2.0  # how long to wait for the catalog's sealed rounds
 
 
 class SavePermits:
@@ -43,7 +43,7 @@ class SavePermits:
             self._refuse_committed(run, step, attempt, intent)
 
     def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
-        """`AlreadyCommitted` where the step may not be saved, as far as can be seen now: to publish it is to look again."""
+        """`AlreadyCommitted` where the step may not be saved, as of now; publishing checks again."""
         try:
             self._standing.place(run, step, attempt, intent)
         except AlreadyCommitted:

@@ -1,7 +1,7 @@
-"""What stands in the directories of the runs that are saved, as far as lines of training go; nothing here waits for SQL.
+"""Lines of training from the directories of the runs that are saved; nothing here waits for SQL.
 
-A checkpoint's place among others is in its manifest. It is read once, when its run is first asked about, or comes from the
-catalog where that answers and much is to be read.
+A checkpoint's lineage is in its manifest. It is read once, when its run is first queried, or comes from the catalog where
+that answers and there is much to read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # how long the catalog is asked about what stands there already
+LOOK_S = 2.0  # how long to wait for the catalog's facts
 READ_MAX = 16  # manifests that are read without asking the catalog first
 
 
@@ -39,29 +39,28 @@ class Standing:
         self._begun: dict[str, Key] = {}
 
     def learn(self, run: str) -> None:
-        """Look at the run's directories now, so that no save has to."""
+        """Read the run's directories now, so that no save has to."""
         self._there(run)
 
     def look_again(self, run: str, step: int) -> None:
-        """Another node has published this checkpoint, perhaps in the place of one that is known here."""
+        """Another node has published this checkpoint, perhaps replacing one that is cached here."""
         with self._lock:
             self._runs.get(run, {}).pop(step, None)
 
     def forget(self, run: str) -> None:
-        """The run is another one from now on, or none."""
         with self._lock:
             self._runs.pop(run, None)
             self._begun.pop(run, None)
 
     def begins(self, run: str, launch: Key) -> None:
-        """A launch restores: launches before it may have replaced checkpoints by way of other nodes."""
+        """A launch restores: earlier launches may have replaced checkpoints through other nodes."""
         with self._lock:
             if launch > self._begun.get(run, (0, 0)):
                 self._begun[run] = launch
                 self._runs.pop(run, None)
 
     def made(self, made: Manifest) -> None:
-        """A checkpoint was published; it may have taken the place of another one."""
+        """A checkpoint was published, perhaps replacing another one."""
         found = ListedCheckpoint(made.step, made.attempt, made.turn, made.rewinds, groups=made.groups)
         with self._lock:
             self._runs.setdefault(made.run, {})[made.step] = found
@@ -74,33 +73,32 @@ class Standing:
         return (found.attempt, found.turn) if found is not None and found.sound else None
 
     def groups(self, run: str, step: int) -> tuple[str, ...]:
-        """The groups of the checkpoint of this step; none where it is not there, or cannot be read."""
+        """The groups of the checkpoint of this step; none where it is missing or unreadable."""
         return next((tuple(c.groups) for c in self._there(run) if c.step == step), ())
 
     def left(self, run: str) -> set[int]:
-        """The steps that training has left behind."""
         return lineage.abandoned(self._there(run))
 
     def way(self, run: str) -> Way:
-        """The rewinds to the line that lives."""
+        """The rewinds to the live line."""
         return lineage.way(self._there(run))
 
     def place(self, run: str, step: int, attempt: int, intent: Intent) -> lines.SavePlace:
-        """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
+        """The place of a save of this intent; `AlreadyCommitted` where it may not be saved."""
         there = self._there(run)
         at = next((number for number, found in enumerate(there) if found.step == step), None)
         if at is not None and not roots.stands(self._store.files, run, step):
             there[at] = there[at]._replace(sound=False)
         try:
             return lines.place(there, run, (step, attempt), intent)
-        except AlreadyCommitted:  # unless something speaks against what stands there: only here is SQL asked, and waited for
+        except AlreadyCommitted:  # unless an existing one is damaged or unhealthy: only this needs SQL
             if at is None:
                 raise
             there[at] = self._judged(run, there[at])
             return lines.place(there, run, (step, attempt), intent)
 
     def _judged(self, run: str, found: ListedCheckpoint) -> ListedCheckpoint:
-        """What is known of a checkpoint besides; where nobody can say, nothing speaks against it."""
+        """With the catalog's facts about a checkpoint; without the catalog it counts as good."""
         seen = self._findings.seen(run, found.step)
         try:
             known = self._book.ask(lambda: self._catalog.checkpoint(run, found.step), LOOK_S)
@@ -112,7 +110,7 @@ class Standing:
         return found._replace(sound=known.damage is None, healthy=known.healthy)
 
     def _there(self, run: str) -> list[ListedCheckpoint]:
-        """What stands in the directory, by step."""
+        """The checkpoints in the directory, by step."""
         steps = self._store.steps(run)
         with self._lock:
             known = self._runs.setdefault(run, {})

@@ -1,4 +1,6 @@
-"""Admission: refuses a save that cannot fit before a byte of it is written, after removing checkpoints that may go (I10)."""
+"""Admission: refuses a save that cannot fit before any byte of it is written, after removing checkpoints that may go
+(I10).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ Ask = Callable[[Callable[[], Any], float], Any]  # a question to the catalog, an
 
 
 def counted_bytes(plan: WritePlan) -> int:
-    """The exact bytes that the checkpoint counts for: everything that its manifest lists."""
+    """The exact bytes that the checkpoint counts for: everything in its manifest."""
     indexes = sum(len(commit.encode_index(plan, group)) for group in plan.groups)
     return _data_bytes(plan) + indexes
 
@@ -55,7 +57,7 @@ def _data_bytes(plan: WritePlan) -> int:
 
 
 class Admission:
-    """Decides for every plan whether it fits: into the quotas of the run and of its teams, and onto the disk."""
+    """Decides whether a plan fits: into the quotas of the run and of its teams, and onto the disk."""
 
     def __init__(
         self,
@@ -77,9 +79,8 @@ class Admission:
         be made.
 
         Where the disk is full, deleted runs leave the trash first. Then checkpoints are removed in this order: first those
-        that no rule of any run keeps; then, oldest first and no more than
-        needed, those that this run's policy removes once this save is verified, if they are superseded by a verified
-        checkpoint already (I10).
+        that no rule of any run keeps; then, oldest first and no more than needed, those that this run's policy removes once
+        this save is verified, if they are superseded by a verified checkpoint already (I10).
         """
         shortage = self._shortage(plan)
         if isinstance(shortage, NoSpace):  # what was deleted goes before anything that somebody keeps
@@ -98,13 +99,13 @@ class Admission:
                 raise shortage
 
     def check_quotas(self, run: str, step: int, need: int) -> None:
-        """`QuotaExceeded` if what is written does not fit any more: others may have committed since it was admitted."""
+        """`QuotaExceeded` if what is written does not fit any more: other saves may have committed since it was admitted."""
         over = self._over_quota(run, step, need)
         if over is not None:
             raise over
 
     def quotas(self, run: str) -> dict[str, int]:
-        """The quotas that a run counts against, as far as they can be read."""
+        """The quotas that a run counts against; without unreadable ones."""
         found: dict[str, int] = {}
         try:
             found = dict(self._teams.of(run))
@@ -135,7 +136,7 @@ class Admission:
             return 0
 
     def _team_shortage(self, run: str, what: str, need: int) -> QuotaExceeded | None:
-        """The first team's quota into which it does not fit."""
+        """The error of the first team quota into which it does not fit."""
         try:
             quotas = self._teams.of(run)
             used_by = self._ask(partial(self._teams.used, quotas), USED_S) if quotas else {}  # one wait for all of them

@@ -1,8 +1,8 @@
-"""Runs to which nothing was ever saved: limits how many one caller may make, and sweeps them.
+"""Runs without any save: limits how many one caller may create, and sweeps them.
 
 A hello creates a run: an attempt, perhaps a run file, a row of the catalog. If nothing is saved to it before its ranks are
-gone, it stays listed for some hours, because somebody may want to know that it died, and is then forgotten. Settings that a
-person has made, and foreign files, keep it for ever.
+gone, it stays listed for some hours, so that its death is visible, and is then deleted. Settings that a person has made, and
+foreign files, keep it for ever.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
 class EmptyRuns:
-    """The runs of one root that hold no checkpoint. Thread-safe; call `sweep` while no rank can join the run."""
+    """The runs of one root without checkpoints. Thread-safe; call `sweep` while no rank can join the run."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -82,8 +82,8 @@ class EmptyRuns:
             made.add(run)
 
     def due(self) -> dict[str, RunAttempts]:
-        """The runs that have been empty and without ranks for long enough, with their declared attempts. Of several nodes
-        each knows those that came to it.
+        """The runs that have been empty and without ranks for long enough, with their declared attempts. Each of several
+        nodes knows its own.
         """
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
@@ -92,9 +92,9 @@ class EmptyRuns:
         return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
 
     def forget(self, run: str) -> bool:
-        """Remove the run from the catalog, first of all. False if the catalog has more of it than attempts.
+        """Remove the run from the catalog. False if the catalog has more of it than attempts.
 
-        The catalog goes first because attempts must never be lower than it says.
+        Called before `sweep`, because attempts must never be lower than the catalog's.
         """
         with self._catalog.database.write() as session:
             kept = (
@@ -112,7 +112,7 @@ class EmptyRuns:
         return True
 
     def sweep(self, run: str, declared: RunAttempts) -> bool:
-        """Remove the rest of a run that the catalog has forgotten.
+        """Remove the rest of a run after `forget`.
 
         False if a rank has said hello since, or if its directory holds anything else.
         """
@@ -128,7 +128,7 @@ class EmptyRuns:
         return True
 
     def restore(self, run: str) -> None:
-        """Put a run back into the catalog that is not swept after all."""
+        """Put a run that is not swept after all back into the catalog."""
         self._catalog.note_attempts({run: self._attempts.known().get(run, RunAttempts())})
         try:
             self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
@@ -139,7 +139,7 @@ class EmptyRuns:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
 
     def _deserted_s(self, run: str, declared: RunAttempts) -> float:
-        """For how long this daemon has seen that the run has no ranks: no clock that jumps makes it longer."""
+        """How long this daemon has measured the run to be without ranks: a clock that jumps does not count."""
         if declared.life == "running":
             return 0.0
         now = self._clock()

@@ -1,7 +1,7 @@
 """Symbolic links that keep the checkpoints they lead to (C9): frameworks look for checkpoints in directories of their own.
 
-A run's file names the directories. Whether a checkpoint has a link is looked up in them each time, so that to remove a
-link is to unpin the checkpoint, and a link that a person makes counts like any other.
+A run's file names the directories. They are read each time, so removing a link unpins its checkpoint, and a link that a
+person creates counts like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Seen = TypeVar("_Seen")
 
 
 class LinkedSteps(NamedTuple):
-    """The links to a run's checkpoints, by step; `unseen` are directories of which it is not known what they hold."""
+    """The links to a run's checkpoints, by step; `unseen` are directories that could not be read."""
 
     by_step: dict[int, str]
     unseen: tuple[str, ...]
@@ -39,7 +39,7 @@ class LinkedSteps(NamedTuple):
 
 
 def watch(files: RunFiles, run: str, path: str) -> None:
-    """From now on, links in this directory keep checkpoints of the run; directories that are gone are forgotten.
+    """From now on, links in this directory keep checkpoints of the run; directories that are gone are dropped.
 
     Raises `InvalidRequest` for a directory that cannot be read here, `LimitExceeded` for too many.
     """
@@ -73,7 +73,7 @@ def watch(files: RunFiles, run: str, path: str) -> None:
 
 
 def standing(file: RunFile, run: str) -> LinkedSteps:
-    """The links that stand now."""
+    """The present links."""
     found: dict[int, str] = {}
     unseen: list[str] = []
     for directory in file.link_directories:
@@ -89,9 +89,9 @@ def standing(file: RunFile, run: str) -> LinkedSteps:
 
 
 def _limited(path: str, look: Callable[[], _Seen]) -> _Seen:
-    """What `look` at this path returns; `TimeoutError` if it takes too long, at once if an earlier one still hangs.
+    """The result of `look` at this path; `TimeoutError` if it takes too long, at once if an earlier one still hangs.
 
-    On a disk whose server is away, a look may never return: it has a thread of its own, and what waits goes on.
+    On a disk whose server is away, a look may never return: it runs in a thread of its own, without blocking callers.
     """
     with _hanging_lock:
         if path in _hanging:
@@ -119,7 +119,7 @@ def _limited(path: str, look: Callable[[], _Seen]) -> _Seen:
 
 
 def _seen(directory: LinkDirectory, run: str) -> dict[int, str] | None:
-    """The links in a directory, by step; None if it is not known what it holds."""
+    """The links in a directory, by step; None if it cannot be read."""
     try:
         here = {step: path for path, step in _links(directory.path, run)}
         away = not here and Path(directory.path).stat().st_dev != directory.device  # what was mounted there

@@ -7,7 +7,7 @@ nothing, and stays if it would stay as a verified one.
 All of that holds for each set of groups: a checkpoint is superseded only by one with at least the same groups, so a full one
 stays, however many newer ones of the model alone there are. Rules count a thinned one as if it still were whole.
 
-An abandoned checkpoint, which training left behind when it went on from an older step, supersedes nothing either. It goes
+An abandoned checkpoint, which training left behind when it continued from an older step, supersedes nothing either. It goes
 when the new line of training has a verified checkpoint.
 """
 
@@ -44,12 +44,12 @@ class Candidate(NamedTuple):
 
     @property
     def saved(self) -> frozenset[str]:
-        """The groups with which it was saved. Rules compare these: what is thinned is kept as if it were whole."""
+        """The groups with which it was saved. Rules compare these, so a thinned one counts as whole."""
         return self.groups | self.gone
 
 
 class JudgedCheckpoint(Protocol):
-    """The facts about a checkpoint that decide whether it supersedes others."""
+    """The facts that decide whether a checkpoint supersedes others."""
 
     @property
     def step(self) -> int: ...
@@ -160,7 +160,7 @@ def _decide_one(c: Candidate, named: Sequence[str], mark: Newest, rules: Sequenc
 def _decide_abandoned(
     c: Candidate, named: Sequence[str], verified: Sequence[Candidate], limited: bool, age: Rule | None
 ) -> Decision:
-    """Decide for an abandoned checkpoint. Only the rule about age can keep it: the others are for the living line of
+    """Decide for an abandoned checkpoint. Only the rule about age can keep it: the others are for the live line of
     training.
     """
     kept = [*c.holds, *named]
@@ -253,7 +253,7 @@ def _multiples(interval: int) -> Rule:
 def _apart(
     least: float, verified: Sequence[Candidate], place: Callable[[Candidate], float], said: Callable[[float], str]
 ) -> Rule:
-    """Keeps the oldest, then each one at least so far from the last one kept. The sign does not count: clocks may jump."""
+    """Keeps the oldest, then each one at least so far from the last one kept. Distances are absolute: clocks may jump."""
     chain: list[Candidate] = []
     for c in verified:
         if not chain or abs(place(c) - place(chain[-1])) >= least:
@@ -303,7 +303,7 @@ def _best(best: Best, verified: Sequence[Candidate]) -> Rule:
 
 
 def span(seconds: float) -> str:
-    """5400 -> 1.5 h: a duration in the largest unit of which there is one."""
+    """5400 -> 1.5 h: a duration in the largest unit that it reaches."""
     unit_s, unit = next(((size, unit) for size, unit in _UNITS if seconds >= size), _UNITS[-1])
     return f"{round(seconds / unit_s, 1):g} {unit}"
 

@@ -1,8 +1,8 @@
-"""Decides about removals with what stands on the storage, and not with what the catalog remembers.
+"""Bases removals on the present storage, not on the catalog.
 
-A checkpoint because of which others may go is looked at first: one that was removed by hand, or lacks a file, keeps nobody
-from being kept, and one whose files are not those that were read back is read back again before it counts. What is found is
-recorded, so that lists and alerts say it.
+A checkpoint that supersedes others is checked first: one that was removed by hand, or lacks a file, supersedes nothing, and
+one whose files are not those that were read back is read back again before it counts. Results are recorded, for lists and
+alerts.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Discoveries:
 
 
 class ProvenDecisions(NamedTuple):
-    """Candidates as they stand on the storage, and what was decided about them."""
+    """Candidates as they are in storage, and the decisions about them."""
 
     candidates: list[Candidate]
     decisions: list[Decision]
 
 
 class Proofs:
-    """The looks of one root that come before a removal."""
+    """The checks of one root that precede a removal."""
 
     def __init__(self, looks: Looks, catalog: Catalog) -> None:
         self.looks, self._catalog = looks, catalog
         self.discoveries = Discoveries()
 
     def decided(self, run: str, candidates: Sequence[Candidate], decide: Decide) -> ProvenDecisions:
-        """What `decide` says of the candidates that are there. All that stay and count were looked at, so that nothing goes
-        because of one that is not there. Raises what the storage raises if it cannot be looked at.
+        """The decisions of `decide` about the existing candidates. All that stay and count were checked, so that nothing is
+        removed because of a missing one. Raises the storage's errors.
         """
         looked: set[int] = set()
         found = list(candidates)
@@ -64,18 +64,18 @@ class Proofs:
             found = [now for c in found if (now := seen.get(c.step, c)) is not None]
 
     def stands(self, run: str, step: int) -> bool:
-        """Whether a checkpoint is verified, and stands as it was read back."""
+        """Whether a checkpoint is verified, with the files that were read back."""
         known = self._catalog.proofs(run).get(step, UNKNOWN).proven
         return known is not None and (stamp := self.looks.proof(run, step)) != "" and known in (stamp, ANY_FILES)
 
     def look(self, run: str, step: int) -> None:
-        """Look at a checkpoint that counts as verified, and record what is wrong with it."""
+        """Check a verified checkpoint's files, and record any damage."""
         known = self._catalog.proofs(run).get(step, UNKNOWN)
         if self._catalog.checkpoint(run, step).verified:
             self.as_it_stands(run, Candidate(step, known.seen_s), known.proven)
 
     def as_it_stands(self, run: str, c: Candidate, proven: str | None) -> Candidate | None:
-        """A candidate that counts as verified: not verified if it is not what was read back, None if it is gone."""
+        """A verified candidate: marked unverified if its files are not those read back, None if it is gone."""
         try:
             stamp = self.looks.look(run, c.step)
         except NoSuchCheckpoint:

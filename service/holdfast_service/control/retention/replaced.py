@@ -1,7 +1,7 @@
-"""What other checkpoints of their steps have replaced: it goes once what stands there now was read back, and is put back if
-that is found damaged and cannot be mended, or is gone.
+"""Checkpoints replaced by others of their steps: removed once the replacement was read back, and put back if that is found
+damaged and cannot be repaired, or is gone.
 
-All is done while it is decided about the run. Nothing is asked of a save, which only leaves the replaced one aside.
+All of it runs under the run's lock. A save only moves the replaced one aside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEND_S = 60.0  # for which damage may be mended before what was replaced comes b
 
 
 class ReplacedOnes(NamedTuple):
-    """What came of a look: what is to be freed, the steps of which the replaced one is back, and when to look again."""
+    """The result of a look: paths to free, the steps whose replaced one is back, and when to look again."""
 
     freed: list[str]
     back: list[int]
@@ -30,17 +30,17 @@ class ReplacedOnes(NamedTuple):
 
 
 class Replaced:
-    """Of one root; for one caller at a time."""
+    """The replaced checkpoints of one root; for one caller at a time."""
 
     def __init__(
         self, store: Store, catalog: Catalog, proofs: Proofs, readers: Readers, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._catalog, self._proofs = store, catalog, proofs
         self._readers, self._clock = readers, clock
-        self._damaged: dict[CheckpointId, float] = {}  # since when it is known of what stands there
+        self._damaged: dict[CheckpointId, float] = {}  # since when a replacement is known to be damaged
 
     def settle(self, run: str, fresh: Collection[int], still_deciding: Callable[[], None]) -> ReplacedOnes:
-        """Look at what stands where something was replaced. The catalog describes another one of the `fresh` steps yet."""
+        """Check all replacements. The catalog still describes the replaced ones of the `fresh` steps."""
         freed: list[str | None] = []
         back: list[int] = []
         again: list[float] = []
@@ -69,7 +69,7 @@ class Replaced:
         return ReplacedOnes([path for path in freed if path is not None], back, min(again, default=None))
 
     def _mend_s(self, which: CheckpointId) -> float | None:
-        """For how long what stands there may still be mended: 0 if it is gone, None as long as nothing is wrong with it."""
+        """For how long the replacement may still be repaired: 0 if it is gone, None while it is not damaged."""
         if not roots.has_commit(self._store, *which) and which.step not in self._store.steps(which.run):
             return 0.0
         try:

@@ -55,11 +55,11 @@ NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
 AWAY_RETRY_S = 5.0  # while the catalog is away
 READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for readers of a checkpoint that is being replaced
-CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end when asked to, at a low priority, between two reads
+CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end on request, at a low priority, between two reads
 
 
 class Rotation:
-    """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first run that is due."""
+    """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first due run."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Rotation:
         events: Events | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`elsewhere` is a lock of a run against the daemons of other nodes, if there may be any."""
+        """`hears` returns the receiver of what looks at the storage find."""
         self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
         self.looks = Looks(store.files)
         self.proofs = Proofs(self.looks, catalog)
         self._replaced = Replaced(store, catalog, self.proofs, readers)
-        self._waiting: set[str] = set()  # runs of which nothing can be removed, which was told
+        self._waiting: set[str] = set()  # runs whose blocked removals were reported
         self._local = threading.Lock()
         self._elsewhere = elsewhere or _alone
         self._still_deciding: Callable[[], None] = _nothing
@@ -95,8 +95,8 @@ class Rotation:
 
     @contextmanager
     def deciding(self, run: str, without: bool = False) -> Iterator[None]:
-        """One decision at a time, also of all nodes that serve this root. `without` the others if they cannot be asked: then
-        none of them decides either. One of them that stands still in a decision does not carry it out.
+        """Lock the run against other decisions, also of all nodes that serve this root. `without` the others if they are
+        unreachable: then none of them decides either. A node that was suspended in a decision does not carry it out.
         """
         with self._local, ExitStack() as stack:
             try:
@@ -124,19 +124,19 @@ class Rotation:
             self._changed.notify_all()
 
     def look_again(self, run: str) -> None:
-        """Tell that a reader of this run is done. If a removal waits for that, it is due now."""
+        """A reader of this run is done. If a removal waits for that, it is due now."""
         with self._changed:
             awaited = run in self._due
         if awaited:
             self.due(run)
 
     def settle(self, wait_s: float = 30.0) -> bool:
-        """Wait until everything that is due now has been done; False when it takes longer."""
+        """Wait until everything that is due now has been done; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy and self._next_due() is None, wait_s)
 
     def close(self) -> None:
-        """Do what is due, then stop. Removals that wait for readers are left to the next start."""
+        """Finish what is due, then stop. Removals that wait for readers are left to the next start."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -163,8 +163,8 @@ class Rotation:
     def watch_links(self, run: str, directory: str) -> None:
         """Links in this directory keep checkpoints of the run from now on.
 
-        When this returns, no removal is going on that looked before: what stands now under a link stays. Raises what
-        `links.watch` raises.
+        When this returns, no removal is in progress that looked before: a checkpoint with a link stays. Raises the errors of
+        `links.watch`.
         """
         links.watch(self.files, naming.check_run(run), directory)
         with self.deciding(run, without=True):
@@ -189,8 +189,8 @@ class Rotation:
         return None
 
     def preview(self, run: str, policy: RetentionPolicy | None = None, step: int | None = None) -> Preview:
-        """What the policy in force, or this one, would do now; nothing is changed. With `step`, the verdict on that one
-        alone is in it; all are judged, because verdicts depend on each other. Raises `NoSuchRun`.
+        """What the policy in force, or this one, would do now; nothing is changed. With `step`, only its verdict is
+        included; all are judged, because verdicts depend on each other. Raises `NoSuchRun`.
         """
         listed: dict[int, bodies.CheckpointInfo] = {}
         file, candidates = self.looked_at(run, listed)
@@ -230,8 +230,8 @@ class Rotation:
         return self.files.read(run)
 
     def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
-        """Set the policy of a run that has a checkpoint or an attempt, and apply it soon: when this returns, nothing is
-        done by the one before any more. `PreconditionFailed`.
+        """Set the policy of a run that has a checkpoint or an attempt, and apply it soon: when this returns, the previous
+        one is no longer applied. `PreconditionFailed`.
         """
         self._catalog.check_run(run)
         with self.deciding(run):
@@ -265,7 +265,7 @@ class Rotation:
     def remove(
         self, run: str, step: int, newest: bool = False, dry_run: bool = False, healthy: bool = False
     ) -> bodies.CheckpointInfo:
-        """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
+        """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only check whether that would work.
 
         Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and if
         that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
@@ -308,21 +308,21 @@ class Rotation:
             time.sleep(READERS_POLL_S)
 
     def is_replaced(self, run: str, step: int) -> None:
-        """Note that another checkpoint takes the place of this one: until it is `listed`, nobody judges it."""
+        """Another checkpoint replaces this one: it is not judged until it is `listed`."""
         with self._freshness:
             self._fresh[run, step] += 1
 
     def still_deciding(self) -> None:
-        """Raise if this process has stood still for so long that another node may decide by now. Ask it in `deciding`."""
+        """Raise if this process was suspended for so long that another node may decide by now. Call it in `deciding`."""
         self._still_deciding()
 
     def refuse_foreign(self, run: str, step: int) -> None:
-        """`InUse` for a checkpoint in whose directory somebody else has put files."""
+        """`InUse` for a checkpoint with foreign files in its directory."""
         if names := self._foreign(run, step):
             raise _holds_foreign(run, step, names)
 
     def listed(self, run: str, step: int) -> None:
-        """Note that the catalog knows the new checkpoint; from now on it may be judged."""
+        """The catalog has the new checkpoint; from now on it may be judged."""
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
@@ -331,7 +331,7 @@ class Rotation:
         self.refuse_held(found.run, found.step)
 
     def refuse_held(self, run: str, step: int) -> None:
-        """Refuse what takes from a checkpoint that nothing may take from at present."""
+        """Raise where the checkpoint must not lose anything now."""
         with self._freshness:
             fresh = (run, step) in self._fresh
         if fresh:
@@ -375,9 +375,9 @@ class Rotation:
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
     def looked_at(self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None) -> tuple[RunFile, list[Candidate]]:
-        """The run's file, and its checkpoints as the rules see them; what the catalog says of them goes into `listed`."""
+        """The run's file, and its checkpoints as the rules see them; their catalog entries are added to `listed`."""
         file, read = self.files.read(run), self.readers.held(run)
-        fresh = self._freshly(run)  # before the catalog is asked
+        fresh = self._freshly(run)  # before the catalog is read
         busy = dict.fromkeys(read, _READ) | dict.fromkeys(fresh, _FRESH)
         linked = links.standing(file, run)
         for path in linked.unseen:
@@ -388,13 +388,13 @@ class Rotation:
         return file, [_candidate(c, known.get(c.step, UNKNOWN), file, busy.get(c.step), linked.holds(c.step)) for c in found]
 
     def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
-        """What this policy decides about the candidates that are there, as of the newest commit."""
+        """This policy's decisions about the existing candidates, as of the newest commit."""
         return self.proofs.decided(run, candidates, lambda now: decide(now, policy, _newest_commit(now)))
 
     def _foreseen(
         self, run: str, candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy
     ) -> list[int]:
-        """What `foresee` says, of the candidates that are there."""
+        """The result of `foresee` for the existing candidates."""
         gone: list[int] = []
 
         def decided(now: Sequence[Candidate]) -> list[Decision]:
@@ -406,13 +406,13 @@ class Rotation:
         return gone
 
     def is_replacing(self, run: str, step: int) -> bool:
-        """Whether another checkpoint takes the place of this one, and the catalog still describes the old one."""
+        """Whether another checkpoint is replacing this one, and the catalog still describes the old one."""
         with self._freshness:
             return (run, step) in self._fresh
 
     @contextmanager
     def _telling_why_not(self, run: str) -> Iterator[None]:
-        """Tell, once, that nothing is removed because the storage cannot be looked at."""
+        """Record one event if nothing can be removed because the storage fails."""
         try:
             yield
         except CatalogUnavailable:
@@ -429,7 +429,7 @@ class Rotation:
         return roots.all_checkpoints(self._catalog, run)
 
     def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
-        """Rename checkpoints to trash unless they are read or contain foreign files; their new paths by step.
+        """Rename checkpoints to trash unless they are being read or contain foreign files; their new paths by step.
 
         `steps` has the reasons.
         """
@@ -463,7 +463,9 @@ class Rotation:
         return trashed
 
     def _taken_away(self, run: str, step: int) -> str:
-        """Its path in the trash. It is back where this process has stood still just before: others may want it by now."""
+        """Its path in the trash. Renamed back where this process was suspended just before: the checkpoint may be in use by
+        now.
+        """
         path = removal.discard(self._store, run, step)
         try:
             self._still_deciding()
@@ -485,7 +487,7 @@ class Rotation:
             return []  # without a manifest, foreign files cannot be recognised, and damage must not keep anything for ever
 
     def _settle_replaced(self, run: str) -> list[str]:
-        """Let go of what was replaced, or put it back; what is to be freed."""
+        """Remove what was replaced, or put it back; returns paths to free."""
         settled = self._replaced.settle(run, self._freshly(run), self.still_deciding)
         for step in settled.back:
             self.proofs.discoveries.put_back.publish(run, step)
@@ -494,7 +496,7 @@ class Rotation:
         return settled.freed
 
     def _freshly(self, run: str) -> set[int]:
-        """The steps of which another one stands there than the catalog describes."""
+        """The steps whose checkpoint is newer than the catalog's entry."""
         with self._freshness:
             return {step for of, step in self._fresh if of == run}
 
@@ -505,7 +507,7 @@ class Rotation:
                 log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 
     def _wait_for_readers(self, run: str, candidates: Sequence[Candidate], file: RunFile) -> None:
-        """Look again when the checkpoints that only readers keep are read no more."""
+        """Schedule another look for when the checkpoints that only readers keep are free."""
         if not any(_READ in c.holds for c in candidates):
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
@@ -535,7 +537,7 @@ class Rotation:
                 log.exception("retention of %s failed", run)
 
     def _awaited(self) -> str | None:
-        """The next run that is due; None after this was closed."""
+        """The next due run; None after `close`."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -549,7 +551,7 @@ class Rotation:
 
 
 def _nothing() -> None:
-    """Nobody but this process decides."""
+    """For a root with one process."""
 
 
 def _alone(run: str, insists: bool) -> AbstractContextManager[Callable[[], None]]:
@@ -579,12 +581,12 @@ def _candidate(
 
 
 def _newest_commit(candidates: Sequence[Candidate]) -> float:
-    """Until when ages are counted, in the run's time: a run of which nothing is saved does not age."""
+    """The end of ages, in the run's time: a run without new saves does not age."""
     return max((c.created for c in candidates), default=0.0)
 
 
 def _stays_for(found: bodies.CheckpointInfo, candidates: Sequence[Candidate]) -> list[Decision]:
-    """The newest ones with the groups of this one, of those besides it, and this one itself."""
+    """The newest ones with the groups of this one, besides it, and this one itself."""
     newest = newest_of([c for c in candidates if c.step != found.step], found.groups)
     return [Decision(c.step, c.step in (found.step, *newest), ()) for c in candidates]
 

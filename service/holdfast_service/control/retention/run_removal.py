@@ -1,4 +1,4 @@
-"""What stands against deleting a whole run, and what the catalog forgets with it."""
+"""Checks before a whole run is deleted, and its removal from the catalog."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_A_RUN = (AcknowledgementRow, AnswerRow, AttemptRow, CheckpointRow, RoundRow, 
 
 
 def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None:
-    """Raise `Pinned` or `InUse`, with what holds the run, unless it may be deleted. To be asked while deciding."""
+    """Raise `Pinned` or `InUse`, with the reason, unless the run may be deleted. Call it while deciding."""
     file = rotation.files.read(run)
     steps = {*file.pins, *(step for labelled in file.labels.values() for step in labelled)}
     if steps and not marked:
@@ -56,8 +56,8 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
 
 
 def refuse_lone_copies(catalog: Catalog, rotation: Rotation, run: str) -> None:
-    """`Pinned` where a copy in a replica is all that is known to be sound of a checkpoint: with its run the copies go, and
-    the trash would keep only what is damaged, or nothing. What counts as sound is looked at on the storage.
+    """`Pinned` where a copy in a replica is the only one of a checkpoint known to be sound: copies go with their run, and
+    the trash would keep only a damaged one, or nothing. Soundness is checked in storage.
     """
     stands = (CheckpointRow.run == run, CheckpointRow.verified, CheckpointRow.damage.is_(None))
     sound = select(CheckpointRow.step).where(*stands)
@@ -75,13 +75,13 @@ def refuse_lone_copies(catalog: Catalog, rotation: Rotation, run: str) -> None:
 
 
 def going_on(catalog: Catalog, run: str) -> None:
-    """`InUse` while something of the run is at work, on any node."""
+    """`InUse` while any node works on the run."""
     if found := list(_going_on(catalog, run)):
         raise InUse(f"{run} is in use: {', '.join(found)}", hint="try again when that has ended, or stop it")
 
 
 def refuse_foreign(tier: Tier, run: str) -> None:
-    """`InUse` for a run in which somebody else has put files. It reads every manifest: ask it before deciding, not while."""
+    """`InUse` for a run with foreign files. It reads every manifest: call it before deciding, not while."""
     if foreign := _some(_foreign(tier, run)):
         raise InUse(
             f"{run} contains files that Holdfast did not write: {foreign}",
@@ -90,9 +90,8 @@ def refuse_foreign(tier: Tier, run: str) -> None:
 
 
 def forget(catalog: Catalog, run: str, heir: str | None = None) -> None:
-    """The catalog knows nothing of the run any more, but copies in replicas, which are removed as those of every checkpoint
-    that is removed are; with the last one the run's row goes. Sound copies of a run that was renamed stay until its `heir`
-    has them.
+    """Delete the run from the catalog, except for copies in replicas, which are removed like those of any removed
+    checkpoint; the run's row goes with the last one. Sound copies of a renamed run stay until its `heir` has them.
     """
     with catalog.database.write() as session:
         row = lock_run(session, run)

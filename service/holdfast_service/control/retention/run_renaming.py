@@ -1,5 +1,5 @@
-"""Give a run another name. Manifests state the name of their run, so its checkpoints get new manifests, and its files second
-names (hard links): not a byte of a tensor is copied. durability.md has the order.
+"""Rename a run. Manifests contain the name of their run, so its checkpoints get new manifests, and its files second names
+(hard links): no tensor byte is copied. durability.md has the order.
 
 The run of the new name appears by one rename, complete; the old one goes to the trash by another. A kill between the two
 leaves both; the next start finishes it.
@@ -57,7 +57,7 @@ class _Mark(BaseModel):
 
 
 class RunRenaming:
-    """Thread-safe. The caller sees to it that no rank can join either run (`daemon/saving/run_deletion.py`)."""
+    """Thread-safe. The caller ensures that no rank can join either run (`daemon/saving/run_deletion.py`)."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -77,11 +77,11 @@ class RunRenaming:
         self._renamed, self._is_alone = renamed, is_alone
 
     def rename(self, run: str, name: str, dry_run: bool = False) -> RenamedRun:
-        """Rename a run; with `dry_run` only say whether that would work. Returns what it was. Damaged checkpoints go along
-        as they are: they may be repaired under the new name.
+        """Rename a run; with `dry_run` only check whether that would work. Returns the former run. Damaged checkpoints are
+        moved as they are: they may be repaired under the new name.
 
-        Raises `NoSuchRun`, `InUse` or `Pinned` with what holds it, `AlreadyCommitted` if there is a run of the new name, and
-        `InvalidRequest` where it cannot be done: several daemons serve the root, or the storage has no second names.
+        Raises `NoSuchRun`, `InUse` or `Pinned` with the reason, `AlreadyCommitted` if there is a run of the new name, and
+        `InvalidRequest` where it is impossible: several daemons serve the root, or the storage has no hard links.
         """
         known = self._catalog.run(run)
         naming.check_run(name)
@@ -120,7 +120,7 @@ class RunRenaming:
         return renamed
 
     def _damaged(self, run: str) -> dict[int, Damaged]:
-        """What is not all there of its checkpoints, by step."""
+        """Its checkpoints with missing parts, by step."""
         found: dict[int, Damaged] = {}
         for step in PosixStore(self._tier).steps(run):
             try:
@@ -144,7 +144,7 @@ class RunRenaming:
             raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
 
     def recover(self) -> None:
-        """Remove what was not complete, and finish what was; called when the catalog is there."""
+        """Remove incomplete runs, and finish complete ones; called when the catalog answers."""
         for name in self._tier.list(naming.RENAMING):
             self._tier.remove_tree(_staged(name))
         for name in filter(naming.is_run_name, self._tier.list("")):
@@ -155,22 +155,22 @@ class RunRenaming:
                 if self._tier.list(mark.old) and self._is_untouched(mark):
                     self._finish(mark.old, name)
                     log.info("finished the renaming of %s to %s", mark.old, name)
-                else:  # it is finished, or somebody has trained the old one since: that one stays
+                else:  # it is finished, or the old one was trained since: that one stays
                     self._attempts.saw(name, mark.attempt)
                     self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
 
     def _is_untouched(self, mark: _Mark) -> bool:
-        """Whether nobody has trained the old run since: no launch is known but those of before, where not moved yet."""
+        """Whether the old run was not trained since: it has no new launches, or its launches were moved already."""
         known = self._attempts.known().get(mark.old)
         return known is None or known.attempt == mark.attempt or (known.attempt < mark.attempt and not known.launches)
 
     def _contents(self, run: str) -> object:
-        """What changes where somebody changes the run: its checkpoints, and what people have set."""
+        """What differs once the run was changed: its checkpoints, and its settings."""
         files = [self._tier.stamp(f"{run}/{file}") for file in _MOVED]
         return PosixStore(self._tier).stamps(run), files
 
     def _build(self, run: str, name: str, attempt: int) -> object:
-        """Everything of the run, where nobody looks; returns what the run was then."""
+        """Build the complete run in a hidden place; returns the run's contents at the start."""
         there, built = _staged(name), self._contents(run)
         self._tier.remove_tree(there)
         store = PosixStore(self._tier)
@@ -188,7 +188,7 @@ class RunRenaming:
         return built
 
     def _checkpoint(self, run: str, name: str, step: int) -> None:
-        """What can be had of it. Without a manifest that can be read, its files go along as they are."""
+        """Link its files. Without a readable manifest, they are moved as they are."""
         source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"
         try:
             made = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
@@ -199,7 +199,7 @@ class RunRenaming:
         names = self._tier.list(source) if made is None else [file.name for file in made.files]
         for file in names:
             if self._tier.size(f"{source}/{file}") is None:
-                continue  # it is missing, which is said
+                continue  # it is missing; reported already
             if not self._tier.link(f"{source}/{file}", f"{target}/{file}"):
                 raise InvalidRequest(
                     f"{run} cannot be renamed: its storage gives files no second names (hard links)",
@@ -214,7 +214,7 @@ class RunRenaming:
             self._tier.sync_directory(target)
 
     def _finish(self, run: str, name: str) -> None:
-        """The catalog says the new name; then attempts do, durably; then the old run goes to the trash."""
+        """Rename it in the catalog; then in the attempts, durably; then move the old run to the trash."""
         self._refuse_incomplete(run, name)
         self._move_rows(run, name)
         self._prove_again(run, name)
@@ -229,7 +229,7 @@ class RunRenaming:
             self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
 
     def _refuse_incomplete(self, run: str, name: str) -> None:
-        """`StorageFailed` if the run of the new name lacks something that the old one has, which then stays."""
+        """`StorageFailed` if the renamed run lacks something that the old one has, which then stays."""
         looks = self._rotation.looks
         lacking = [s for s in PosixStore(self._tier).steps(run) if looks.proof(run, s) and not looks.proof(name, s)]
         if lacking:
@@ -239,15 +239,15 @@ class RunRenaming:
             )
 
     def _prove_again(self, run: str, name: str) -> None:
-        """What was read back of the old run is the same in the new one: only COMMIT and manifest are other files."""
+        """Carry read-backs over: only COMMIT and manifest are other files."""
         looks = self._rotation.looks
         for step, known in self._catalog.proofs(name).items():
             if known.proven is not None and known.proven == looks.proof(run, step):
                 self._catalog.prove(name, step, looks.proof(name, step))
 
     def _move_rows(self, run: str, name: str) -> None:
-        """What is known of the run, and was found of its checkpoints, is known under its new name. Copies in replicas get
-        it too, then the old ones are removed.
+        """Move a run's rows and its checkpoints' results to its new name. Copies in replicas get it too, then the old ones
+        are removed.
         """
         if run not in self._catalog.known_runs():  # an earlier start has moved them
             return

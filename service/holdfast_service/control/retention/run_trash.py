@@ -1,8 +1,8 @@
-"""The trash of a root: runs that were deleted, whole, and that can be brought back for a time. durability.md has the order.
+"""The trash of a root: deleted runs, complete, that can be restored for a time. durability.md has the order.
 
-A run is deleted by one rename of its directory, and brought back by another: before and after each it is all there, or all
-in the trash. What follows, in the catalog and among attempts, the next start does again. Nothing in the trash is listed,
-restored, counted as used, or read; when a save finds no room on the disk, the trash goes first.
+A run is deleted by one rename of its directory, and restored by another: before and after each it is either complete or in
+the trash. What follows, in the catalog and among attempts, is repeated by the next start. Nothing in the trash is listed,
+restored by a launch, counted as used, or read; when a save finds no room on the disk, the trash goes first.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class _Note(BaseModel):
     newest: _Count | None
     bytes: _Count
     attempt: _Count
-    launch: str | None  # the newest one: who has this one's attempts has those of the deleted run
+    launch: str | None  # the newest one: the run's present attempts are the deleted run's if they include it
 
 
 class RunTrash:
-    """Thread-safe. The caller sees to it that no rank can join the run meanwhile (`daemon/saving/run_deletion.py`)."""
+    """Thread-safe. The caller ensures that no rank can join the run meanwhile (`daemon/saving/run_deletion.py`)."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -84,27 +84,27 @@ class RunTrash:
         self._tier, self._store, self._catalog = tier, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
         self._ages = TrashAges(tier)
-        self._kept: set[str] = set()  # entries of which it was told that they stay
+        self._kept: set[str] = set()  # entries whose refused removal was reported
         self._owed: dict[str, _Note] = {}  # deleted runs that the catalog still lists, also if their entries are gone
         self._later, self._forgotten, self.days = later, forgotten, days
         self.restored: Signal[[Collection[CheckpointId]]] = Signal()  # these are to be read back
 
     def entries(self) -> list[TrashedRun]:
-        """All that can be brought back, the newest first."""
+        """All entries that can be restored, the newest first."""
         ages = self._ages.read() if self.days is not None else None
         found = [entry for name in self._tier.list(naming.RUN_TRASH) if (entry := self._entry(name, ages)) is not None]
         return sorted(found, key=lambda entry: entry.entry.rpartition("@")[2].zfill(15), reverse=True)
 
     def seen(self) -> Trash:
-        """The same, as far as the present request may see it, and its bytes."""
+        """The visible entries, and their bytes."""
         items = [entry for entry in self.entries() if visible(entry.run)]
         return Trash(items=items, bytes=sum(entry.bytes for entry in items), days=self.days)
 
     def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> TrashedRun:
-        """Move a run to the trash; with `dry_run` only say what that would be. Pinned and labelled checkpoints go along if
-        they may (`marked`).
+        """Move a run to the trash; with `dry_run` only return what that would be. Pinned and labelled checkpoints are
+        included if they may be (`marked`).
 
-        Raises `NoSuchRun`, `Pinned`, or `InUse` with what holds it.
+        Raises `NoSuchRun`, `Pinned`, or `InUse` with the reason.
         """
         known = self._catalog.run(run)
         run_removal.refuse_foreign(self._tier, run)
@@ -127,12 +127,12 @@ class RunTrash:
         return made
 
     def put_away(self, run: str, known: bodies.Run) -> TrashedRun:
-        """The half of a deletion on the disk, while it is decided about the run; `known` says what is in it."""
+        """A deletion's part on the disk, while deciding about the run; `known` are its contents."""
         note = self._noted(run, known)
         path, said = f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n"
         try:
             self._tier.replace(path, said)
-        except NoSpace:  # a full disk is why somebody deletes
+        except NoSpace:  # deletions must work on a full disk
             if not self.make_room(NOTE_BYTES_MAX, f"the deletion of {run}"):
                 raise
             self._tier.replace(path, said)
@@ -141,7 +141,7 @@ class RunTrash:
             return self._told(self._put_away(run), note)
 
     def _put_away(self, run: str) -> str:
-        """Its name in the trash. It is back where this process has stood still just before: others may use it by now."""
+        """Its name in the trash. Renamed back where this process was suspended just before: the run may be in use by now."""
         name = self._moved(run)
         try:
             self._rotation.still_deciding()
@@ -153,7 +153,7 @@ class RunTrash:
         return name
 
     def undelete(self, run: str, entry: str | None = None) -> TrashedRun:
-        """Bring a run back, by default as it was deleted last; it is read back again before it counts as verified.
+        """Restore a run, by default its newest deletion; it is read back again before it counts as verified.
 
         Raises `NoSuchResource` if it is not in the trash, `InUse` if there is a run of this name.
         """
@@ -183,15 +183,15 @@ class RunTrash:
         return found
 
     def empty(self, run: str, entry: str | None = None) -> list[TrashedRun]:
-        """Remove what was deleted of a run, or one such entry, for good; `NoSuchResource` if there is none."""
+        """Remove a run's entries, or one of them, for good; `NoSuchResource` if there is none."""
         found = [one for one in self.entries() if one.run == run and entry in (None, one.entry)]
         if not found:
             raise _not_there(run)
         return [one for one in found if self._purge(one, "on request")]
 
     def expire(self) -> list[str]:
-        """Remove for good what has been in the trash for long enough, however clocks jump, and finish such removals; returns
-        the entries.
+        """Remove for good what has been in the trash for long enough, whatever clocks jump, and finish such removals;
+        returns the entries.
         """
         self._finish()
         days = self.days
@@ -203,7 +203,7 @@ class RunTrash:
         return [one.entry for one in due if self._may_go(one) and self._purge(one, f"it was deleted {days:g} days ago")]
 
     def make_room(self, free_bytes: int, whom: str) -> bool:
-        """Remove what was deleted first, for good, until so many bytes are free; False if that is not enough."""
+        """Remove the oldest entries for good until so many bytes are free; False if that is not enough."""
         self._finish()
         for one in reversed(self.entries()):
             if self._tier.free_bytes() >= free_bytes:
@@ -213,10 +213,10 @@ class RunTrash:
         return self._tier.free_bytes() >= free_bytes
 
     def recover(self) -> None:
-        """Finish, or take back, what a crash has interrupted; called when the catalog is there."""
+        """Finish, or undo, what a crash has interrupted; called when the catalog answers."""
         for run in filter(naming.is_run_name, self._tier.list("")):
             if naming.DELETED_FILE in self._tier.list(run):
-                with self._rotation.deciding(run):  # nobody is deleting it at this moment
+                with self._rotation.deciding(run):  # no deletion is in progress now
                     if naming.DELETED_FILE in self._tier.list(run):
                         self._settle(run)
         names = filter(naming.parse_trash_entry, self._tier.list(naming.RUN_TRASH))
@@ -240,7 +240,7 @@ class RunTrash:
         )
 
     def _has_attempts_of(self, note: _Note) -> bool:
-        """Whether what is known of the run's attempts is that of the deleted one, and not of one that was begun since."""
+        """Whether the run's known attempts are the deleted run's, and not those of a later launch."""
         known = self._attempts.known().get(note.run)
         if known is None or known.attempt > note.attempt:
             return False
@@ -259,7 +259,7 @@ class RunTrash:
             return name
 
     def _forget(self, run: str) -> None:
-        """The catalog first, because attempts must never be lower than it says."""
+        """The catalog first, because attempts must never be lower than the catalog's."""
         run_removal.forget(self._catalog, run)
         self._attempts.forget(run)
         self._owed.pop(run, None)
@@ -271,7 +271,7 @@ class RunTrash:
                 self._forget(note.run)
 
     def _settle(self, run: str) -> None:
-        """The run is there, and not deleted: nobody gets an attempt's number that it has seen."""
+        """The run exists and is not deleted: keep its attempt numbers from being given out again."""
         note = self._note(run)
         self._forgotten(run)
         if note is not None:
@@ -289,7 +289,7 @@ class RunTrash:
         return found
 
     def _may_go(self, one: TrashedRun) -> bool:
-        """Whether nothing came in the place of a deleted run, or something that is sound; else it stays, which is told."""
+        """Whether the deleted run was not replaced, or by something sound; else it stays, with an event."""
         try:
             steps = self._store.steps(one.run)
             if not steps or any(self._rotation.proofs.stands(one.run, step) for step in reversed(steps)):
@@ -307,7 +307,7 @@ class RunTrash:
     def _purge(self, one: TrashedRun, why: str, level: Literal["info", "warning"] = "info") -> bool:
         path = f"{naming.RUN_TRASH}/{one.entry}"
         try:
-            self._tier.publish(path, naming.purged_entry(path))  # from here on nobody brings back a part of it
+            self._tier.publish(path, naming.purged_entry(path))  # from here on no part of it can be restored
         except (NoSuchResource, AlreadyCommitted):  # another node was faster, or it was brought back
             return False
         self._free(naming.purged_entry(one.entry))
@@ -330,7 +330,7 @@ class RunTrash:
         if (found := naming.parse_trash_entry(name)) is None:
             return None
         note = self._note(f"{naming.RUN_TRASH}/{name}")
-        if note is None or note.run != found[0]:  # somebody else's
+        if note is None or note.run != found[0]:  # a foreign directory
             return None
         return self._told(name, note, ages)
 

@@ -1,5 +1,5 @@
 """Quotas of teams: how many bytes all runs of a pattern may hold together. They are in a file of the root, which is read
-before each save, so that no save asks the catalog what it may do.
+before each save, so that no save depends on the catalog.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _File(BaseModel):
 
 
 class TeamQuotas:
-    """The quotas of one root. Thread-safe; of several daemons that change them at one moment, one's change may be lost."""
+    """The quotas of one root. Thread-safe; of concurrent changes by several daemons one may be lost."""
 
     def __init__(self, tier: Tier, database: Database) -> None:
         self._tier, self._database = tier, database
@@ -64,9 +64,9 @@ class TeamQuotas:
             raise _damaged(str(error).partition("\n")[0]) from error
 
     def set(self, pattern: str, quota_bytes: int) -> Quota:
-        """Set the quota of a pattern of runs, which holds from the next save on; nothing is removed because of it.
+        """Set the quota of a pattern of runs, in force from the next save on; nothing is removed because of it.
 
-        Nothing is set where what is used cannot be told: a refused request has changed nothing.
+        Nothing is set where the used bytes are unknown: a refused request has changed nothing.
         """
         used, runs = self._counted(pattern)
         self._change(lambda quotas: quotas.update({pattern: quota_bytes}))
@@ -99,7 +99,7 @@ class TeamQuotas:
         return {pattern: self._counted(pattern)[0] for pattern in patterns}
 
     def told(self) -> list[Quota]:
-        """All of them, with what is used."""
+        """All quotas, with the used bytes."""
         found = []
         for pattern, quota in sorted(self.all().items()):
             used, runs = self._counted(pattern)

@@ -1,8 +1,8 @@
-"""Which checkpoints are thinned to their weights, and which are stored in fewer bytes, with reasons. Pure, as `policy` is.
+"""Which checkpoints are thinned to their weights, and which are compacted, with reasons. Pure, as `policy` is.
 
 A checkpoint that stays is thinned if enough newer ones are whole, and compacted if enough newer ones are exact. These are
-verified, not known to be unhealthy, of the living line, have all its groups and stay themselves. So the newest verified one,
-and the newest healthy one, are never touched (I10). A compact one counts as whole, but not as exact.
+verified, not known to be unhealthy, not abandoned, have all its groups and stay themselves. So the newest verified one, and
+the newest healthy one, are never touched (I10). A compact one counts as whole, but not as exact.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _COUNTED = "that are verified and healthy stay"
 
 
 class ThinDecision(NamedTuple):
-    """Whether a checkpoint is thinned next, or stored in fewer bytes by a rule (`small`), and why, or why neither; no reason
-    where nothing is to be said.
+    """Whether a checkpoint is thinned next, or compacted by a rule (`small`), with the reason either way; "" where no rule
+    applies.
     """
 
     step: int
@@ -70,15 +70,15 @@ def _decide(c: Candidate, whole: Sequence[Candidate], policy: RetentionPolicy) -
 
 
 def older_of(candidates: Sequence[Candidate], decisions: Sequence[Decision]) -> list[Candidate]:
-    """Those that stay without a mark, and are older than the newest that no rule touches."""
+    """Unmarked ones that stay, and are older than the newest that no rule touches."""
     stays = {d.step for d in decisions if d.keep}
     whole = [c for c in candidates if c.step in stays and _counts(c)]
     return [c for c in candidates if c.step in stays and c.verified and not c.holds and _newer(c, whole)]
 
 
 class Foresight:
-    """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as it would
-    leave if it took all tensors that it is for. Which of them their values forbid is not known before they are read.
+    """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as if it took
+    all tensors that it is for. Some may be excluded by their values, which are not read here.
     """
 
     def __init__(self, listed: Iterable[CheckpointInfo]) -> None:
@@ -91,7 +91,7 @@ class Foresight:
                     seen.append((made.compacted.bytes, made.compacted.bytes - made.bytes))
 
     def bytes_after(self, made: CheckpointInfo, rule: str) -> int:
-        """What would be left of it; as many bytes as it has, if nothing is to be saved."""
+        """The expected bytes after the rule; unchanged if it saves nothing."""
         if rule not in (made.small_bytes or {}):
             return made.bytes
         saved = self._saved(rule, made.bytes)
@@ -107,7 +107,7 @@ _NEAR = 100  # sizes that differ by less than one in so many are those of the sa
 
 
 def could_save(listed: Sequence[CheckpointInfo], foresight: Foresight) -> dict[str, int]:
-    """About how many bytes each form would save of these checkpoints, of the forms that would save any."""
+    """About how many bytes each form would save of these checkpoints; only forms that save any."""
     saved = {"weights": sum(c.bytes - c.thin_bytes for c in listed if c.thin_bytes is not None)}
     for rule in RULES:
         saved[rule] = sum(c.bytes - foresight.bytes_after(c, rule) for c in listed)
@@ -115,7 +115,7 @@ def could_save(listed: Sequence[CheckpointInfo], foresight: Foresight) -> dict[s
 
 
 def _newer(c: Candidate, among: Sequence[Candidate]) -> int:
-    """How many of these are newer and have its groups. What training has left behind is compared with the line that has left
-    it, whose steps may be lower.
+    """How many of these are newer and have its groups. An abandoned one is compared with the line that has replaced its own,
+    whose steps may be lower.
     """
     return sum(c.groups <= w.groups and (w.line > c.line if c.abandoned else w.step > c.step) for w in among)

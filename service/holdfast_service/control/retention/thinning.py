@@ -1,7 +1,7 @@
-"""Thinning: which checkpoints are thinned to their weights or compacted, and how what stays of one takes its place.
+"""Thinning: which checkpoints are thinned to their weights or compacted, and how the result replaces the original.
 
-All is decided under the lock of removals, and again at the moment of publishing, so a mark that was set holds (I4), and what
-is read is not thinned.
+All is decided under the lock of removals, and again at the moment of publishing, so a mark that was set holds (I4), and a
+checkpoint that is being read is not thinned.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Thinning:
         self._published, self._is_mine = published, is_mine or (lambda: True)
 
     def due(self, run: str) -> list[ThinDecision]:
-        """What is thinned or compacted next of a run, oldest first; nothing where another node does it."""
+        """A run's next checkpoints to thin or compact, oldest first; none where another node does it."""
         found = sorted(one for one in self._decided(run).values() if one.acts)
         return found if found and self._is_mine() else []
 
     def publish(self, place: Place, encoded: bytes, commit: bytes, whole: bytes, small: OptimRule | None) -> Manifest:
-        """Put what is staged and proven in the place of the checkpoint whose COMMIT is `whole`, at one stroke. `small`: it
-        has everything, in fewer bytes by this rule.
+        """Replace the checkpoint whose COMMIT is `whole` by what is staged and proven, atomically. `small`: it is complete,
+        in fewer bytes by this rule.
 
-        Raises `InUse` where that is not to be done any more, and what `commit.publish_copy` raises.
+        Raises `InUse` where that must not be done any more, and the errors of `commit.publish_copy`.
         """
         run, step = place.run, place.step
         with self._rotation.deciding(run):
@@ -84,7 +84,7 @@ class Thinning:
         return made
 
     def _take_back_if_late(self, run: str, step: int, commit: bytes) -> None:
-        """The whole one is back where this process has stood still just before: others may want it by now."""
+        """Restore the original where this process was suspended just before: it may be in use by now."""
         try:
             self._rotation.still_deciding()
         except CatalogUnavailable:
@@ -95,11 +95,11 @@ class Thinning:
             raise
 
     def was_done(self, run: str, step: int) -> None:
-        """Tell the catalog soon what stands there now."""
+        """Record the new checkpoint in the catalog soon."""
         self._book.tell(f"what is left of {run}@{step}", lambda: self.record(run, step))
 
     def clear(self, place: Place) -> None:
-        """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""
+        """Remove a staging place; the next sweep removes what cannot be removed now."""
         try:
             self._store.discard(place)
         except CheckpointError as failure:
@@ -113,10 +113,10 @@ class Thinning:
         self._book.tell(f"why {run}@{step} is not thinned or compacted yet", told)
 
     def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
-        """Refuse to thin a checkpoint that is not due any more; asked when it was due a moment ago.
+        """Raise if a checkpoint that was due a moment ago is not due any more.
 
-        What may have changed since: marks, readers, findings about it, and that enough newer ones are whole, and
-        the rule itself: what `exact` keeps, no earlier `int8` may take.
+        Marks, readers, results about it, and enough newer whole ones may have changed since, and the rule itself: what
+        `exact` keeps must not be replaced by an earlier `int8`.
         """
         found = self._catalog.checkpoint(run, step)
         self._rotation.refuse_held(run, step)
@@ -134,8 +134,8 @@ class Thinning:
         return decide_thinning(candidates, decisions, file.in_force)
 
     def record(self, run: str, step: int) -> bool:
-        """What is known of the checkpoint holds for what is left of it: its bytes are those that were checked. Whether
-        there was anything to tell the catalog.
+        """Carry the checkpoint's results over to the rest of it: its bytes are those that were checked. Whether the catalog
+        had to be changed.
         """
         told = False
         try:

@@ -1,7 +1,7 @@
-"""For how long deleted runs have been in the trash, as daemons have seen the time pass.
+"""How long deleted runs have been in the trash, in time that daemons have measured.
 
 A wall clock that jumps must not empty the trash: by a year ahead, or from 1970 to today, on a machine without a battery. So
-at each look counts what has passed since the last one, and no more than an hour; at a daemon's start, no more than a day.
+each look counts the time since the last one, at most an hour; at a daemon's start, at most a day.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Seconds = Annotated[float, Field(ge=0, le=_MOST_S, allow_inf_nan=False)]
 
 
 class Ages(BaseModel):
-    """`.holdfast.trash.json`: when the trash was looked at last, in seconds since 1970, and the entries' ages then."""
+    """`.holdfast.trash.json`: when the trash was last looked at, in seconds since 1970, and the entries' ages then."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,13 +36,13 @@ class Ages(BaseModel):
 
 
 class TrashAges:
-    """Of one root; for one caller at a time. Of several daemons each counts on from what the last one has written."""
+    """The ages of one root; for one caller at a time. Of several daemons each continues from the last one's file."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier, self._has_looked = tier, False
 
     def read(self) -> Ages | None:
-        """As of the last look; None where there is none, or it cannot be read: then ages begin again."""
+        """As of the last look; None where there is no readable file: then ages begin again."""
         try:
             data = read_bounded(self._tier, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
             return None if data is None else Ages.model_validate_json(data)
@@ -51,7 +51,7 @@ class TrashAges:
             return None
 
     def look(self, now: float, deleted: Mapping[str, float]) -> dict[str, float]:
-        """The ages of these entries now, in seconds; `deleted` says by a wall clock when that was."""
+        """The ages of these entries now, in seconds; `deleted` are their wall-clock times of deletion."""
         before, at = self.read(), min(max(now, 0.0), _MOST_S)
         most = LOOK_MAX_S if self._has_looked else START_MAX_S
         passed = 0.0 if before is None else min(max(at - before.at, 0.0), most)

@@ -1,4 +1,4 @@
-"""What a trainer wishes to keep of its run: in force where an admin asks, or until a policy is set."""
+"""The trainer's `keep_last`: in force for an admin, or until a policy is set."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class RetentionWishes:
     """The `keep_last` of launches. Thread-safe."""
 
     def __init__(self, files: RunFiles, catalog: Catalog, book: Book, usual: int | None) -> None:
-        """`usual` is how many are kept of a run of which nobody has said it."""
+        """`usual` is the number to keep without any setting."""
         self._files, self._catalog, self._book, self.usual = files, catalog, book, usual
 
     def take(self, run: str, keep_last: int | None, attempt: int, new: bool) -> None:
-        """A launch is here, a `new` one perhaps: what it wishes is in force until the run has a policy, and removes nothing
-        committed before it.
+        """A launch, perhaps a `new` one, has begun: its `keep_last` is in force until the run has a policy, and removes
+        nothing committed before it.
         """
         try:
             before = self._files.read(run)
@@ -36,11 +36,11 @@ class RetentionWishes:
                 self._book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
-        except (CatalogUnavailable, NoSuchRun) as away:  # a rank that comes back: what it asks for was in force before
+        except (CatalogUnavailable, NoSuchRun) as away:  # of a rank that reconnects: its `keep_last` was in force before
             log.warning("keep_last=%s of %s is not in force yet: %s", keep_last, run, away.detail)
 
     def denied(self, run: str, keep_last: int | None, owner: bool) -> tuple[str, ...]:
-        """The notice for a rank whose `keep_last` is not in force without an admin."""
+        """The notice for a rank whose `keep_last` requires an admin to be in force."""
         if owner or keep_last is None:
             return ()
         try:
