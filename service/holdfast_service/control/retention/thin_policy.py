@@ -20,8 +20,8 @@ _COUNTED = "that are verified and healthy stay"
 
 
 class ThinDecision(NamedTuple):
-    """Whether a checkpoint is thinned next, or compacted by a rule (`small`), with the reason either way; "" where no rule
-    applies.
+    """Whether a checkpoint is thinned next, or compacted by a rule (`small`), and why, or why neither; `why` is
+    None where no rule applies.
     """
 
     step: int
