@@ -1,1 +1,1 @@
-"""Who may ask what, and how much."""
+"""Authentication, authorization and limits of requests."""

@@ -1,6 +1,6 @@
-"""Limits of requests: how many at a time, how many a second, how many bytes, and how long one may take.
+"""Limits of requests: how many at a time, how many per second, how many bytes, and how long one may take.
 
-One reader with many connections, or many readers, do not keep an admin out: of every limit a part is the admins'.
+Neither one reader with many connections nor many readers lock an admin out: a part of every limit is reserved for admins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def current_peer() -> RequestPeer:
 
 @contextmanager
 def answering(peer: RequestPeer) -> Iterator[None]:
-    """Within the block the request is this peer's."""
+    """Attribute the block's request to this peer."""
     before = _peer.set(peer)
     try:
         yield
@@ -68,7 +68,7 @@ class RequestAdmission:
 
     @contextmanager
     def admitted(self, principal: Principal, needs: Needs, address: str, send: Send) -> Iterator[Send]:
-        """Within the block the request counts; its bytes do where they go through what is returned. `DaemonGone` and
+        """Count the request within the block; its bytes count if they are sent through what is returned. `DaemonGone` and
         `TooManyRequests` where a limit is reached.
         """
         peer = _peer_of(principal, needs.runs == "health", address)
@@ -92,7 +92,7 @@ def _peer_of(principal: Principal, probe: bool, address: str) -> RequestPeer:
 
 
 class ConcurrencyLimit:
-    """So many at a time: three quarters for one peer, and an eighth for those who come first. For one event loop."""
+    """So many at a time: three quarters for one peer, and an eighth reserved for `first` peers. For one event loop."""
 
     def __init__(self, total: Callable[[], int]) -> None:
         self._total = total
@@ -101,7 +101,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def held(self, peer: RequestPeer) -> Iterator[bool]:
-        """One of them for the length of the block, if one is free now."""
+        """Hold one for the block; whether one was free."""
         taken = self._take(peer)
         try:
             yield taken
@@ -111,7 +111,7 @@ class ConcurrencyLimit:
 
     @asynccontextmanager
     async def awaited(self, wait_max_s: float, refused: str, hint: str) -> AsyncIterator[None]:
-        """One of them for the present request, for the length of the block. `DeadlineExceeded` if none is free in time."""
+        """Hold one for the present request within the block. `DeadlineExceeded` if none is free in time."""
         peer = current_peer()
         if not self._take(peer):
             try:
@@ -196,8 +196,6 @@ class ByteBudget:
 
 
 class _Rate:
-    """The requests and bytes that one token has left, at a time."""
-
     def __init__(self, requests: float, size: float, now: float) -> None:
         self.requests, self.bytes, self.at = requests, size, now
 
@@ -229,7 +227,7 @@ class RateLimits:
                 rate.requests -= 1
 
     def counting(self, principal: Principal, send: Send) -> Send:
-        """The same, and what is sent is taken from the bytes of this principal."""
+        """Count what is sent as bytes of this principal."""
         if principal.bytes_per_s is None:
             return send
 
@@ -272,14 +270,14 @@ def _refused(principal: Principal, limit: str, wait_s: float) -> TooManyRequests
 
 
 class Credentials(NamedTuple):
-    """By what a request was let in: a token, and the browser's session that stands for one. The owner has no token here."""
+    """What authenticated a request: a token, and the browser's session for one. The owner has no token here."""
 
     token: int | None = None
     session: str | None = None
 
 
 class CredentialWatch:
-    """Ends requests within a second of their token or session. One query a moment asks for all which are in force."""
+    """Ends requests within a second of their token or session. One query per interval covers all of them."""
 
     def __init__(
         self,
@@ -292,8 +290,8 @@ class CredentialWatch:
         self._thread = anyio.CapacityLimiter(1)  # its own: it does not wait behind what it is there to end
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, credentials: Credentials) -> None:
-        """Have the request answered while its token and session are in force. Raises `Unauthenticated` if one ends before
-        an answer has begun, and `TransferAborted`, which cuts the connection, behind that.
+        """Answer the request while its token and session are in force. Raises `Unauthenticated` if one ends before an answer
+        has begun, and `TransferAborted`, which cuts the connection, after that.
         """
         begun = False
 
@@ -343,7 +341,7 @@ def _cancel(limits: Iterable[anyio.CancelScope]) -> None:
 
 
 class StallLimit:
-    """ASGI middleware: cuts the connection of a client to which no further part of a body could be sent for so long."""
+    """ASGI middleware: cuts the connection of a client that has not received any part of a body for so long."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """One entry of the audit log for every request that changes something, and for every refused one, made when its answer has
-begun. An attempt that failed is recorded once a minute, with how many there were like it.
+begun. Repeated failures of one kind are recorded once a minute, with their number.
 
-Every answer says by `X-Request-Id` which request it was; what a page asks of the API has the page's.
+Every answer has its request's id in `X-Request-Id`; API requests of a page have the page's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AuditTrail:
 
     @contextmanager
     def recorded(self, scope: Scope, send: Send, required: Required) -> Iterator[RequestRecord]:
-        """Within the block a request is answered; at its end an entry is made of it, if it is one to be recorded."""
+        """Make an entry of the request at the end of the block, if it is to be recorded."""
         inside = current_peer() is not NO_PEER
         request_id = (inside and _request_id.get()) or secrets.token_hex(8)
         record = RequestRecord(scope, send, required, request_id, self._add)
@@ -71,8 +71,8 @@ class AuditTrail:
 
 
 def act_of(required: Required, path: str) -> str | None:
-    """The kind of a request in the audit log; None: it changes nothing that is recorded. Of the page of a form only sending
-    it is. What ranks save is an event, and no change of what is there.
+    """The kind of a request in the audit log; None: it changes nothing that is recorded. Of a form's page only its
+    submission does. What ranks save is recorded as events instead.
     """
     needs = required.needs
     if needs.act is not None and (not required.safe or needs.body != bodies.FORM):
@@ -81,7 +81,7 @@ def act_of(required: Required, path: str) -> str | None:
 
 
 class RequestRecord:
-    """What is known of one request when it has been answered."""
+    """The result of one request."""
 
     def __init__(
         self, scope: Scope, send: Send, required: Required, request_id: str, ended: Callable[[RequestRecord], None]
@@ -89,7 +89,7 @@ class RequestRecord:
         self._scope, self._send, self.required, self.id, self._ended = scope, send, required, request_id, ended
         self.inside = current_peer() is not NO_PEER  # a page sends it
         self._open = True
-        self.showed = False  # a token, or that somebody is logged in
+        self.showed = False  # it has a token, or a login's headers
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.principal: Principal | None = None
         self.subject: Mapping[str, Any] = {}  # members of the body that say what it is about
@@ -100,7 +100,7 @@ class RequestRecord:
         self._is_problem = False
 
     async def send(self, message: Message) -> None:
-        """Hand on a message of the answer, and remember the result. The entry is made before the last one is sent."""
+        """Pass on a message of the answer, and note the result. The entry is made before the last one is sent."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -116,13 +116,13 @@ class RequestRecord:
         await self._send(message)
 
     def deny(self, error: Denied) -> None:
-        """It is refused, whatever the answer looks like: a browser is led to the sign-in page instead. A request that shows
-        no credentials has attempted nothing.
+        """Mark it as refused, whatever the answer looks like: a browser is redirected to the sign-in page instead. A request
+        without credentials is no attempt.
         """
         self.denied = error if self.showed else None
 
     def end(self) -> None:
-        """No more is to be known of it; safe to repeat."""
+        """Make the entry; idempotent."""
         if not self._open:
             return
         self._open = False
@@ -132,7 +132,7 @@ class RequestRecord:
 
     @property
     def signed_in(self) -> str | None:
-        """The principal that a browser was just let in as, which the route has left here."""
+        """The principal of a new browser session, which the route has left here."""
         name = self._scope.get("state", {}).get("signed_in")
         return name if isinstance(name, str) else None
 
@@ -149,11 +149,11 @@ class RequestRecord:
 
     @property
     def is_dry_run(self) -> bool:
-        """Whether it was only asked what would happen, as the route has said."""
+        """Whether the route has marked it as a dry run."""
         return self._scope.get("state", {}).get("dry_run") is True
 
     def act(self, kind: str, untold: int) -> Act:
-        """The entry of this request: what its path is about, or else its body."""
+        """The entry of this request: its subject is in the path, or else in the body."""
         subject = self.subject
         path = dict(self.required.path) if kind == self.required.needs.act else {}
         run, step = path.pop("run", None), _step(path.pop("step", None))

@@ -1,8 +1,8 @@
 """Authenticates a request: by a token, a browser's session, the headers of a login proxy, or as the policy allows.
 
-Browsers are the reason for two more checks: a page of another site may neither reach the service by a name that it had made
-to point here (DNS rebinding: the Host has to be an address, `localhost`, the machine's name, or one that was allowed), nor
-have the viewer's browser change anything.
+Two more checks protect browsers: a page of another site may neither reach the service by a name that its owner pointed here
+(DNS rebinding: the Host must be an address, `localhost`, the machine's name, or an allowed one), nor make the viewer's
+browser change anything.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Headers = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Policy:
-    """Which requests may come in: `tokens` says whether they all need one, `tls` that a proxy before us speaks TLS.
+    """Which requests may come in: `tokens`: they all need one; `tls`: a proxy in front terminates TLS.
 
-    `hosts` are names beside addresses and `localhost` by which it may be asked without a token in the Authorization header.
-    `logins` are the people that a proxy before us has let in.
+    `hosts` are names, besides addresses and `localhost`, that may be used without a token in the Authorization header.
+    `logins` are the people that a proxy in front authenticates.
     """
 
     tokens: bool = False
@@ -48,15 +48,13 @@ class Policy:
 
 
 class Authentication:
-    """Finds the principal of a request, with all of its rights. A token that is shown is checked whether one is needed or
-    not.
-    """
+    """Finds the principal of a request, with all of its rights. A token is checked even where none is needed."""
 
     def __init__(self, policy: Policy, tokens: Tokens, threads: anyio.CapacityLimiter) -> None:
         self._policy, self._tokens, self._threads = policy, tokens, threads
 
     async def principal(self, scope: Scope, headers: Headers, record: RequestRecord) -> Principal:
-        """Raises `Unauthenticated`, `Forbidden` and `InvalidRequest`. Leaves in the record what was found before that."""
+        """Raises `Unauthenticated`, `Forbidden` and `InvalidRequest`, with what was found until then in the record."""
         safe, policy = scope["method"] in SAFE, self._policy
         login = None if policy.logins is None else policy.logins.read(headers, peer_of(scope))
         if record.required.needs.scope is None or (scope["path"] == METRICS and policy.metrics_open and safe):
@@ -82,12 +80,12 @@ class Authentication:
         else:
             principal = ANYBODY
         record.principal = principal
-        if bearer is None and not safe and not record.inside:  # what a page asks was asked for by a form
+        if bearer is None and not safe and not record.inside:  # an API request of a page was caused by a form
             self._check_origin(headers, required=cookie is not None or login is not None)
         return principal
 
     async def _of_open_route(self, headers: Headers, peer: str) -> Principal:
-        """Without a good token, a principal that hears no more than whether the service is well."""
+        """Without a valid token, a principal that sees only whether the service is well."""
         bearer = request_head.bearer(headers.get("authorization", ""))
         try:
             if bearer is not None:
@@ -99,7 +97,9 @@ class Authentication:
         return PROBE
 
     def _check_host(self, headers: Headers) -> None:
-        """`Forbidden` for a name that any site could have made to point here: a browser would take its pages for ours."""
+        """`Forbidden` for a name that any site could have pointed here: a browser would take this service's pages for the
+        site's.
+        """
         named = headers.get("host")
         if named is None:  # no browser
             return
@@ -109,7 +109,7 @@ class Authentication:
             raise Forbidden(f"the host name {host[:80]!r} is not allowed here", hint=hint)
 
     def _check_origin(self, headers: Headers, required: bool) -> None:
-        """`Forbidden` when a page of another site is behind a change; `required`: also when the browser does not say."""
+        """`Forbidden` for a change caused by a page of another site; `required`: also without a header about it."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site is None and origin is None and not required:
             return  # no browser
@@ -140,6 +140,5 @@ def _is_address(host: str) -> bool:
 
 
 def peer_of(scope: Scope) -> str:
-    """The address of the sender."""
     client = scope.get("client")
     return client[0] if client else "somebody"

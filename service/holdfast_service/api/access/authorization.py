@@ -1,8 +1,8 @@
-"""What each route needs, declared once where the route is defined: scope, runs, body and its name in the audit log.
+"""What each route needs, declared where the route is defined: scope, runs, body and its name in the audit log.
 
 The middleware finds the declaration by method and path, and checks it before the body is read and after it is parsed. The
-route checks it again with what the framework has made of the request, so a request that gets past one check meets the other.
-A route that declares nothing keeps the service from starting. What no route serves needs an admin, unless it only reads.
+route checks it again on the framework's parsed request, so a request that gets past one check meets the other. A route
+without a declaration prevents the start. A path without a route needs an admin, except for reading.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Needs:
 
     @property
     def limited(self) -> bool:
-        """Whether the limits of tokens hold. Ranks are never limited: nothing of saving and restoring is."""
+        """Whether the limits of tokens apply. Saves and restores of ranks are never limited."""
         return self.runs not in ("rank", "health")
 
     def check_before_body(self, principal: Principal, safe: bool, run: str | None) -> None:
@@ -64,7 +64,7 @@ class Needs:
             check_run(principal, safe, run)
 
     def check_in_route(self, request: Request) -> None:
-        """The same with what the framework has read, and `InvalidRequest` where the body is of another kind."""
+        """The check of the framework's request, and `InvalidRequest` where the body is of another kind."""
         principal = request.state.principal
         assert isinstance(principal, Principal)
         self.check_before_body(principal, request.method in SAFE, request.path_params.get("run"))
@@ -97,7 +97,7 @@ class Required(NamedTuple):
         return self.path.get("run") if self.needs.runs != "viewer" else None
 
     def counted(self, whole: Principal) -> Principal:
-        """The rights of this principal that count in this request, before its body is known."""
+        """This principal's rights that count in this request, before its body is known."""
         return whole.for_request(self.needs.scope or "read", [*self.queried, *([self.run] if self.run is not None else [])])
 
     def check(self, principal: Principal) -> None:
@@ -126,7 +126,7 @@ class Required(NamedTuple):
 
 
 def check_run(principal: Principal, safe: bool, run: str) -> None:
-    """`Forbidden`, or where it is only read `NoSuchRun`, so that callers cannot find out which runs others have."""
+    """`Forbidden`, or for reading `NoSuchRun`, so that callers cannot find out which runs others have."""
     if not safe:
         principal.require_run(run)
     elif not principal.sees(run):
@@ -155,8 +155,8 @@ class Declarations:
                 raise TypeError(f"{route.path} changes something and does not declare what it needs")
 
     def of(self, method: str, path: str, query: bytes) -> Required:
-        """What a request needs: the declaration of the route that serves it. Where none does, the largest of those that read
-        (or change) something at this path, or else `read` for reading, and an admin for anything else of the API.
+        """What a request needs: the declaration of its route. Without one, the largest of those that read (or change)
+        something at this path, or else `read` for reading, and an admin for anything else of the API.
         """
         safe = method in SAFE
         others: list[Required] = []
@@ -176,7 +176,7 @@ class Declarations:
         return Required(_unserved(safe, path), safe, {}, queried)
 
     def methods(self, path: str) -> list[str]:
-        """What can be done at a path, by all of its routes."""
+        """The methods of a path, of all its routes."""
         return sorted({method for methods, pattern, _ in self._routes if pattern.match(path) for method in methods})
 
 

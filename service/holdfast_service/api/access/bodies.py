@@ -1,7 +1,7 @@
-"""What a body is, decided once and for all that read it: by its Content-Type. Few are known, each in one spelling.
+"""The kind of a body, decided once by its Content-Type for all its readers. Few are known, each in one spelling.
 
-Small bodies are read whole before anything looks at them, and JSON in them has to mean one thing: no member twice, no
-NaN, no number beyond 64 bits, no text that is not Unicode, no nesting that costs a parser its stack.
+Small bodies are read whole before they are parsed, and JSON must have one meaning: no repeated member, no NaN, no number
+beyond 64 bits, no text that is not Unicode, no nesting that exhausts a parser's stack.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gone(Exception):
 
 
 def kind_of(content_type: str | None) -> Kind | None:
-    """What a Content-Type says that a body is; None without one; `InvalidRequest`, 415, where nothing here reads it."""
+    """The kind of body that a Content-Type names; None without one; `InvalidRequest`, 415, for an unknown one."""
     if content_type is None:
         return None
     spelled = _MEDIA_TYPE.fullmatch(content_type)
@@ -51,14 +51,14 @@ def kind_of(content_type: str | None) -> Kind | None:
 
 
 def check_kind(given: Kind | None, read: Kind) -> None:
-    """`InvalidRequest`, 415, unless a body that is there is of the kind that is read; octets need no name."""
+    """`InvalidRequest`, 415, unless a present body is of the kind that is read; octets need no name."""
     if given != read and not (given is None and read == OCTETS):
         what = "without a Content-Type" if given is None else f"of the type {media_type(given)}"
         raise unknown(f"this route does not read a body {what}", f"send it as Content-Type: {media_type(read)}")
 
 
 def unknown(detail: str, hint: str) -> InvalidRequest:
-    """A body of a kind that is not read there, or that has no name: 415, where HTTP is more exact."""
+    """The error for a body of an unsupported kind, or without a name: 415."""
     return InvalidRequest(detail, hint=hint, status=415)
 
 
@@ -71,14 +71,14 @@ def _named() -> str:
 
 
 class CheckedBody(NamedTuple):
-    """A body that was looked at: the body once more, and what its JSON says."""
+    """A body that was read and checked, to be replayed, and its JSON."""
 
     receive: Receive
     document: Any = None
 
 
 async def checked(scope: Scope, headers: Mapping[str, str], receive: Receive, read_as: Kind) -> CheckedBody:
-    """The body, looked at as what the route reads; what reads it later is told that, and nothing else."""
+    """The body, checked as the kind that the route reads; later readers see only that kind."""
     given = kind_of(headers.get("content-type"))
     if given is not None:
         check_kind(given, read_as)
@@ -95,7 +95,7 @@ async def checked(scope: Scope, headers: Mapping[str, str], receive: Receive, re
 
 
 def _tell(scope: Scope, kind: Kind | None) -> None:
-    """Leave the one Content-Type that the framework is to read a body by, and for the route what it was taken for."""
+    """Set the one Content-Type by which the framework reads the body, and its kind for the route."""
     others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     scope["headers"] = others if kind is None else [*others, (b"content-type", media_type(kind).encode())]
     scope.setdefault("state", {})["body"] = kind
@@ -126,7 +126,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """The body once more, for the application; what comes after it is the connection's own."""
+    """Replay the body for the application, and then the connection's own messages."""
     held: deque[Message] = deque([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
@@ -136,7 +136,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON document; `InvalidRequest` or `LimitExceeded` for one that could be read in two ways, or not at all."""
+    """The JSON document; `InvalidRequest` or `LimitExceeded` for an ambiguous or invalid one."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:

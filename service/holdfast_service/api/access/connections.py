@@ -1,8 +1,8 @@
-"""The HTTP server, bounded: so many connections, requests whose head arrives in time and is of a size, and errors that
-are problems. Connections on which nothing is asked keep nobody out.
+"""The HTTP server, bounded: a limit of connections, of the time and size of a request's head, and errors that are problems.
+Idle connections lock no client out.
 
-uvicorn closes what is idle between two requests; but it waits for ever for a head, or for the rest of a body that has
-been answered already, that comes a byte at a time.
+uvicorn closes what is idle between two requests; but it waits for ever for a head, or for the rest of a body that has been
+answered already, that comes a byte at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REASONS = {400: "Bad Request", 503: "Service Unavailable"}
 
 
 class _Unexpected(logging.Filter):
-    """Lets through what uvicorn says of errors, but of connections that were cut on purpose: whoever did has said why."""
+    """Drops uvicorn's errors of connections that this service has cut, and logged already."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], TransferAborted))
@@ -41,10 +41,11 @@ _UNEXPECTED = _Unexpected()
 
 
 class FromOutside:
-    """ASGI: what comes from a connection is nobody's yet.
+    """ASGI: resets the context of every request.
 
-    asyncio hands a request the context of an earlier one: of that after which it was read from the pipeline, or whose body
-    made the connection wait. By its context the access check knows what a page asks in the name of a request that came in.
+    asyncio hands a request the context of an earlier one: of the request before it in the pipeline, or of one whose body
+    made the connection wait. By its context the access check identifies API requests that a page sends for an incoming
+    request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,7 +57,7 @@ class FromOutside:
 
 
 def server(app: ASGIApp, log_level: str = "warning") -> uvicorn.Server:
-    """A server of this application, at whatever sockets it is given."""
+    """A server of this application, for any sockets."""
     logging.getLogger("uvicorn.error").addFilter(_UNEXPECTED)
     return uvicorn.Server(
         uvicorn.Config(
@@ -68,19 +69,19 @@ def server(app: ASGIApp, log_level: str = "warning") -> uvicorn.Server:
             log_config=None,  # its lines are ours: `logs` shapes them
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # who may speak for others would have to be configured; peers are for the log alone
+            proxy_headers=False,  # trusted proxies would have to be configured; peers are for the log alone
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
     )
 
 
 def connections_max() -> int:
-    """Half of the descriptors this process may have: files, ranks and the catalog need theirs."""
+    """Half of the descriptors of this process: files, ranks and the catalog need the others."""
     return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class Bounded(H11Protocol):
-    """One connection. It ends when it waits for the head of a request for too long."""
+    """One connection. It ends when it waits too long for the head of a request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -93,7 +94,7 @@ class Bounded(H11Protocol):
         self._wait_for_head()
 
     def _make_room(self) -> bool:
-        """Give up the connection that has waited longest for a request, of the address that has most of these."""
+        """Close the longest waiting connection of the address that has the most."""
         waiting = [one for one in self.connections if isinstance(one, Bounded) and one is not self and one._late is not None]
         counts = Counter(one._address for one in waiting)
         if not waiting:
@@ -126,7 +127,7 @@ class Bounded(H11Protocol):
             self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so by a problem as well."""
+        """Answer invalid HTTP with a problem too."""
         self._end_with(InvalidRequest("this is not an HTTP/1.1 request", hint="or its head is too long"))
 
     def _end_with(self, error: CheckpointError) -> None:

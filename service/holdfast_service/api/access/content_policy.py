@@ -1,5 +1,5 @@
-"""What a browser may do with an answer: nothing, unless the answer brings a policy of its own, as the pages do. And what a
-cache may: nothing but style and scripts is kept, because all else depends on the caller.
+"""What a browser may do with an answer: nothing, unless the answer has a policy of its own, as pages do. And what a cache
+may keep: only style and scripts, because all else depends on the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancesto
 
 
 class ContentPolicy:
-    """ASGI middleware. A page that is added without a policy, or comes with a library, loads and runs nothing."""
+    """ASGI middleware. A page without a policy, such as a library's, loads and runs nothing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

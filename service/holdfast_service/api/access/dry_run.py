@@ -1,5 +1,5 @@
-"""Changes that are only tried: the route says so to the audit log, because a route that does not know the parameter
-`dry_run` does what it is asked to do.
+"""Marks dry runs for the audit log. The route does it, because a route without the parameter `dry_run` ignores it and
+changes things.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""People that a proxy has let in, by the headers that it sends: oauth2-proxy's, or any other's with the same contract.
+"""People authenticated by a proxy, by the headers that it sends: oauth2-proxy's, or any other's with the same contract.
 
-Headers are believed from the configured addresses alone, and only beside the secret that the proxy adds: a program that
-reaches this service past the proxy, from whatever address, is nobody. Whoever sends such headers without being the proxy is
-refused, so that a mistake in the set-up is seen.
+Headers are trusted from the configured addresses only, and only with the secret that the proxy adds: a program that reaches
+this service past the proxy is not authenticated. Such headers from another sender are refused, so that a mistake in the
+set-up is seen.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, strict=True)] | None
 
 
 class LoginsFile(BaseModel):
-    """The file of `--logins`."""
-
     model_config = ConfigDict(extra="forbid")
 
     proxies: list[str] = Field(min_length=1, description="addresses of the proxy, or networks: 10.0.0.5, 172.18.0.0/16")
@@ -77,7 +75,7 @@ class LoginsFile(BaseModel):
 
 
 class Logins(NamedTuple):
-    """Whose headers are believed, and what the groups in them give."""
+    """The trusted proxies, and the grants of their groups."""
 
     proxies: tuple[IPv4Network | IPv6Network, ...]
     secret: str
@@ -89,8 +87,8 @@ class Logins(NamedTuple):
     bytes_per_s: int | None = None
 
     def read(self, headers: Mapping[str, str], peer: str) -> Principal | None:
-        """Who is logged in; None where no header says so. `Forbidden` for headers that are not the proxy's, and for people
-        in no group that may do anything; `InvalidRequest` for a name that is none.
+        """The authenticated person; None without such headers. `Forbidden` for headers that are not the proxy's, and for
+        people in no group with a grant; `InvalidRequest` for an invalid name.
         """
         said = {name: headers.get(f"{self.family}-{name}".lower()) for name in IDENTITY}
         secret = headers.get(SECRET_HEADER)
@@ -103,7 +101,7 @@ class Logins(NamedTuple):
             )
         name = said["Email"] or said["Preferred-Username"] or said["User"]
         if not name:
-            return None  # a path that the proxy lets everybody ask for
+            return None  # a path that the proxy opens to all
         return self._person(_name(name), _names(said["Groups"] or ""))
 
     def _person(self, name: str, groups: list[str]) -> Principal:
@@ -125,7 +123,7 @@ class Logins(NamedTuple):
 
 
 def load(path: Path) -> Logins:
-    """The file of `--logins`; `InvalidRequest` that names what is wrong in it."""
+    """Read the file of `--logins`; `InvalidRequest` names what is wrong in it."""
     text = _text(path)
     try:
         read = LoginsFile.model_validate(bodies.parse(text))
@@ -165,7 +163,7 @@ def _secret(path: Path) -> str:
 
 def _text(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # it may be a FIFO to which nobody writes
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO without a writer would block
             raise InvalidRequest(f"{path} is not a file", hint="check --logins and `secret_file`")
         with path.open("rb") as file:
             found = file.read(FILE_BYTES_MAX + 1)
@@ -184,7 +182,7 @@ def _name(text: str) -> str:
 
 
 def _names(text: str) -> list[str]:
-    """The groups in a header, with commas between them."""
+    """The groups in a header, separated by commas."""
     return [group for part in _decoded(text).split(",")[:GROUPS_MAX] if (group := part.strip())]
 
 

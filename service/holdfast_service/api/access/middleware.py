@@ -67,7 +67,7 @@ class AccessMiddleware:
                 headers = request_head.read(scope)
                 principal = required.counted(await self._authentication.principal(scope, headers, record))
                 required.check(principal)
-                if not record.inside:  # what a page asks for is part of the page's request
+                if not record.inside:  # an API request of a page is part of the page's
                     send = held.enter_context(self._admission.admitted(principal, required.needs, peer_of(scope), send))
                 answer = partial(self._answer, headers, principal, record)
                 # What signs out is not cut by that.
@@ -92,7 +92,7 @@ class AccessMiddleware:
         receive: Receive,
         send: Send,
     ) -> None:
-        """From the body on: raises errors of these checks alone, the application has handlers for its own."""
+        """From the body on: raises errors of these checks only; the application has handlers for its own."""
         required = record.required
         if not required.safe:
             body = await bodies.checked(scope, headers, receive, required.needs.body)

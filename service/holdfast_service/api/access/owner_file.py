@@ -1,4 +1,4 @@
-"""The file in which a daemon leaves its owner's token, for the commands and trainers of the same user to find."""
+"""The file with the owner's token, for commands and trainers of the same user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def left_for_owner(key: OwnerKey, directories: list[Path]) -> Iterator[None]:
-    """The file, in each of these directories that is ours alone to write to, until the end of the context."""
+    """The file, in each of these directories that only this user can write to, until the end of the context."""
     with ExitStack() as stack:
         left = [directory for directory in directories if _leave(key, directory, stack)]
         if not left:
@@ -43,7 +43,7 @@ def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
         log.debug("cannot write the token file %s: %s", directory, error)
         return False
     stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # while we live: a successor sweeps what nobody holds
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends: a successor sweeps unlocked files
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, key.model_dump_json().encode())
     stack.callback(path.unlink, missing_ok=True)
@@ -51,7 +51,7 @@ def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what daemons left that were killed."""
+    """Remove files of killed daemons."""
     for path in directory.glob(owner_key.GLOB):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

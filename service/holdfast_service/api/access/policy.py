@@ -1,5 +1,5 @@
-"""Who may come in at the address that was given: decided once, at the start, and refused where it would be everybody
-unasked.
+"""The access policy of a listener: decided once at the start, which fails where it would open the service to all clients
+without an explicit flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def policy(config: Config, listener: socket.socket | None) -> Policy:
-    """The policy of this listener; `InvalidRequest` where flags contradict one another, or the address."""
+    """The policy of this listener; `InvalidRequest` where flags contradict each other or the address."""
     chosen = [name for name in ("loopback_open", "behind_tls", "insecure_no_tokens") if getattr(config, name)]
     if len(chosen) > 1:
         flags = " contradicts ".join("--" + name.replace("_", "-") for name in chosen[:2])
@@ -55,7 +55,7 @@ def _logins(config: Config, path: Path) -> Logins:
 
 @contextmanager
 def announced(config: Config, listener: socket.socket, owner: Owner) -> Iterator[None]:
-    """The owner's token where programs of the same user find it, as long as the daemon serves."""
+    """Publish the owner's token to programs of the same user, as long as the daemon serves."""
     host, port = listener.getsockname()[:2]
     key = OwnerKey(host=host.partition("%")[0], port=port, token=owner.token)
     places = dict.fromkeys([runtime_directory(), config.socket.absolute().parent])
@@ -64,6 +64,6 @@ def announced(config: Config, listener: socket.socket, owner: Owner) -> Iterator
 
 
 def _names(config: Config) -> frozenset[str]:
-    """What this service is called: by this machine, by --listen, and by --allowed-hosts."""
+    """The names of this service: the machine's, --listen's, and --allowed-hosts."""
     listen = {config.listen[0].lower()} if config.listen else set()
     return config.allowed_hosts | {socket.gethostname().lower()} | listen

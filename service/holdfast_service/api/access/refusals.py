@@ -20,8 +20,8 @@ REPORTS_A_MINUTE_MAX = 60  # of all keys of one author together
 
 
 class Throttle:
-    """Limits reports: one a minute for each key, and so many of each author together, so that no author spends those of
-    others. Thread-safe, and bounded in memory.
+    """Limits reports: one a minute for each key, and so many of each author together, so that no author uses up another's.
+    Thread-safe, and bounded in memory.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,6 @@ class Throttle:
             return left_out if due else None
 
     def reset(self) -> None:
-        """Make the next one of every key due."""
         with self._lock:
             self._reported.clear()
             self._minutes.clear()
@@ -55,7 +54,7 @@ class Throttle:
 
 
 class Refusals:
-    """The refusals of one process. Thread-safe. What a caller sent is shown cut and quoted, its token never."""
+    """The refusals of one process. Thread-safe. A caller's input is shown cut and quoted, its token never."""
 
     def __init__(self, events: Events) -> None:
         self.counts: Counter[str] = Counter()
@@ -64,7 +63,7 @@ class Refusals:
         self._throttle = Throttle()
 
     def add(self, peer: str, method: str, path: str, error: CheckpointError) -> None:
-        """Count a refusal; report it if none of this peer was reported for a while, and how many there were in between."""
+        """Count a refusal; report it, with the number of unreported ones, if none of this peer was reported for a while."""
         with self._lock:
             self.counts[error.code] += 1
         untold = self._throttle.due((peer, error.code))

@@ -1,6 +1,6 @@
-"""The head of a request, read once for all that decide by it: of a length, and with no header twice that carries meaning.
+"""The head of a request, read once for all checks: limited in length, and without repeated significant headers.
 
-Two readers that differ in which of two equal headers they take let a request pass as one thing and be done as another.
+Two readers that pick different ones of two equal headers would check one request and perform another.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SPACE = " \t"  # what HTTP allows around a value: the last byte of UTF-8 may be
 
 
 def read(scope: Scope) -> dict[str, str]:
-    """The headers by their names in lower case; `LimitExceeded` for a head that is too long, `InvalidRequest` for one that
-    could be read in two ways. So could a path that ends in a newline: a route ignores it, an access check might not.
+    """The headers by lower-case name; `LimitExceeded` for a head that is too long, `InvalidRequest` for an ambiguous one,
+    such as a path that ends in a newline: the router ignores that.
     """
     given = [(name.decode("latin-1").lower(), value.decode("latin-1").strip(_SPACE)) for name, value in scope["headers"]]
     size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
@@ -66,18 +66,18 @@ def read(scope: Scope) -> dict[str, str]:
 
 
 def _is_host(text: str) -> bool:
-    """Whether this is a host and nothing else: a user, a path or a port that is none would go into addresses of ours."""
+    """Whether this is a host and nothing else: a user, a path or an invalid port would end up in URLs of this service."""
     found = _HOST.fullmatch(text)
     return found is not None and int(found[1] or 0) < 2**16
 
 
 def bearer(text: str) -> str | None:
-    """The token of an Authorization header, which may be empty; None where it shows something else than a token."""
+    """The token of an Authorization header, which may be empty; None for another scheme."""
     scheme, _, token = text.strip().partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
 
 def cookies(text: str) -> list[str]:
-    """Every token in a Cookie header, in its order."""
+    """All tokens in a Cookie header, in order."""
     pairs = (part.strip().partition("=") for part in text.split(";"))
     return [value for name, _, value in pairs if name.strip() == COOKIE]
