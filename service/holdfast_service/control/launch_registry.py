@@ -1,4 +1,4 @@
-"""Launches: attempts are declared here, and what their trainers say of them is recorded. Nothing waits for the catalog."""
+"""Declares attempts of launches, and stores their descriptions. Nothing waits for the catalog."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class LaunchRegistry:
         return attempt
 
     def is_declared(self, run: str, launch: str, rank: int = 0, session: str = "", world: int = 0) -> bool:
-        """Whether this launch has an attempt already, which this rank, spoken for by this checkpointer, can join."""
+        """Whether this launch has an attempt already that this rank, with this checkpointer, can join."""
         return self._attempts.of(run, launch, Member(rank, session, world)) is not None
 
     def record_info(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
-        """Remember what the trainer of an attempt says of it; returns at once where the catalog is away."""
+        """Store the description of an attempt's launch; returns at once where the catalog is away."""
         made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
         self._book.tell(f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made))
 
     def parted(self, run: str, attempt: int) -> None:
-        """The ranks of this attempt are here no more."""
+        """The ranks of this attempt have left."""
         self._restores.parted(run, attempt)
         if self._cluster is not None:
             self._cluster.crews.parted(run)

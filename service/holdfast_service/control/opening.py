@@ -1,4 +1,4 @@
-"""Makes all that decides over one root, whole; the daemon calls each part by its name.
+"""Constructs all control parts of one root; the daemon calls each part by name.
 
 Saves never wait for the catalog: attempts, saves and directories are known here, and the catalog is updated later.
 """
@@ -31,7 +31,7 @@ from holdfast_service.storage import Tier
 
 @dataclass(frozen=True)
 class Control(CheckpointParts):
-    """All that decides over one root. Every call of a part either decides and records, or raises a named error and changes
+    """The control parts of one root. Every call of a part either decides and records, or raises a named error and changes
     nothing.
     """
 

@@ -1,4 +1,4 @@
-"""The parts that know a root and decide about its checkpoints, made in the order in which they need one another."""
+"""The parts that know a root and decide about its checkpoints, constructed in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
 from holdfast_service.storage import PosixStore, Store, Tier
 
-NAMES_S = 90.0  # clients of network file systems remember for no longer, unless told to, which names there are
+NAMES_S = 90.0  # network file systems' clients cache names for no longer by default
 
 
 @dataclass(frozen=True)
 class RecordParts:
-    """What is known of a root, and where it is recorded."""
+    """The known state of a root, and its records."""
 
     tier: Tier
     store: Store
     catalog: Catalog
     cluster: Cluster | None  # daemons of other nodes may serve the same root with the same catalog
     returned: Signal[[]]  # the catalog answers, for the first time or again
-    published: Signal[[Manifest]]  # saved, or brought in from elsewhere; subscribers must not wait
+    published: Signal[[Manifest]]  # saved or imported; subscribers must not block
     book: Book
     events: Events
     attempts: Attempts
@@ -62,7 +62,7 @@ class RecordParts:
 
 @dataclass(frozen=True)
 class CheckpointParts(RecordParts):
-    """The checkpoints that stand in it, and what may become of them."""
+    """The root's checkpoints, and the decisions about them."""
 
     readers: Readers
     rotation: Rotation
@@ -110,7 +110,7 @@ def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: R
 
 
 def checkpoint_parts(records: RecordParts, trash_days: float | None) -> CheckpointParts:
-    """Deleted runs can be brought back for `trash_days`."""
+    """Deleted runs can be restored for `trash_days`."""
     tier, store, catalog, cluster = records.tier, records.store, records.catalog, records.cluster
     book, events, attempts, files = records.book, records.events, records.attempts, records.files
     readers = Readers(shared=None if cluster is None else cluster.holds)
@@ -149,5 +149,5 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
 
 
 def parts_of(parts: RecordParts) -> dict[str, Any]:
-    """Each by its name, so that a larger record can have them too."""
+    """The parts by name, for a larger record that includes them."""
     return {field.name: getattr(parts, field.name) for field in fields(parts)}

@@ -1,4 +1,4 @@
-"""Brings root and catalog into agreement: at the start of the daemon, and whenever the catalog answers again."""
+"""Makes root and catalog agree: at the daemon's start, and whenever the catalog answers again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK_S = 10.0
 
 
 class Recovery:
-    """What an earlier daemon left in one root is put right, and its catalog says what stands there."""
+    """Repairs an earlier daemon's leftovers in one root, and updates its catalog from the directories."""
 
     def __init__(self, parts: CheckpointParts, claim: Callable[[], None]) -> None:
         """`claim` raises where the catalog is another root's."""
@@ -50,11 +50,11 @@ class Recovery:
         )
 
     def reconcile(self) -> list[roots.Unreadable]:
-        """List what stands in the directories; returns what cannot be read."""
+        """List the checkpoints of the directories; returns the unreadable ones."""
         return roots.reconcile(self._store, self._catalog, absences=self._absences)
 
     def _returned(self) -> None:
-        """The catalog is there, for the first time or again: it may be an older one, another one, or one without rows."""
+        """The catalog answers for the first time or again: it may be an older one, another one, or an empty one."""
         before = missing.living(self._catalog)
         self._follow()
         try:
@@ -92,7 +92,7 @@ class Recovery:
         self._started = True
 
     def learn_attempts(self) -> None:
-        """In a root that has no file of them yet, or has lost it, the catalog knows which attempts were declared."""
+        """Take the declared attempts from the catalog, in a root that has no file of them yet, or has lost it."""
         if self._attempts.complete:
             return
         try:

@@ -1,6 +1,6 @@
-"""Saves, from their first lease to their end: which may begin, what is published, and what the catalog is told of them.
+"""Saves, from their first lease to their end: whether they may begin, their publication, and their records.
 
-Nothing here waits for the catalog, but for a question or two with a deadline.
+Nothing here waits for the catalog, except for a query or two with a deadline.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SaveCoordinator:
         self._restores.parted(run, attempt)
 
     def _committed(self, round_id: int, made: Manifest, measured: Mapping[str, float], staging: Place | None) -> None:
-        """A checkpoint stands. `staging`: of a save of several nodes."""
+        """A checkpoint was published. `staging`: of a save of several nodes."""
         self._book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
         self._rounds.end(round_id, "committed", measured=measured)
         self.clear(staging or Place(made.run, made.step, made.attempt))
@@ -119,7 +119,7 @@ class SaveCoordinator:
         )
 
     def _without_average(self, made: Manifest) -> None:
-        """The ranks of this checkpoint keep an average, which is not in it."""
+        """The ranks of this checkpoint keep an average that it lacks."""
         text = (
             f"step {made.step} was saved without the group ema: no update was in the average yet, or its parts on the ranks "
             "were not of the same updates, or not alike where they have to be, which the daemon's log names"
@@ -127,7 +127,7 @@ class SaveCoordinator:
         self._events.enqueue("average-left-out", text, made.run, made.step, "warning")
 
     def written_for(self, made: Manifest, handover: ShareHandover) -> None:
-        """A node could not write its share of this checkpoint."""
+        """A node could not write its share of this checkpoint; another one did."""
         why = handover.problem.get("detail", "it could not write")
         told = f"{why}; node {handover.helper} has written the share of node {handover.node} of step {made.step}"
         self._events.enqueue(
@@ -149,7 +149,7 @@ class SaveCoordinator:
         kind = "save-dropped" if state == "dropped" else "save-aborted"
         level: Level = "info" if state == "dropped" else "warning"
 
-        detail, problem = error.detail, error.problem()  # the error itself holds on to who met it
+        detail, problem = error.detail, error.problem()  # the error's traceback would keep its frames alive
 
         def tell(run: str, step: int) -> None:
             self._events.enqueue(kind, f"step {step} was not saved: {detail}", run, step, level, problem=problem)
@@ -159,12 +159,12 @@ class SaveCoordinator:
             self.clear(staging)
 
     def record(self, made: Manifest) -> None:
-        """Tell the catalog of a checkpoint."""
+        """Queue the catalog's record of a checkpoint."""
         if roots.stands(self._store.files, made.run, made.step):  # else it was removed while the catalog was away
             self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._store, made.run, made.step))
 
     def clear(self, place: Place) -> None:
-        """Remove what is staged at a place; what cannot be removed now, the next sweep removes."""
+        """Remove a staging place; the next sweep removes what cannot be removed now."""
         try:
             self._store.discard(place)
         except CheckpointError as failure:

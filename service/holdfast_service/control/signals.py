@@ -1,4 +1,4 @@
-"""Events between parts of the service: who publishes one does not know who acts on it."""
+"""Events between parts of the service: publishers and subscribers do not know each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ P = ParamSpec("P")
 
 
 class Signal(Generic[P]):
-    """One kind of event. Subscribers are called in the thread that publishes, in the order of their subscription; what one
-    raises reaches the publisher.
+    """One kind of event. Subscribers are called in the publisher's thread, in the order of their subscription; their errors
+    reach the publisher.
     """
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ class Crews:
 
 
 class SharedHolds:
-    """Checkpoints that are being read through a node, so that no other node removes them. `here` returns this node's."""
+    """Checkpoints that are being read through a node, so that no other node removes them."""
 
     def __init__(self, membership: Membership, locks: ClusterLocks) -> None:
         self._membership, self._locks, self._database = membership, locks, membership.database

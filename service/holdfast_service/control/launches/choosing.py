@@ -68,9 +68,7 @@ class Mending:
 
 
 class Known(NamedTuple):
-    """Sources of facts. `left`: steps of a run that training has left behind. `relist` compares the list of a run with its
-    directories.
-    """
+    """Sources of facts. `relist` compares the list of a run with its directories."""
 
     health: HealthRecords
     findings: Findings

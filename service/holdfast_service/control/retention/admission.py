@@ -83,7 +83,7 @@ class Admission:
         this save is verified, if they are superseded by a verified checkpoint already (I10).
         """
         shortage = self._shortage(plan)
-        if isinstance(shortage, NoSpace):  # what was deleted goes before anything that somebody keeps
+        if isinstance(shortage, NoSpace):  # deleted runs go before kept checkpoints
             self._empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
             shortage = self._shortage(plan)
         if shortage is None:

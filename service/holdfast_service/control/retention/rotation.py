@@ -48,7 +48,7 @@ from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
-# Who insists takes the lock of a run from a node that has it for too long. It yields what raises once that lock is lost.
+# Locks a run; with True it takes the lock from a node that has it for too long. Yields a check that raises once it is lost.
 Elsewhere = Callable[[str, bool], AbstractContextManager[Callable[[], None]]]
 
 NAMES_SHOWN_MAX = 5
@@ -70,7 +70,7 @@ class Rotation:
         events: Events | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`hears` returns the receiver of what looks at the storage find."""
+        """`elsewhere` locks a run against the daemons of other nodes, if any."""
         self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
         self.looks = Looks(store.files)

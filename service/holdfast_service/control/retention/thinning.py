@@ -45,7 +45,7 @@ class Thinning:
         published: Callable[[Manifest], None],
         is_mine: Callable[[], bool] | None = None,
     ) -> None:
-        """`published` is told what stands there now; `is_mine` says whether it is this node, of several, that thins."""
+        """`published` gets the new checkpoint; `is_mine` returns whether this node, of several, thins."""
         self._store, self._catalog, self._book = store, catalog, book
         self._rotation, self._events = rotation, events
         self._published, self._is_mine = published, is_mine or (lambda: True)
@@ -107,7 +107,7 @@ class Thinning:
 
     def waits(self, run: str, step: int, error: CheckpointError) -> None:
         """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""
-        problem = error.problem()  # the error itself holds on to who met it
+        problem = error.problem()  # the error's traceback would keep its frames alive
         text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
         told = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
         self._book.tell(f"why {run}@{step} is not thinned or compacted yet", told)
