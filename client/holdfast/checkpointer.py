@@ -686,7 +686,7 @@ class Checkpointer:
 
     def _give_back(self, slot: Slot) -> None:
         """The daemon granted a slot too late: the save has failed, for all ranks."""
-        slot.abandon(DeadlineExceeded(f"rank {self._launch.rank} did not hear from its daemon in time, and saved no part"))
+        slot.abandon(DeadlineExceeded(f"rank {self._launch.rank} got no answer from its daemon in time, and saved no part"))
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

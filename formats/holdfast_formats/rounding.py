@@ -55,6 +55,6 @@ def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[i
 
 def nan(name: str) -> StateMismatch:
     return StateMismatch(
-        f"the master of {name!r} has NaN, and nobody can tell which bits of it the weight has",
+        f"the master of {name!r} has NaN, and which bits of it the weight has is unknown",
         hint=f"{HINT}; a training with NaN in its masters is mostly lost: restore an older step",
     )

@@ -133,7 +133,7 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
     """Refuse a Checkpointer whose saves could be dropped or incomplete."""
     if checkpointer.policy != "wait":
         raise InvalidRequest(
-            f"this Checkpointer may drop a save that Ray was told of: its policy is {checkpointer.policy!r}",
+            f"this Checkpointer may drop a save that was reported to Ray: its policy is {checkpointer.policy!r}",
             hint='Checkpointer(…, policy="wait")',
         )
     if checkpointer.world != context.get_world_size():

@@ -205,7 +205,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         step = naming.parse_step_directory(place.name)
         if step is None or place.parent.name != "checkpoints":
             raise InvalidRequest(
-                f"initial_load_path={place} is a checkpoint outside of a root, so no run can be told",
+                f"initial_load_path={place} is a checkpoint outside of a root, so its run is unknown",
                 hint="`holdfast import` makes it a step of a run",
             )
         run, root = place.parts[-3], place.parents[2]

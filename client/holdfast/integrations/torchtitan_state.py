@@ -132,7 +132,7 @@ def explained(error: StateMismatch) -> StateMismatch:
         return error
     return StateMismatch(
         error.detail,
-        hint="another number of data-parallel ranks saved, and torchtitan's data cannot be divided anew: "
+        hint="another number of data-parallel ranks saved, and torchtitan's data cannot be divided again: "
         'exclude_from_loading=["dataloader"] begins the data again',
         **error.members,
     )

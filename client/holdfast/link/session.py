@@ -235,7 +235,9 @@ class Session:
         try:
             found = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
         except CheckpointError as failure:
-            log.warning("the daemon could not be told how the restore of step %d ended: %s", choice.step, failure.detail)
+            log.warning(
+                "the end of the restore of step %d could not be reported to the daemon: %s", choice.step, failure.detail
+            )
             return own
         return Judgement(
             found.again, None if found.problem is None else from_problem(found.problem), found.late, found.newest

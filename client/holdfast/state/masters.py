@@ -145,7 +145,7 @@ def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | Non
     if nameless:
         raise StateMismatch(
             f"{len(nameless)} tensors of the group master ({_listed(nameless)}) would not be restored with the weights, and "
-            "no weight has their names: nobody can tell which weights the next optimizer step would undo",
+            "no weight has their names: which weights the next optimizer step would undo is unknown",
             hint="restore the group master as well, or name the masters as the weights",
             stale=nameless,
         )

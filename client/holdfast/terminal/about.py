@@ -21,7 +21,7 @@ _KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes")
 def lines(found: RunAbout) -> Iterator[Text]:
     yield Text(found.run, "bold")
     since = f", {console.human_age(found.life_since)}" if found.life_since else ""
-    facts = {"state": f"{found.life}{since}", "owner": found.owner or "nobody is named", "notes": found.notes or "none"}
+    facts = {"state": f"{found.life}{since}", "owner": found.owner or "none", "notes": found.notes or "none"}
     if found.missing:
         shown = ", ".join(map(str, found.missing[:STEPS_SHOWN])) + ", …" * (len(found.missing) > STEPS_SHOWN)
         facts["missing"] = f"step {shown}: removed from the storage, and not by Holdfast"

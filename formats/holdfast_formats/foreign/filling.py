@@ -202,4 +202,6 @@ def _row_major(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _whole(files: Files, file: str, start: int, buffer: NDArray[np.uint8]) -> None:
     if files.read_into(file, start, buffer) != buffer.nbytes:
-        raise CorruptManifest(f"{file} became shorter while it was read", hint="import it when nobody writes it", file=file)
+        raise CorruptManifest(
+            f"{file} became shorter while it was read", hint="import it when no process writes it", file=file
+        )

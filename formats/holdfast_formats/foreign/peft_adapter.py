@@ -52,7 +52,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
 def _check_config(files: Files) -> None:
     size = files.size(CONFIG)
     if size is None:
-        raise StateMismatch(f"there is no {CONFIG}, without which nobody knows what the adapter belongs to", file=CONFIG)
+        raise StateMismatch(f"there is no {CONFIG}, without which the base model of the adapter is unknown", file=CONFIG)
     try:
         found: Any = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
     except (ValueError, RecursionError) as error:

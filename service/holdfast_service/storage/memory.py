@@ -195,7 +195,7 @@ class MemoryTier:
         name = (*parent, leaf)
         with self._lock:
             if name in self._held:
-                raise InUse(f"somebody holds {path}", hint="wait until it is free, or choose another name", path=path)
+                raise InUse(f"another job holds {path}", hint="wait until it is free, or choose another name", path=path)
             self._held.add(name)
         try:
             yield

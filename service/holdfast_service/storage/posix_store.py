@@ -299,7 +299,7 @@ class PosixStore:
         except StorageFailed as error:
             if error is failure:
                 raise
-            return Publication("unknown", f"{failure.detail}; whether {target} is visible cannot be told: {error.detail}")
+            return Publication("unknown", f"{failure.detail}; whether {target} is visible is unknown: {error.detail}")
         return Publication("unknown", visible)
 
     def _whole_in_staging(self, run: str) -> list[str]:

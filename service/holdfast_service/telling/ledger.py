@@ -62,6 +62,6 @@ class Ledger:
         try:
             self._notices.note(self._target, self._changes)
         except CheckpointError as away:
-            log.info("what %s was told cannot be noted yet: %s", self._target, away.detail)
+            log.info("what %s was sent cannot be recorded yet: %s", self._target, away.detail)
         else:
             self._changes = Changes()

@@ -210,9 +210,9 @@ class Notifier:
                 for sender in senders:
                     sender.hear(look)
             except CheckpointError as away:  # nothing is known, so that nothing is over
-                log.info("alerts cannot be told: %s", away.detail)
+                log.info("alerts cannot be sent: %s", away.detail)
             except Exception:
-                log.exception("alerts cannot be told")
+                log.exception("alerts cannot be sent")
             took_s = time.thread_time() - began
 
     def _reread(self) -> None:
@@ -295,9 +295,9 @@ class _Sender:
                 tries += 1
                 self._wait(error, max(min(RETRY_S * 2 ** min(tries - 1, 20), RETRY_MAX_S), error.again_s))
             except CheckpointError as away:
-                log.info("%s cannot be told: %s", self.target.name, away.detail)
+                log.info("%s cannot be sent alerts: %s", self.target.name, away.detail)
             except Exception as error:
-                log.exception("%s cannot be told", self.target.name)
+                log.exception("%s cannot be sent alerts", self.target.name)
                 self._wait(NotDelivered(f"a fault of the daemon: {type(error).__name__}", "see its log"), RETRY_MAX_S)
 
     def _wait(self, error: NotDelivered, seconds: float) -> None:

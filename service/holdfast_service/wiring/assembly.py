@@ -90,7 +90,7 @@ log = logging.getLogger("holdfast_service")
 
 FIRST = (
     "start PostgreSQL, or correct --catalog: the first time it has to answer. It needs a database of its own, and a "
-    "user who may create tables"
+    "user that may create tables"
 )
 SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long
 # What the catalog's rows say of a node, and not the node itself.
@@ -138,7 +138,9 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
-            raise CatalogUnavailable(f"{away.detail}; nobody has served {root} with this catalog yet", hint=FIRST) from away
+            raise CatalogUnavailable(
+                f"{away.detail}; no daemon has served {root} with this catalog yet", hint=FIRST
+            ) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog, rebuilt = Catalog(Database.at(config.catalog_url), config.node), None
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)

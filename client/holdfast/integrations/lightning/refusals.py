@@ -71,7 +71,7 @@ def check_callbacks(trainer: Any, callback: Any) -> None:
     swa = framework.part("callbacks").StochasticWeightAveraging
     if any(isinstance(one, swa) for one in trainer.callbacks):
         raise InvalidRequest(
-            "StochasticWeightAveraging does not average in an epoch that is resumed, and Lightning cannot be told to",
+            "StochasticWeightAveraging does not average in an epoch that is resumed, and Lightning has no option for it",
             hint="use WeightAveraging or EMAWeightAveraging, whose averages are stored",
         )
     for logger in trainer.loggers:

@@ -100,5 +100,5 @@ class PickleStream:
         self._buffer, self._base, self._at = self._files.read(self.path, first, length), first, 0
         if len(self._buffer) < length:
             raise CorruptManifest(
-                f"{self.path} became shorter while it was read", hint="import it when nobody writes it", file=self.path
+                f"{self.path} became shorter while it was read", hint="import it when no process writes it", file=self.path
             )

@@ -134,7 +134,9 @@ def load(path: Path) -> Logins:
     except (InvalidRequest, LimitExceeded) as error:
         raise InvalidRequest(f"--logins {path} is not JSON: {error.detail}", hint=f"for example {_EXAMPLE}") from error
     if not read.groups and read.everybody is None:
-        raise InvalidRequest(f"--logins {path} lets nobody in", hint="name a group in `groups`, or give `everybody` a scope")
+        raise InvalidRequest(
+            f"--logins {path} lets no person in", hint="name a group in `groups`, or give `everybody` a scope"
+        )
     for grant in (*read.groups.values(), *([read.everybody] if read.everybody else [])):
         check_pattern(grant.runs)
     proxies = tuple(ip_network(one, strict=False) for one in read.proxies)
@@ -157,7 +159,7 @@ def _secret(path: Path) -> str:
         hint = f"write at least {SECRET_CHARS_MIN} printable characters there: openssl rand -hex 32"
         raise InvalidRequest(f"the secret in {path} is too short, or not plain text", hint=hint)
     if path.stat().st_mode & 0o007:
-        log.warning("every user of this machine can read %s, and so be anybody: chmod 600", path)
+        log.warning("every user of this machine can read %s, and so sign in as any person: chmod 600", path)
     return secret
 
 

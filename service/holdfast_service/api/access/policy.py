@@ -32,7 +32,7 @@ def policy(config: Config, listener: socket.socket | None) -> Policy:
     host = str(listener.getsockname()[0]) if listener is not None else "127.0.0.1"
     here, names = ip_address(host.partition("%")[0]).is_loopback, _names(config)
     if config.insecure_no_tokens:
-        log.warning("--insecure-no-tokens: everybody who reaches this service is an admin")
+        log.warning("--insecure-no-tokens: every client that reaches this service is an admin")
         return Policy(metrics_open=True, hosts=names)
     if config.loopback_open:
         if not here:
@@ -49,7 +49,7 @@ def _logins(config: Config, path: Path) -> Logins:
     for name in ("loopback_open", "insecure_no_tokens"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
-            raise InvalidRequest(f"--logins contradicts {flag}, with which nobody logs in", hint="leave one of them out")
+            raise InvalidRequest(f"--logins contradicts {flag}, which takes no logins", hint="leave one of them out")
     return load(path)
 
 

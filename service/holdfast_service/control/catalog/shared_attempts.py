@@ -257,7 +257,7 @@ class SharedAttempts(Attempts):
         try:
             return self._tier.read(naming.claim_file(run, attempt), 0, LAUNCH_LENGTH_MAX * 4).decode(errors="replace")
         except CheckpointError as error:
-            log.info("cannot read who was given attempt %s of %s: %s", attempt, run, error.detail)
+            log.info("cannot read which launch was given attempt %s of %s: %s", attempt, run, error.detail)
             return None
 
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:

@@ -91,7 +91,7 @@ class RunAbouts:
         """Store a launch's description; a failure is logged. `CatalogUnavailable`: try again."""
         refused = launch_records.check(made.info)
         if refused is not None:
-            log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, refused)
+            log.warning("the description of attempt %d of %s is not stored: %s", made.attempt, run, refused)
             return
         try:
             with self._files.exclusively(run) as still:
@@ -102,7 +102,7 @@ class RunAbouts:
         except CatalogUnavailable:
             raise  # the client sends it again
         except CheckpointError as error:
-            log.warning("what attempt %d of %s says of itself is not remembered: %s", made.attempt, run, error.detail)
+            log.warning("the description of attempt %d of %s is not stored: %s", made.attempt, run, error.detail)
 
     def resumed(self, run: str) -> None:
         """A new launch has begun: unarchive the run. `CatalogUnavailable`: try again."""

@@ -49,7 +49,7 @@ _SQLITE_HINTS = {
     f"as SQLite demands, {_GOES_ON}",
     "readonly database": f"the daemon may not write to the catalog's file: check its owner, mode and mount, {_GOES_ON}",
 }
-_MET_HINT = "somebody else wrote the same at this moment: try again. If it stays, look with `holdfast catalog check`"
+_MET_HINT = "another client wrote the same at this moment: try again. If it stays, look with `holdfast catalog check`"
 
 
 class Trouble(NamedTuple):
@@ -174,7 +174,7 @@ class Database:
         try:
             yield
         except (CatalogUnavailable, NoSpace) as error:
-            log.warning("%s: the catalog hears of it when it can be written again: %s", what, error.detail)
+            log.warning("%s: recorded when the catalog can be written again: %s", what, error.detail)
             self.missed()
 
     @contextmanager

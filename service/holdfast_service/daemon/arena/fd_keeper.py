@@ -185,7 +185,7 @@ class FdStore:
             given = -1
             return self._heard() and not _closed(watched, 0.0)
         except OSError as error:
-            log.warning("the service manager at %s cannot be told anything: %s", self._address, error)
+            log.warning("the service manager at %s cannot be notified: %s", self._address, error)
             return False
         finally:
             os.close(watched)

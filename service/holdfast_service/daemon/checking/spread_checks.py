@@ -279,7 +279,7 @@ class SpreadChecks:
                 tell()
                 return
             except CatalogUnavailable as away:
-                log.info("what was found of a checkpoint is told later: %s", away.detail)
+                log.info("the result of a check is recorded later: %s", away.detail)
                 if self._closing.wait(AWAY_S):
                     raise _Left(CLOSES) from None
 

@@ -166,7 +166,9 @@ class _Joined:
             return
         if self._source.read_into(run.file, run.at, self._into[run.start : run.start + run.length]) != run.length:
             raise CorruptManifest(
-                f"{run.file} became shorter while it was read", hint="start again when nobody writes it", file=run.file
+                f"{run.file} became shorter while it was read",
+                hint="start again when no other process writes it",
+                file=run.file,
             )
 
 
