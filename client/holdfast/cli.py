@@ -83,7 +83,7 @@ class Commands(LazyGroup):
             "acknowledge",
         ),
         "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
-        "rename": _entry("runs.care", "Rename a run that nobody trains.", "rename"),
+        "rename": _entry("runs.care", "Rename a run without connected ranks.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",
@@ -118,8 +118,8 @@ class Commands(LazyGroup):
         ),
         "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
         "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),
-        "whoami": _entry("access.whoami", "Show who the service takes you for, and what you may do."),
-        "audit": _entry("access.audit", "Show who did what: every change, and every refused request, newest first."),
+        "whoami": _entry("access.whoami", "Show your name for the service, and your permissions."),
+        "audit": _entry("access.audit", "Show the audit log: every change, and every refused request, newest first."),
         "programs": _entry(
             "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
         ),

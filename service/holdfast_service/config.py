@@ -446,7 +446,7 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
     for flag, meaning in (
         ("--loopback-open", "require no tokens on a loopback address: every user of this machine is an admin"),
         ("--behind-tls", "a proxy in front of --listen terminates TLS; tokens are required"),
-        ("--insecure-no-tokens", "require no tokens at all: everybody who reaches --listen is an admin"),
+        ("--insecure-no-tokens", "require no tokens at all: every client that reaches --listen is an admin"),
         ("--metrics-open", "serve /metrics without a token"),
     ):
         parser.add_argument(flag, action="store_const", const="true", help=meaning)

@@ -58,8 +58,8 @@ class AuditEntry(Body):
 
     id: int
     at: str = Field(description="RFC 3339, UTC")
-    who: str = Field(description="name of the token, of the person, or of the user of the machine; empty if nobody said")
-    by: By = Field(description="how `who` was known")
+    who: str = Field(description="name of the token, of the person, or of the user of the machine; empty if unknown")
+    by: By = Field(description="how `who` was authenticated")
     address: str = Field(description="the peer's address; of what a page did, the browser's or its proxy's")
     via: Via = Field(description="`client`: the `holdfast` command or Api; `http`: any other program")
     kind: str = Field(description="one of the kinds that docs/api.md lists")

@@ -35,7 +35,7 @@ class Run(Body):
     state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
     life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
     life_since: str | None = Field(default=None, description="since when, if that is known")
-    owner: str | None = Field(default=None, description="who answers for the run")
+    owner: str | None = Field(default=None, description="the contact of the run")
 
 
 NodeState = Literal["live", "returned", "stopped", "lost"]

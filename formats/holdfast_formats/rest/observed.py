@@ -108,7 +108,9 @@ class Attention(Body):
     remedy: Remedy = Field(default="look", description="what mends it")
     subject: str | None = Field(default=None, description="name of the replica or of the node that it is about")
     healthy: int | None = Field(default=None, description="the newest healthy step, where another one is not")
-    acknowledged: Acknowledgement | None = Field(default=None, description="who has seen it, and for how long")
+    acknowledged: Acknowledgement | None = Field(
+        default=None, description="the person that has acknowledged it, and for how long"
+    )
 
 
 class Alert(Attention):
@@ -164,7 +166,7 @@ class RunSummary(Body):
     life: RunLife = Field(default="idle", description="what the run is doing")
     life_since: str | None = Field(default=None, description="since when, if that is known")
     verdict: str = Field(default="", description="the same in a sentence, with what to do")
-    owner: str | None = Field(default=None, description="who answers for the run")
+    owner: str | None = Field(default=None, description="the contact of the run")
     checkpoints: int
     bytes: int
     quota_bytes: int | None
@@ -208,7 +210,7 @@ class Overview(Body):
 
     runs: int
     states: dict[RunLife, int] = Field(description="number of runs by what they are doing")
-    errors: int = Field(description="alerts that nobody has acknowledged")
+    errors: int = Field(description="alerts that are not acknowledged")
     warnings: int
     acknowledged: int
     newest_lost: str | None = Field(default=None, description="the run that was lost last, of those that are lost")

@@ -63,8 +63,8 @@ EVENTS: dict[str, str] = {
     "alert-acknowledged": "an alert was acknowledged, for a time or until it has ended, or that was taken back",
     "scrub-finished": "a scrub has verified the checkpoints that were due",
     "job-ended": "a job is done, has failed, or was cancelled",
-    "notification-sent": "a target of notifications was told of alerts, or that they are over",
-    "notification-failed": "a target of notifications could not be told; recorded again only after it could",
+    "notification-sent": "a target of notifications accepted alerts, or their ends",
+    "notification-failed": "a target of notifications did not accept a message; recorded again only after it accepted one",
     "token-changed": "a token was created, rotated or revoked",
     "request-refused": "a request was refused: no token, an invalid token, or too little scope",
 }

@@ -42,7 +42,7 @@ class RunAbout(Body):
     owner: str | None = Field(description="as it was set, else what the newest launch says")
     notes: str = Field(description="as they were set, else what the newest launch says")
     archived: str | None = Field(default=None, description="when it was archived; null if it is not")
-    acknowledged: bool = Field(default=False, description="whether somebody has seen that it died")
+    acknowledged: bool = Field(default=False, description="whether its death was acknowledged")
     acknowledged_by: str | None = Field(default=None, description="name of the token with which that was said")
     acknowledged_at: str | None = Field(default=None, description="when that was said")
     launches: list[RunLaunch] = Field(description="the newest launches, the newest first")

@@ -25,7 +25,7 @@ class NoticedAlert(Body):
     run: str | None = Field(default=None, description="null for what is about no run, as a node that is lost")
     step: int | None = None
     since: str = Field(description="when it was first seen, RFC 3339, UTC")
-    told: int = Field(default=0, description="how often this target was told of it before")
+    told: int = Field(default=0, description="how often this target was sent it before")
     url: str | None = Field(default=None, description="the page of the run, if the file of targets gives an address")
 
 
@@ -49,14 +49,14 @@ class NotificationTarget(Body):
     kind: TargetKind
     to: str = Field(description="the host of a webhook, or addressees and server of mail")
     runs: str = Field(description="a run's name, a prefix ending in *, or * for all")
-    level: AlertLevel = Field(description="the lowest level that is told")
+    level: AlertLevel = Field(description="the lowest level that is sent")
     after_s: float = Field(description="an alert that is over before that is not told")
-    repeat_s: float | None = Field(description="an alert that stays is told again after so long; null: never")
-    recovery: bool = Field(description="whether it is told that an alert is over")
-    firing: int = Field(description="alerts that it was told of and that are not over")
+    repeat_s: float | None = Field(description="an alert that stays is sent again after so long; null: never")
+    recovery: bool = Field(description="whether the end of an alert is sent")
+    firing: int = Field(description="alerts that it was sent and that are not over")
     sent: int = Field(description="messages that were accepted, ever")
     failed: int = Field(description="attempts that failed, ever")
-    dropped: int = Field(description="alerts that were over before they could be told, ever")
+    dropped: int = Field(description="alerts that were over before they could be sent, ever")
     last_sent: str | None
     last_node: str | None = Field(description="the node that sent or tried last")
     problem: str | None = Field(description="why the newest attempt failed; null if it did not")

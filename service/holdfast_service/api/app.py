@@ -33,7 +33,7 @@ _DESCRIPTION = (
 )
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
-    {"name": "alerts", "description": "What needs attention, what mends it, and who has seen it"},
+    {"name": "alerts", "description": "What needs attention, what mends it, and acknowledgements"},
     {"name": "retention", "description": "Retention: policy, pins, labels and removal, with reasons"},
     {"name": "replicas", "description": "Copies of a checkpoint in other storage tiers"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files support a single byte range"},
@@ -44,10 +44,10 @@ _TAGS = [
     {"name": "uploads", "description": "Saves from ranks that share no memory with the daemon: slots uploaded in chunks"},
     {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
     {"name": "events", "description": "Events, as a live stream or in pages"},
-    {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
+    {"name": "tokens", "description": "Bearer tokens: their scopes and runs"},
     {"name": "notifications", "description": "Where the daemon sends alerts, and how that fares"},
     {"name": "watched", "description": "Other daemons that this one watches, and their runs"},
-    {"name": "access", "description": "Who asks, who did what, and how much a team may store"},
+    {"name": "access", "description": "The caller, the audit log, and how much a team may store"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},
 ]
 

@@ -34,7 +34,7 @@ def audit(  # noqa: PLR0913 - options of a command
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show who did what: every change, and every refused request, newest first."""
+    """Show the audit log: every change, and every refused request, newest first."""
     query = {"who": who, "run": run, "kind": kind, "since": since, "refused": "true" if refused else None}
     with console.reporting(as_json), Api(url or default_url()) as api:
         if as_csv:

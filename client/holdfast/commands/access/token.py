@@ -88,7 +88,7 @@ def rotate(  # noqa: PLR0913 - options of a command
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a token a new secret. The old one is accepted for a while, so that nobody is cut off."""
+    """Give a token a new secret. The old one is accepted for a while, so that no client is cut off."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         grace_s = 0 if grace in ("0", "0s") else _seconds(grace, "--grace") or 0
         if grace_s > GRACE_MAX_S:

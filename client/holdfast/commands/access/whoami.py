@@ -13,12 +13,12 @@ _BY = {
     "token": "a token",
     "owner": "the token of the daemon's own user",
     "login": "a login at the proxy",
-    "anybody": "nothing: this service asks nobody who they are",
+    "anybody": "nothing: this service authenticates no client",
 }
 
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
-    """Show who the service takes you for, and what you may do."""
+    """Show your name for the service, and your permissions."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         found = api.get("/v1/whoami", Whoami)
     if as_json:

@@ -18,7 +18,7 @@ from holdfast_formats.rest.runs import RunAbout, RunChange
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
     str | None,
-    typer.Option("--owner", metavar="NAME", help='Who answers for the run; "" is the name that its trainer gives.'),
+    typer.Option("--owner", metavar="NAME", help='The contact of the run; "" is the name that its trainer gives.'),
 ]
 Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]
@@ -46,7 +46,7 @@ def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = Fal
 
 
 def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
-    """Rename a run that nobody trains. Nothing is copied; the checkpoints get new manifests."""
+    """Rename a run without connected ranks. Nothing is copied; the checkpoints get new manifests."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         found = runs.rename(api, run, name)
     if as_json:

@@ -25,7 +25,7 @@ CSV = "text/csv"
 _COLUMNS = tuple(AuditEntry.model_fields)
 
 
-@router.get("/whoami", dependencies=needs("read", "none"), summary="Who asks, and what they may do")
+@router.get("/whoami", dependencies=needs("read", "none"), summary="The caller, and its permissions")
 def get_whoami(request: Request, viewer: Viewer) -> Whoami:
     whole = getattr(request.state, "whole", viewer)
     return Whoami(
@@ -42,7 +42,7 @@ def get_whoami(request: Request, viewer: Viewer) -> Whoami:
 @router.get(
     "/audit",
     dependencies=needs("admin"),
-    summary="The audit log, newest first: who did what, from where, and what came of it",
+    summary="The audit log, newest first: acts with caller, address and result",
     response_model=bodies.Page[AuditEntry],
     responses={200: {"description": "A page; with `format=csv` its items as CSV", "content": {CSV: {}}}},
 )

@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
 UNLIMITED = Principal("alerts", "admin")  # sees all that there is
 TAKEN_BACK = "no longer acknowledged"
 Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
-Seen = Annotated[bool | None, Query(description="only alerts that somebody has acknowledged, or only those that nobody has")]
+Seen = Annotated[bool | None, Query(description="only acknowledged alerts, or only others")]
 
 
 @router.get("/overview", dependencies=needs("read"), summary="All runs in a few figures: states, alerts, exposure, cost")
@@ -53,7 +53,7 @@ def list_alerts(
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> Response:
-    """First those that nobody has acknowledged, errors before warnings. They are some seconds old. Those of nodes and
+    """First those that are not acknowledged, errors before warnings. They are some seconds old. Those of nodes and
     replicas are shown only to tokens for all runs.
     """
     found = summaries_of(request)
