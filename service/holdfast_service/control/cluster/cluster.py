@@ -45,7 +45,7 @@ class Crew(NamedTuple):
 
 
 class Crews:
-    """Connected ranks by node. `here` returns this node's, once set."""
+    """Connected ranks by node."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
