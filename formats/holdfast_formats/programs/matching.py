@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.programs.names import NameIndex, NamePattern
+from holdfast_formats.layout.rules.patterns import NamePattern
+from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.operations import Ranks, Step
 from holdfast_formats.programs.statements import RANGE_MAX, Operand, ProgramStatement
 from holdfast_formats.region import Shape

@@ -3,66 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
-from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.layout.rules.patterns import NUMBER_DIGITS_MAX, split
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules.patterns import NamePattern, OpenNumber, split
 
 STAR = "*"
 VARIABLES = ("LAYER_ID", "EXPERT_ID", "LAYER_ID_OFFSET")
 
 _OPEN = re.compile(r"\$([A-Z_]+)|(\*)")
-_GAP = "\0"
-
-
-class OpenNumber(NamedTuple):
-    """A number in a name that a variable gives; the name has the variable's value plus `offset`."""
-
-    variable: str
-    offset: int = 0
-
-
-class NamePattern(NamedTuple):
-    """A name, of which some numbers may be open: text between them in `pieces`, then each number."""
-
-    text: str
-    pieces: tuple[str, ...]
-    slots: tuple[OpenNumber | str, ...]  # a text is a number as it is
-    variables: frozenset[str] = frozenset()
-
-    @property
-    def key(self) -> str:
-        return _GAP.join(self.pieces)
-
-    def name(self, values: Mapping[str, int]) -> str:
-        """The name with these values; `StateMismatch` for a negative number."""
-        if not self.variables:
-            return self.text
-        made = [self.pieces[0]]
-        for slot, piece in zip(self.slots, self.pieces[1:], strict=True):
-            number = slot if isinstance(slot, str) else values[slot.variable] + slot.offset
-            if isinstance(number, int) and number < 0:
-                raise StateMismatch(
-                    f"{self.text!r} has no name for {number}", hint="drop what has no number here, by `-> _`"
-                )
-            made += (str(number), piece)
-        return "".join(made)
-
-    def match(self, numbers: list[str]) -> dict[str, int] | None:
-        """The variables' values in a name with this pattern's key; None if its fixed numbers differ."""
-        values: dict[str, int] = {}
-        for slot, number in zip(self.slots, numbers, strict=True):
-            if isinstance(slot, str):
-                if slot != number:
-                    return None
-                continue
-            if len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
-                return None
-            value = int(number) - slot.offset
-            if values.setdefault(slot.variable, value) != value:
-                return None
-        return values
 
 
 def pattern(text: str, right: bool) -> NamePattern:

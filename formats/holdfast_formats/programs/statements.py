@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
-from holdfast_formats.programs.names import NamePattern, pattern
+from holdfast_formats.layout.rules.patterns import NamePattern
+from holdfast_formats.programs.names import pattern
 from holdfast_formats.programs.regexes import SafeExpression
 
 TEXT_BYTES_MAX = 2**24  # Paddle writes a statement for each expert

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.document import Document, check, decode
 from holdfast_formats.layout.rules.expressions import VALUE_MAX, evaluate, names_in
-from holdfast_formats.layout.rules.patterns import Pattern, split
+from holdfast_formats.layout.rules.patterns import NamePattern, split
 from holdfast_formats.layout.rules.rules import Rules
 from holdfast_formats.layout.rules.table import RuleTable, TieRow, compile_table
 from holdfast_formats.region import Shape
@@ -130,7 +130,7 @@ def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | None:
-    wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
+    wanted: dict[str, list[tuple[str, int, NamePattern]]] = {}
     for table in tables:
         for i, mark in enumerate(table.marks):
             for pattern in mark:
@@ -138,7 +138,7 @@ def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | No
     met = set()
     for name in held:
         key, numbers = split(name)
-        met |= {(table, i) for table, i, pattern in wanted.get(key, ()) if pattern.match(numbers)}
+        met |= {(table, i) for table, i, pattern in wanted.get(key, ()) if pattern.match(numbers) is not None}
     return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
 
 
@@ -167,7 +167,7 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
 
 
 def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    known: dict[str, list[tuple[Pattern, bool]]] = {}
+    known: dict[str, list[tuple[NamePattern, bool]]] = {}
     for pattern in table.tensors:
         known.setdefault(pattern.key, []).append((pattern, False))
     for pattern, row in table.fusions.items():
@@ -180,8 +180,8 @@ def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]
             if place is None:
                 continue
             shape = shapes.get(name, ())
-            layers = max(layers, -1 if place.layer is None else place.layer + 1)
-            experts = max(experts, -1 if place.expert is None else place.expert + 1, shape[0] if stacked and shape else 0)
+            layers = max(layers, place.get("layer", -2) + 1)
+            experts = max(experts, place.get("expert", -2) + 1, shape[0] if stacked and shape else 0)
     return {name: count for name, count in (("layers", layers), ("experts", experts)) if count}
 
 

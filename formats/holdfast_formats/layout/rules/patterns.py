@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 
 NAME_CHARACTERS_MAX = 512
 NUMBER_DIGITS_MAX = 9
@@ -24,54 +24,55 @@ _PLACE_OR_NUMBER = re.compile(r"\{(layer|expert)\}|([0-9]+)")
 _GAP = "\0"
 
 
-class NameNumbers(NamedTuple):
-    """The numbers in a tensor's name; None where it has none."""
+class OpenNumber(NamedTuple):
+    """A number in a name that a variable gives; the name has the variable's value plus `offset`."""
 
-    layer: int | None
-    expert: int | None
+    variable: str
+    offset: int = 0
 
 
-class Pattern(NamedTuple):
-    """A name in which only numbers are open: `pieces`, and between them `slots`, a placeholder or a fixed number."""
+class NamePattern(NamedTuple):
+    """A name, of which some numbers may be open: text between them in `pieces`, then each number."""
 
+    text: str
     pieces: tuple[str, ...]
-    slots: tuple[str, ...]
+    slots: tuple[OpenNumber | str, ...]  # a text is a number as it is
+    variables: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
-        """The text of all names of this pattern without their numbers."""
         return _GAP.join(self.pieces)
 
-    @property
-    def open(self) -> int:
-        return sum(slot in NUMBERED for slot in self.slots)
+    def name(self, values: Mapping[str, int]) -> str:
+        """The name with these values; `StateMismatch` for a negative number."""
+        if not self.variables:
+            return self.text
+        made = [self.pieces[0]]
+        for slot, piece in zip(self.slots, self.pieces[1:], strict=True):
+            number = slot if isinstance(slot, str) else values[slot.variable] + slot.offset
+            if isinstance(number, int) and number < 0:
+                raise StateMismatch(
+                    f"{self.text!r} has no name for {number}", hint="drop what has no number here, by `-> _`"
+                )
+            made += (str(number), piece)
+        return "".join(made)
 
-    @property
-    def text(self) -> str:
-        return self._with([f"{{{slot}}}" if slot in NUMBERED else slot for slot in self.slots])
-
-    def name(self, place: NameNumbers) -> str:
-        return self._with([str(getattr(place, slot)) if slot in NUMBERED else slot for slot in self.slots])
-
-    def match(self, numbers: Sequence[str]) -> NameNumbers | None:
-        """The numbers of a name with this pattern's key, by meaning; None if another pattern matches instead."""
+    def match(self, numbers: Sequence[str]) -> dict[str, int] | None:
+        """The variables' values in a name with this pattern's key; None if its fixed numbers differ."""
         if len(numbers) != len(self.slots):
             return None
-        layer = expert = None
+        values: dict[str, int] = {}
         for slot, number in zip(self.slots, numbers, strict=True):
-            if slot not in NUMBERED:
+            if isinstance(slot, str):
                 if slot != number:
                     return None
-            elif len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
+                continue
+            if len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
                 return None  # not as numbers are written: `layers.007`
-            elif slot == "layer":
-                layer = int(number)
-            else:
-                expert = int(number)
-        return NameNumbers(layer, expert)
-
-    def _with(self, words: Sequence[str]) -> str:
-        return "".join(piece + word for piece, word in zip(self.pieces, (*words, ""), strict=True))
+            value = int(number) - slot.offset
+            if values.setdefault(slot.variable, value) != value:
+                return None
+        return values
 
 
 def split(name: str) -> tuple[str, list[str]]:
@@ -83,28 +84,29 @@ def places(text: str) -> frozenset[str]:
     return frozenset(_PLACE.findall(text))
 
 
-def compile_pattern(text: str) -> Pattern:
+def compile_pattern(text: str) -> NamePattern:
     """Compile a pattern in which all words are expanded; `InvalidRequest` with its text if it is invalid or ambiguous."""
     if not 0 < len(text) <= NAME_CHARACTERS_MAX:
         raise InvalidRequest(f"a pattern must have 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
     pieces: list[str] = []
-    slots: list[str] = []
+    slots: list[OpenNumber | str] = []
     at = 0
     for match in _PLACE_OR_NUMBER.finditer(text):
         pieces.append(text[at : match.start()])
-        slots.append(match[1] or match[2])
+        slots.append(OpenNumber(match[1]) if match[1] else match[2])
         at = match.end()
     pieces.append(text[at:])
     if not all(pieces[1:-1]):
         raise InvalidRequest(f"pattern {text!r}: put text between two numeric placeholders, or their boundary is ambiguous")
-    if any(slots.count(word) > 1 for word in NUMBERED):
+    numbers = [slot.variable for slot in slots if isinstance(slot, OpenNumber)]
+    if len(numbers) > len(set(numbers)):
         raise InvalidRequest(f"pattern {text!r} has a placeholder twice")
     if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces):
         raise InvalidRequest(
             f"cannot parse pattern {text!r}",
             hint="placeholders are {root}, {layer}, {expert} and {part}, with braces",
         )
-    return Pattern(tuple(pieces), tuple(slots))
+    return NamePattern(text, tuple(pieces), tuple(slots), frozenset(numbers))
 
 
 def count(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> int:
@@ -113,7 +115,7 @@ def count(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> int:
     return len(texts) * prod(len(words[place]) for place in used)
 
 
-def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tuple[Pattern, ...]]:
+def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tuple[NamePattern, ...]]:
     """These texts as patterns, all of them together for every choice of the words that they use.
 
     Raises `InvalidRequest` if a text has a placeholder for which `words` lists nothing.

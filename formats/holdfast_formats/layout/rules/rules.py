@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, TypeVar
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout.rules.document import Kind, Otherwise
 from holdfast_formats.layout.rules.expressions import Expression, evaluate
-from holdfast_formats.layout.rules.patterns import NameNumbers, Pattern, split
+from holdfast_formats.layout.rules.patterns import NamePattern, split
 from holdfast_formats.layout.rules.table import FusionRow, RuleTable, TensorRow
 from holdfast_formats.region import Shape
 
 Row = TypeVar("Row")
-_Index = dict[str, list[tuple[Pattern, Row]]]
+_Index = dict[str, list[tuple[NamePattern, Row]]]
 
 
 class Rule(NamedTuple):
@@ -59,7 +59,7 @@ class Rules:
                 worked_out[row] = self._work_out(pattern, row)
         self._tensors = _index({pattern: worked_out[row] for pattern, row in table.tensors.items()})
         self._fusions = _index(table.fusions)
-        self._parts: dict[Pattern, list[FusionRow]] = {}
+        self._parts: dict[NamePattern, list[FusionRow]] = {}
         for fusion in table.fusions.values():
             for part in fusion.of:
                 self._parts.setdefault(part, []).append(fusion)
@@ -74,17 +74,17 @@ class Rules:
         if found is None:
             return None
         _, rule, place = found
-        stage = rule.stage
-        if isinstance(stage, int) and place.layer is not None:
-            beyond = self.layers is not None and place.layer >= self.layers
-            stage = "last" if beyond else place.layer  # modules that predict further tokens follow the layers
-        if place.expert is None:
+        stage, layer, expert = rule.stage, place.get("layer"), place.get("expert")
+        if isinstance(stage, int) and layer is not None:
+            beyond = self.layers is not None and layer >= self.layers
+            stage = "last" if beyond else layer  # modules that predict further tokens follow the layers
+        if expert is None:
             return Rule(*rule[:6], stage, None, None, rule.unit)
-        if self.experts is not None and place.expert >= self.experts:
+        if self.experts is not None and expert >= self.experts:
             raise StateMismatch(
-                f"tensor {name!r} belongs to expert {place.expert}, but the config has only {self.experts} experts"
+                f"tensor {name!r} belongs to expert {expert}, but the config has only {self.experts} experts"
             )
-        return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
+        return Rule(*rule[:6], stage, expert, self.experts, rule.unit)
 
     def fusion(self, name: str) -> Fusion | None:
         """The fused tensor of this name; None if there is none, and for a stack of an unknown number of experts."""
@@ -112,18 +112,18 @@ class Rules:
         found = _find(self._tensors, name)
         return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
 
-    def _holders(self, name: str) -> list[tuple[FusionRow, NameNumbers]]:
+    def _holders(self, name: str) -> list[tuple[FusionRow, Mapping[str, int]]]:
         found = _find(self._tensors, name)
         return [] if found is None else [(row, found[2]) for row in self._parts.get(found[0], ())]
 
-    def _fuse(self, row: FusionRow, place: NameNumbers) -> Fusion | None:
+    def _fuse(self, row: FusionRow, place: Mapping[str, int]) -> Fusion | None:
         stacked = row.kind == "experts"
         if stacked and self.experts is None:
             return None
         name = row.name.name(place)
         made = self._made.get(name)
         if made is None:
-            places = [NameNumbers(place.layer, expert) for expert in range(self.experts or 0)] if stacked else [place]
+            places = [{**place, "expert": expert} for expert in range(self.experts or 0)] if stacked else [place]
             of = tuple(part.name(each) for each in places for part in row.of)
             units = self._heads(row)
             made = self._made[name] = Fusion(row.kind, name, of, row.dimension, units, stacked, _groups(row, units))
@@ -135,21 +135,21 @@ class Rules:
         query, key_value = (evaluate(size, self._sizes) for size in row.heads)
         return None if query is None or key_value is None else (query, key_value)
 
-    def _work_out(self, pattern: Pattern, row: TensorRow) -> Rule:
+    def _work_out(self, pattern: NamePattern, row: TensorRow) -> Rule:
         stage: int | Literal["first", "last", "every"] = 0 if row.stage == "layer" else row.stage
         shape = self._shape(pattern, row)
         units = None if row.units is None else self._size(pattern, row.units)
         rule = Rule(shape, row.cut, row.by, units, row.otherwise, row.vocabulary, stage, None, None, row.unit)
         return rule if row.block == 1 else _by_block(rule, row.block)
 
-    def _shape(self, pattern: Pattern, row: TensorRow) -> Shape | None:
+    def _shape(self, pattern: NamePattern, row: TensorRow) -> Shape | None:
         if row.shape is None:
             return None
         lengths = [self._size(pattern, size) for size in row.shape]
         known = tuple(length for length in lengths if length is not None)
         return known if len(known) == len(lengths) else None
 
-    def _size(self, pattern: Pattern, size: Expression) -> int | None:
+    def _size(self, pattern: NamePattern, size: Expression) -> int | None:
         try:
             return evaluate(size, self._sizes)
         except InvalidRequest as problem:
@@ -163,15 +163,15 @@ def _groups(row: FusionRow, units: tuple[int, int] | None) -> int:
     return query if row.found == "heads" else key_value
 
 
-def _index(rows: Mapping[Pattern, Row]) -> _Index[Row]:
+def _index(rows: Mapping[NamePattern, Row]) -> _Index[Row]:
     """Rows by their patterns' keys, those with the fewest open numbers first: `layers.0.` before `layers.{layer}.`."""
     found: _Index[Row] = {}
-    for pattern, row in sorted(rows.items(), key=lambda item: item[0].open):
+    for pattern, row in sorted(rows.items(), key=lambda item: len(item[0].variables)):
         found.setdefault(pattern.key, []).append((pattern, row))
     return found
 
 
-def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, NameNumbers] | None:
+def _find(index: _Index[Row], name: str) -> tuple[NamePattern, Row, Mapping[str, int]] | None:
     key, numbers = split(name)
     for pattern, row in index.get(key, ()):
         place = pattern.match(numbers)

@@ -9,7 +9,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules import document
 from holdfast_formats.layout.rules.document import Document, Found, Kind, Otherwise
 from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
-from holdfast_formats.layout.rules.patterns import Pattern, compile_pattern, count, expand, places
+from holdfast_formats.layout.rules.patterns import NamePattern, compile_pattern, count, expand, places
 
 PATTERNS_MAX = 20_000
 
@@ -34,8 +34,8 @@ class FusionRow(NamedTuple):
     """The rule for a fused tensor; its patterns' words are expanded together."""
 
     kind: Kind
-    name: Pattern
-    of: tuple[Pattern, ...]
+    name: NamePattern
+    of: tuple[NamePattern, ...]
     dimension: int
     heads: tuple[Expression, Expression] | None
     found: Found
@@ -57,12 +57,12 @@ class RuleTable(NamedTuple):
     name: str
     architectures: frozenset[str]
     model_types: frozenset[str]
-    marks: tuple[tuple[Pattern, ...], ...]  # each is matched by any of its patterns
+    marks: tuple[tuple[NamePattern, ...], ...]  # each is matched by any of its patterns
     sizes: Mapping[str, Expression]
-    tensors: Mapping[Pattern, TensorRow]
-    fusions: Mapping[Pattern, FusionRow]
+    tensors: Mapping[NamePattern, TensorRow]
+    fusions: Mapping[NamePattern, FusionRow]
     ties: tuple[TieRow, ...]
-    synonyms: Mapping[Pattern, tuple[Pattern, ...]]  # each with the other names of the same tensor
+    synonyms: Mapping[NamePattern, tuple[NamePattern, ...]]  # each with the other names of the same tensor
     has_experts: bool
 
 
@@ -101,7 +101,7 @@ def _compiled(own: Document, lineage: Sequence[Document]) -> RuleTable:
         fusions=fusions,
         ties=tuple(_ties(lineage, roots)),
         synonyms=_synonyms(lineage, roots, tensors),
-        has_experts=any("expert" in pattern.slots for pattern in tensors),
+        has_experts=any("expert" in pattern.variables for pattern in tensors),
     )
 
 
@@ -122,7 +122,7 @@ def _texts(text: str | list[str]) -> list[str]:
     return [text] if isinstance(text, str) else text
 
 
-def _mark(texts: Sequence[str], roots: Sequence[str]) -> tuple[Pattern, ...]:
+def _mark(texts: Sequence[str], roots: Sequence[str]) -> tuple[NamePattern, ...]:
     return tuple(pattern for text in texts for (pattern,) in expand([text], {"root": roots}))
 
 
@@ -138,10 +138,10 @@ def _sized(size: str | int, known: Iterable[str]) -> Expression:
     return expression
 
 
-def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str]) -> dict[Pattern, TensorRow]:
-    found: dict[Pattern, TensorRow] = {}
+def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str]) -> dict[NamePattern, TensorRow]:
+    found: dict[NamePattern, TensorRow] = {}
     for doc in lineage:
-        said: dict[Pattern, TensorRow] = {}
+        said: dict[NamePattern, TensorRow] = {}
         for entry in doc.tensors:
             for text in _texts(entry.name):
                 row = _row(entry, text, known)
@@ -185,11 +185,11 @@ def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorR
 
 
 def _fusions(
-    lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str], tensors: Mapping[Pattern, TensorRow]
-) -> dict[Pattern, FusionRow]:
-    found: dict[Pattern, FusionRow] = {}
+    lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str], tensors: Mapping[NamePattern, TensorRow]
+) -> dict[NamePattern, FusionRow]:
+    found: dict[NamePattern, FusionRow] = {}
     for doc in lineage:
-        said: dict[Pattern, FusionRow] = {}
+        said: dict[NamePattern, FusionRow] = {}
         for entry in doc.fusions:
             _check_fusion(entry)
             heads = None if entry.heads is None else (_sized(entry.heads[0], known), _sized(entry.heads[1], known))
@@ -223,7 +223,7 @@ def _check_fusion(entry: document.FusionRule) -> None:
         raise InvalidRequest(f'{entry.name!r} has found = "{entry.found}", but no `heads`')
 
 
-def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Mapping[Pattern, TensorRow]) -> None:
+def _check_atoms(entry: document.FusionRule, of: Sequence[NamePattern], tensors: Mapping[NamePattern, TensorRow]) -> None:
     for pattern in of:
         row = tensors.get(pattern)
         if row is None:
@@ -234,7 +234,7 @@ def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Map
             )
 
 
-def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> dict[Pattern, TensorRow]:
+def _scaled(tensors: Mapping[NamePattern, TensorRow], scales: document.Scales) -> dict[NamePattern, TensorRow]:
     """The rows of per-block numbers beside weights, cut as the weights are."""
     found = {}
     for pattern, row in tensors.items():
@@ -244,8 +244,8 @@ def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> di
 
 
 def _scaled_fusions(
-    fusions: Mapping[Pattern, FusionRow], tensors: Mapping[Pattern, TensorRow], suffix: str
-) -> dict[Pattern, FusionRow]:
+    fusions: Mapping[NamePattern, FusionRow], tensors: Mapping[NamePattern, TensorRow], suffix: str
+) -> dict[NamePattern, FusionRow]:
     found = {}
     for fusion in fusions.values():
         of = tuple(compile_pattern(pattern.text + suffix) for pattern in fusion.of)
@@ -270,9 +270,9 @@ def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]
 
 
 def _synonyms(
-    lineage: Sequence[Document], roots: Sequence[str], tensors: Mapping[Pattern, TensorRow]
-) -> dict[Pattern, tuple[Pattern, ...]]:
-    found: dict[Pattern, tuple[Pattern, ...]] = {}
+    lineage: Sequence[Document], roots: Sequence[str], tensors: Mapping[NamePattern, TensorRow]
+) -> dict[NamePattern, tuple[NamePattern, ...]]:
+    found: dict[NamePattern, tuple[NamePattern, ...]] = {}
     for entry in (entry for doc in lineage for entry in doc.synonyms):
         if len({places(text) for text in entry.names}) > 1:
             named = " and ".join(map(repr, entry.names))

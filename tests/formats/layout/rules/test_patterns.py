@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.patterns import (
     NAME_CHARACTERS_MAX,
-    NameNumbers,
     compile_pattern,
     count,
     expand,
@@ -18,7 +17,7 @@ from holdfast_formats.layout.rules.patterns import (
 )
 
 
-def _match(text: str, name: str) -> NameNumbers | None:
+def _match(text: str, name: str) -> dict[str, int] | None:
     pattern = compile_pattern(text)
     key, numbers = split(name)
     return pattern.match(numbers) if key == pattern.key else None
@@ -27,23 +26,23 @@ def _match(text: str, name: str) -> NameNumbers | None:
 @pytest.mark.parametrize(
     ("text", "name", "place"),
     [
-        ("norm.weight", "norm.weight", NameNumbers(None, None)),
-        ("h.{layer}.ln_1.weight", "h.12.ln_1.weight", NameNumbers(12, None)),
+        ("norm.weight", "norm.weight", {}),
+        ("h.{layer}.ln_1.weight", "h.12.ln_1.weight", {"layer": 12}),
         ("h.{layer}.ln_1.weight", "h.12.ln_2.weight", None),
-        ("l.{layer}.e.{expert}.w1", "l.3.e.0.w1", NameNumbers(3, 0)),
-        ("e.{expert}.l.{layer}", "e.5.l.6", NameNumbers(6, 5)),
-        ("layer_{layer}.up", "layer_7.up", NameNumbers(7, None)),
-        ("{layer}.up", "7.up", NameNumbers(7, None)),
-        ("l.{layer}", "l.7", NameNumbers(7, None)),
+        ("l.{layer}.e.{expert}.w1", "l.3.e.0.w1", {"layer": 3, "expert": 0}),
+        ("e.{expert}.l.{layer}", "e.5.l.6", {"layer": 6, "expert": 5}),
+        ("layer_{layer}.up", "layer_7.up", {"layer": 7}),
+        ("{layer}.up", "7.up", {"layer": 7}),
+        ("l.{layer}", "l.7", {"layer": 7}),
         ("l.{layer}", "l.07", None),
-        ("l.{layer}", "l.0", NameNumbers(0, None)),
+        ("l.{layer}", "l.0", {"layer": 0}),
         ("l.{layer}", "l.1234567890", None),
         ("l.{layer}", "l.x", None),
         ("l.{layer}", "l.7.8", None),
         ("l\0.{layer}", "l", None),
     ],
 )
-def test_a_name_gives_its_numbers(text: str, name: str, place: NameNumbers | None) -> None:
+def test_a_name_gives_its_numbers(text: str, name: str, place: dict[str, int] | None) -> None:
     """A name of a pattern gives layer and expert; other numbers must be as written, and numbers as one writes them."""
     if "\0" in text:
         with pytest.raises(InvalidRequest, match="cannot parse pattern"):
@@ -64,10 +63,10 @@ def test_a_name_with_the_keys_own_mark_in_it_does_not_match() -> None:
 def test_names_and_numbers_are_each_others_inverse(layer: int, expert: int) -> None:
     """The name that a pattern makes of a place gives that place again, and the text stays what it was."""
     text = "model.layers.{layer}.mlp.experts.{expert}.w2.weight"
-    place = NameNumbers(layer, expert)
+    place = {"layer": layer, "expert": expert}
     assert _match(text, compile_pattern(text).name(place)) == place
     assert compile_pattern(text).text == text
-    assert compile_pattern(text).open == 2
+    assert compile_pattern(text).variables == {"layer", "expert"}
 
 
 @pytest.mark.parametrize(
