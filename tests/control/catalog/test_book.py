@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Pa
     done: list[int] = []
     for question in (book.settle, book.recorded):
         wait_until(lambda: book._thread is None or bool(book._changed._waiters))  # type: ignore[attr-defined]  # idle again
-        book.tell("a number", lambda: done.append(len(done)))
         told = len(done)
+        book.tell("a number", lambda: done.append(len(done)))
+        time.sleep(0.05)  # the catalog's thread has its turn
         book.tell("another", lambda: done.append(len(done)))
         assert len(done) == told and book.waiting == 2
         assert question(60.0)

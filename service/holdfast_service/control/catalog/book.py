@@ -192,15 +192,19 @@ class Book:
                 self._awaited -= 1
 
     def _loop(self) -> None:
+        lingers = True
         while not self._closed:
             with self._changed:
                 if not self._waiting:
                     self._changed.wait_for(
                         lambda: self._waiting or self._closed or self._missed or not self._known, self._pause_s
                     )
+                    lingers = True
+                if lingers:
                     # A new record often comes right before a rank's answer, for which training waits, and SQL holds the
                     # interpreter.
                     self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
+                lingers = False
                 told = self._waiting[0] if self._waiting else _Told("figures of runs", self._idle)
             if self._closed:
                 return
