@@ -14,6 +14,7 @@ BENCH ?=
 ONLY ?=
 SOURCES ?=
 TESTERS ?= 4
+PROFILE ?= ci
 STOPS = tests/regressions/test_ranks_stop_at_one_step.py tests/regressions/test_ranks_that_saved_other_steps.py tests/regressions/test_torchrun_is_told_to_stop.py
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
@@ -25,7 +26,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
+.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,8 +39,12 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
-test: $(READY) $(TOOLS) tools ## all tests but the long ones
-	$(BIN)/python -m pytest --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
+test: $(READY) $(TOOLS) tools ## all tests but the long ones; PROFILE=nightly with four times as many examples
+	$(BIN)/python -m pytest --hypothesis-profile $(PROFILE) --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
+
+# Its testers find the tests compiled, which takes each of them half a minute otherwise.
+collected: $(READY) ## compile the tests
+	-@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq -p no:cacheprovider > /dev/null
 
 crash: $(READY) ## kill and fault injection, the long lanes included
 	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py $(STOPS)

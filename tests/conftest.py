@@ -16,8 +16,9 @@ REQUEST_TIMEOUT_S = 60.0
 __all__ = ["empty_catalog", "forked_programs", "postgres"]  # fixtures of every test
 
 # No deadlines: a busy machine must not turn a correct test red.
-settings.register_profile("holdfast", deadline=None, derandomize=False, max_examples=60)
-settings.load_profile("holdfast")
+settings.register_profile("ci", deadline=None, derandomize=False, max_examples=15)
+settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=60)
+settings.load_profile("ci")
 for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five seconds unless it is told otherwise
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, REQUEST_TIMEOUT_S)
 

@@ -77,7 +77,7 @@ def test_a_compressed_answer() -> None:
 
 NONSENSE = {
     "objects": b'{"items":[' + b"{}," * MIB + b"{}]}",
-    "lists": b'{"items":[{"metrics":{"a":[' + b"[]," * MIB + b"[]]}}]}",
+    "lists": b'{"items":[{"metrics":{"a":[' + b"[]," * (MIB // 4) + b"[]]}}]}",
     "numbers": b'{"items":[' + b"0," * MIB + b"0]}",
     "names": b'{"items":{' + b",".join(b'"%d":0' % number for number in range(MIB // 4)) + b"}}",
     "depth": b"[" * MIB,
