@@ -10,10 +10,11 @@ from hypothesis import settings
 
 from tests.databases import empty_catalog, postgres
 from tests.forked_programs import forked_programs
+from tests.kit.daemons import daemon, run
 
 REQUEST_TIMEOUT_S = 60.0
 
-__all__ = ["empty_catalog", "forked_programs", "postgres"]  # fixtures of every test
+__all__ = ["daemon", "empty_catalog", "forked_programs", "postgres", "run"]  # fixtures of every test
 
 # No deadlines: a busy machine must not turn a correct test red.
 settings.register_profile("ci", deadline=None, derandomize=False, max_examples=15)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -32,20 +31,6 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from tests.daemons import RunningDaemon, running, wait_until
-
-_runs = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    """One daemon for all tests of this file; each uses a run of its own."""
-    with running(tmp_path_factory.mktemp("checkpointer") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 def training_state(seed: int) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,25 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from holdfast import Fragment
-from tests.daemons import RunningDaemon, running
-from tests.regressions.test_replicas_that_differ import World, differs
+from tests.daemons import RunningDaemon
+from tests.kit.ranks import World
+from tests.regressions.test_replicas_that_differ import differs
 
 HALF, COLUMNS = 12, 10
 SHAPE = (2 * HALF, COLUMNS)  # gate above up
 WHOLE = torch.randn(SHAPE)
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """One daemon for all tests of this file."""
-    with running(tmp_path_factory.mktemp("fragments") / "root") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    """A run of the test's own."""
-    return "".join(c if c.isalnum() else "-" for c in request.node.name)
 
 
 def local(source: torch.Tensor, tp: int, rank: int) -> torch.Tensor:

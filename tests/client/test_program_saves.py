@@ -23,7 +23,7 @@ from tests.client.layout.test_rank_view import local
 from tests.daemons import RunningDaemon, running
 from tests.formats.programs.reference_models import Megatron, logits
 from tests.formats.programs.test_remade import LLAMA
-from tests.regressions.test_replicas_that_differ import World
+from tests.kit.ranks import World
 from tests.torchruns import launch
 
 CONFIG = LlamaConfig(

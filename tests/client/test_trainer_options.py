@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -13,21 +12,7 @@ from torch import nn
 from holdfast import Api, Checkpointer
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, InvalidRequest, StateMismatch, StateOverwritten
-from tests.daemons import RunningDaemon, running, wait_until
-
-_runs = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    """One daemon for all tests of this file; each uses a run of its own."""
-    with running(tmp_path_factory.mktemp("options") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
+from tests.daemons import RunningDaemon, wait_until
 
 
 class Mixed(torch.optim.Optimizer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,57 +11,8 @@ from torch import nn
 from holdfast import Checkpointer, Fragment, ParallelLayout
 from holdfast_formats.errors import CheckpointError, InvalidRequest, ReplicasDiffer
 from tests.client import llama
-from tests.daemons import RunningDaemon, running
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """One daemon for all tests of this file."""
-    with running(tmp_path_factory.mktemp("replicas") / "root") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    """A run of the test's own."""
-    return "".join(c if c.isalnum() else "-" for c in request.node.name)
-
-
-class World:
-    """The ranks of one launch, in this process."""
-
-    def __init__(
-        self, daemon: RunningDaemon, run: str, states: list[dict[str, Any]], launch: str = "a", **more: Any
-    ) -> None:
-        self.ranks = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("WORLD_SIZE", str(len(states)))
-            patch.setenv("HOLDFAST_LAUNCH", f"{run}-{launch}")
-            for rank, state in enumerate(states):
-                patch.setenv("RANK", str(rank))
-                self.ranks.append(Checkpointer(run, state, at=daemon.socket, **more))
-
-    def save(self, step: int, **options: Any) -> list[CheckpointError | None]:
-        """What became of the save on each rank."""
-        tickets = [rank.save(step, **options) for rank in self.ranks]
-        errors = []
-        for ticket in tickets:
-            try:
-                ticket.result(60)
-                errors.append(None)
-            except CheckpointError as error:
-                errors.append(error)
-        for rank in self.ranks:
-            rank._tickets.take_failure()  # it has been told
-        return errors
-
-    def restore(self, **options: Any) -> list[int]:
-        with ThreadPoolExecutor(len(self.ranks)) as threads:
-            return list(threads.map(lambda rank: rank.restore(**options), self.ranks))
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+from tests.daemons import RunningDaemon
+from tests.kit.ranks import World
 
 
 def differs(errors: list[CheckpointError | None], *tensors: str, ranks: list[int]) -> None:

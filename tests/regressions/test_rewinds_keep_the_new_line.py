@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,6 @@ from holdfast_formats.lineage import NO_INTENT, NOTHING, Intent
 from holdfast_formats.naming import CATALOG
 from holdfast_service.control.catalog import lines
 from tests.daemons import RunningDaemon, running, wait_until
-
-_runs = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("rewinds") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 class Training:

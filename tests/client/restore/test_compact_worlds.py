@@ -16,7 +16,7 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats.rest.retention import RetentionPolicy
 from tests.daemons import RunningDaemon, running, wait_until
-from tests.regressions.test_replicas_that_differ import World
+from tests.kit.ranks import World
 
 RUN, SHAPE = "cut", (12, 1000)  # ranks cut blocks of 256 columns anywhere
 WORLD = 3

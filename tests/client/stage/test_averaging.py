@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,23 +17,10 @@ from holdfast import Api, Checkpointer, Ema
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from tests.daemons import RunningDaemon, running, wait_until
-from tests.regressions.test_replicas_that_differ import World
+from tests.kit.ranks import World
 
-_runs = itertools.count()
 SEALED_S = 20.0  # the daemon waits for 30 s for slots that are in the way
 WEIGHTS = Ema(decay=0.9, of="model", every=1, correction="none")
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    """One daemon for all tests of this file; each uses a run of its own."""
-    with running(tmp_path_factory.mktemp("averaging") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 class Trainer:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,10 @@ from tests.client import llama
 from tests.client.test_fragment_worlds import SHAPE, WHOLE, check, megatron
 from tests.client.test_trainer_options import Mixed
 from tests.crash.test_kills import STOPS
-from tests.daemons import RunningDaemon, running, wait_until
-from tests.regressions.test_replicas_that_differ import World
+from tests.daemons import RunningDaemon, wait_until
+from tests.kit.ranks import World
 
 FROM_MASTER: Any = {"model": "from-master"}
-_runs = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """One daemon for all tests of this file; each uses runs of its own."""
-    with running(tmp_path_factory.mktemp("rounded") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 class Training:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from holdfast_formats.errors import Damaged, InvalidRequest, LimitExceeded, NoSu
 from tests.client.test_cli import call, call_json
 from tests.daemons import RunningDaemon, copy_served, running, wait_until
 
-_runs = itertools.count()
 NAN = float("nan")
 MIB = 2**20
 
@@ -38,11 +36,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     directory = tmp_path_factory.mktemp("assets")
     with running(directory / "root", "--replica", f"far={directory / 'far'}", listen="127.0.0.1:0") as daemon:
         yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 def stored(where: object, name: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from holdfast.state.train_state import TrainState
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 
 _runs = itertools.count()
 
@@ -85,18 +85,6 @@ def stepped(*modules: nn.Module) -> torch.optim.Optimizer:
 def names(state: dict, group: str = "model") -> list[str]:
     """The names of a group's tensors."""
     return [leaf.name for leaf in TrainState(state, 0, 1).snapshot().leaves if leaf.group == group]
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """One daemon for all tests of this file; each uses a run of its own."""
-    with running(tmp_path_factory.mktemp("named") / "root") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def run() -> str:
-    return f"run-{next(_runs)}"
 
 
 def test_pipeline_parts_are_one_group_and_optimizers_follow() -> None:

@@ -8,15 +8,7 @@ import pytest
 
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
 from holdfast_service.control.checkpoints.readers import CHECK, OPENED, READ_MAX_S, Readers
-
-
-class Clock:
-    """A clock that a test turns."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.kit.clock import Clock
 
 
 def free(readers: Readers, step: int = 5) -> bool:
@@ -26,7 +18,7 @@ def free(readers: Readers, step: int = 5) -> bool:
 
 def test_a_reader_holds_for_the_length_of_its_block_and_a_while() -> None:
     """Inside the block, and for what it lingers, nothing removes the checkpoint; its neighbours are not held."""
-    clock = Clock()
+    clock = Clock(100.0)
     readers = Readers(clock)
     with readers.reading("run", 5, "HTTP", linger_s=60), readers.reading("run", 7, "the daemon"):
         assert not free(readers) and free(readers, 6)
@@ -40,7 +32,7 @@ def test_a_reader_holds_for_the_length_of_its_block_and_a_while() -> None:
 
 def test_a_hold_is_renewed_and_bounded() -> None:
     """The same reader again holds for longer; a block that never ends holds for a day and no more."""
-    clock = Clock()
+    clock = Clock(100.0)
     readers = Readers(clock)
     readers.hold("run", 5, "me", 10)
     clock.now += 9
@@ -57,7 +49,7 @@ def test_a_hold_is_renewed_and_bounded() -> None:
 
 def test_what_is_being_removed_is_not_read_any_more() -> None:
     """Who comes while a removal is under way is told so, and not handed half a checkpoint."""
-    readers = Readers(Clock())
+    readers = Readers(Clock(100.0))
     with readers.removing("run", 5) as free_now:
         assert free_now
         with pytest.raises(NoSuchCheckpoint, match="run@5"):
@@ -68,7 +60,7 @@ def test_what_is_being_removed_is_not_read_any_more() -> None:
 
 def test_the_end_of_a_hold_is_told() -> None:
     """Every release names its run; one that ends by itself is not told."""
-    readers = Readers(Clock())
+    readers = Readers(Clock(100.0))
     told: list[str] = []
     readers.freed.subscribe(told.append)
     with readers.reading("a", 1, "x"), readers.reading("b", 1, "x"):
@@ -94,7 +86,7 @@ def test_who_has_it_open_holds_up_no_replacement() -> None:
 
 def test_checks_end_when_a_save_waits_for_their_place() -> None:
     """While it waits no check begins, of this checkpoint alone; other readers come as before, and are not asked to end."""
-    readers = Readers(Clock())
+    readers = Readers(Clock(100.0))
     with readers.reading("run", 5, CHECK), readers.awaited("run", 5):
         assert readers.is_awaited("run", 5) and not readers.is_awaited("run", 6)
         assert readers.only_checked("run", 5) and not free(readers)
@@ -124,7 +116,7 @@ class Elsewhere:
 
 def test_other_nodes_are_told_once_of_what_is_read_here() -> None:
     """Before it is read, and again when one comes who may not lose its place. Checks are not told."""
-    clock = Clock()
+    clock = Clock(100.0)
     others: Any = Elsewhere()
     readers = Readers(clock, others)
     with readers.reading("run", 1, CHECK):

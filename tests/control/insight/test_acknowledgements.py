@@ -13,6 +13,7 @@ from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AcknowledgementWatch, AlertKey
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
+from tests.kit.clock import Clock
 
 NOW = "2030-01-01T00:00:00.000Z"
 LATER = "2030-01-01T01:00:00.000Z"
@@ -20,20 +21,13 @@ DIED, FULL = AlertKey("a", "run-lost"), AlertKey("b", "quota-nearly-full")
 GONE = AlertKey("", "replica-lost", "far")
 
 
-class Clock:
-    now = NOW
-
-    def __call__(self) -> str:
-        return self.now
+@pytest.fixture
+def clock() -> Clock[str]:
+    return Clock(NOW)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Acknowledgements]:
+def store(tmp_path: Path, clock: Clock[str]) -> Iterator[Acknowledgements]:
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield Acknowledgements(catalog.database, clock)
     catalog.close()
@@ -43,7 +37,7 @@ def seen(until: str | None = None, by: str = "ann") -> Acknowledgement:
     return Acknowledgement(by=by, at=NOW, until=until)
 
 
-def test_who_and_until_when_is_kept(store: Acknowledgements, clock: Clock) -> None:
+def test_who_and_until_when_is_kept(store: Acknowledgements, clock: Clock[str]) -> None:
     """The last one that says it counts; what was only for a time is over then."""
     store.set(DIED, seen())
     store.set(DIED, seen(LATER, "bob"))
@@ -64,7 +58,7 @@ def test_a_request_sees_those_of_its_runs(store: Acknowledgements) -> None:
         assert set(store.known()) == {DIED}
 
 
-def test_what_has_ended_and_occurs_anew_counts(store: Acknowledgements, clock: Clock) -> None:
+def test_what_has_ended_and_occurs_anew_counts(store: Acknowledgements, clock: Clock[str]) -> None:
     """An acknowledgement goes when its alert is seen to be gone, or its time is over; nothing is asked where none is."""
     asked: list[set[str]] = []
     there = {DIED, GONE}
@@ -106,7 +100,7 @@ def test_a_thread_looks_by_itself(store: Acknowledgements) -> None:
         watch.close()
 
 
-def test_a_snooze_of_a_clock_that_was_wrong_ends(store: Acknowledgements, clock: Clock) -> None:
+def test_a_snooze_of_a_clock_that_was_wrong_ends(store: Acknowledgements, clock: Clock[str]) -> None:
     """Snoozed for an hour while the clock was ten years ahead: set right, it would hide the alert for ten years."""
     made = Acknowledgement(by="ann", at="2040-01-01T00:00:00.000Z", until="2040-01-01T01:00:00.000Z")
     store.set(DIED, made)

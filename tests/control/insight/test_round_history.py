@@ -16,15 +16,9 @@ from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_
 from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.published import a_row
 from tests.databases import sqlite_url
+from tests.kit.clock import Clock
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:04.000Z"
-
-
-class Clock:
-    now = seconds_of(ENDED) + 1
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -35,12 +29,12 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> Clock[float]:
+    return Clock(seconds_of(ENDED) + 1)
 
 
 @pytest.fixture
-def history(catalog: Catalog, clock: Clock) -> RoundHistory:
+def history(catalog: Catalog, clock: Clock[float]) -> RoundHistory:
     made = RoundHistory(catalog.database, "here", clock)
     made.look()
     return made
@@ -84,7 +78,7 @@ def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> 
     """What had ended before is not, what had begun is."""
     save(catalog, 1)
     going = catalog.note_round("run", 2, 1, 2, BEGAN)[0]
-    history = RoundHistory(catalog.database, "here", Clock())
+    history = RoundHistory(catalog.database, "here", Clock(seconds_of(ENDED) + 1))
     assert counts(history) == {}
     catalog.end_round(going, "committed", ENDED)
     assert counts(history) == {"durable": 1}
@@ -113,7 +107,7 @@ def test_other_nodes_saves_are_theirs(catalog: Catalog, history: RoundHistory) -
     assert counts(history) == {"durable": 1, "stall": 1}
 
 
-def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: RoundHistory, clock: Clock) -> None:
+def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: RoundHistory, clock: Clock[float]) -> None:
     """After ten minutes nobody asks for a round again; and never for more than so many."""
     made = save(catalog, 1)
     clock.now += SETTLED_S
