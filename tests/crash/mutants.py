@@ -101,8 +101,8 @@ MUTATIONS = (
     ),
     Mutation(
         "digest check of what is copied",
-        "service/holdfast_service/daemon/copying/copies.py",
-        "            verification.check(piece, data)\n",
+        "formats/holdfast_files/verifying.py",
+        "        verification.check(piece, data)\n",
         "",
         ("tests/daemon/copying/test_replicas.py",),
     ),
@@ -230,16 +230,9 @@ MUTATIONS = (
     ),
     Mutation(
         "digests in the check after a commit",
-        "service/holdfast_service/daemon/checking/verifier.py",
-        "    verification.check(piece, data)\n",
+        "formats/holdfast_files/verifying.py",
+        "        verification.check(piece, data)\n",
         "",
-        ("tests/daemon/checking/test_verifier.py",),
-    ),
-    Mutation(
-        "digests of what a failing disk gives after all",
-        "service/holdfast_service/daemon/checking/verifier.py",
-        '            verification.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))\n',
-        '            tier.read(f"{directory}/{piece.file}", piece.start, piece.length)\n',
         ("tests/daemon/checking/test_verifier.py",),
     ),
     Mutation(
@@ -258,8 +251,8 @@ MUTATIONS = (
     ),
     Mutation(
         "digests of what a reader streams",
-        "client/holdfast/read/reader.py",
-        "                verification.check(piece, part)\n",
+        "formats/holdfast_files/verifying.py",
+        "        verification.check(piece, data)\n",
         "",
         ("tests/client/read/test_reader.py",),
     ),

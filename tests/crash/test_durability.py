@@ -11,7 +11,7 @@ import pytest
 TREE = Path(__file__).resolve().parents[2]
 SERVICE = TREE / "service" / "holdfast_service"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "durability.md"
-ROOMS = (SERVICE, TREE / "client")
+ROOMS = (SERVICE, TREE / "client", TREE / "formats")
 NUMBERS = [f"I{number}" for number in range(1, 11)]
 FUTURE = "no such tier exists yet"
 _ROW = re.compile(r"^\| (I\d+) \| (.+?) \| (.+?) \| (.*?) ?\|$", re.M)

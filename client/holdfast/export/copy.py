@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.read.reader import CheckpointReader
+from holdfast.read.verified_load import READERS_WAITING
+from holdfast_files.verifying import ReadControl
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import FileEntry
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StateMismatch, StorageFailed
 from holdfast_formats.whereabouts import check_output_place
 
@@ -34,16 +35,16 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     made = _prepare(out)
     written: list[Path] = []
     try:
-        with ExitStack() as opened:
-            descriptors = {file.name: _create(out / file.name, file.bytes, written, opened) for file in files}
-
-            def take(piece: Piece, data: memoryview) -> None:
-                write(descriptors[piece.file], piece.start, data)
-
-            reader.stream([piece for file in files for piece in reader.pieces(file.name)], take, on_bytes=on_bytes)
-            if not groups:
-                for name, data in ((naming.MANIFEST, reader.manifest_bytes), (naming.COMMIT, reader.commit_bytes)):
-                    write(_create(out / name, len(data), written, opened), 0, memoryview(data))
+        create = partial(_Output, out, written)
+        control = ReadControl(READERS_WAITING, moved=on_bytes)
+        reader.copy(files, create, control)
+        if not groups:
+            for name, data in ((naming.MANIFEST, reader.manifest_bytes), (naming.COMMIT, reader.commit_bytes)):
+                file = create(name, len(data))
+                try:
+                    file.write(0, [memoryview(data)])
+                finally:
+                    file.discard()
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
@@ -91,12 +92,29 @@ def _prepare(out: Path) -> bool:
     return True
 
 
-def _create(path: Path, size: int, written: list[Path], opened: ExitStack) -> int:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    opened.callback(os.close, descriptor)
-    written.append(path)
-    os.truncate(descriptor, size)
-    return descriptor
+class _Output:
+    """A new file of a copy, noted among those that were `written`. It is not synced."""
+
+    def __init__(self, out: Path, written: list[Path], name: str, size: int) -> None:
+        path = out / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor: int | None = os.open(path, flags, 0o644)
+        written.append(path)
+        os.truncate(self._descriptor, size)
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for data in buffers:
+            assert self._descriptor is not None
+            write(self._descriptor, offset, data)
+            offset += len(data)
+
+    def finish(self) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def write(descriptor: int, offset: int, data: memoryview) -> None:

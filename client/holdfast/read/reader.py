@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -22,10 +20,12 @@ from holdfast.read import coded_load, verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import DirectorySource, Source
 from holdfast_files import opened
+from holdfast_files.copying import NewFile, copy_files
+from holdfast_files.verifying import OnDamage, ReadControl, StoredCheckpoint, Take, VerifiedBatch, read_verified
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import coded, verification
 from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
+from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import (
@@ -41,9 +41,6 @@ from holdfast_formats.region import Box, check_box, whole
 REPLACED_MAX = 4  # times that another checkpoint takes the place of one while it is opened
 OVERLAP_MIN = 1.25  # times what the groups hold: ranks that cut tensors share the extents at the cuts, and no more
 
-Take = Callable[[Piece, memoryview], None]
-OnDamage = Callable[[Piece, CheckpointError], None]
-
 
 class Damage(NamedTuple):
     """One finding of `verify`: bytes [offset, offset + length) of a file, their tensor, and what is wrong."""
@@ -53,30 +50,6 @@ class Damage(NamedTuple):
     offset: int
     length: int
     what: str
-
-
-class _Bytes:
-    """A file's bytes: in the source's memory, or read into a buffer of the thread."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._local = threading.local()
-
-    def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
-        """A view that is valid until the thread's next call, and how many of its bytes the file has."""
-        view = self._source.view(file, start, start + size)
-        if view is not None:
-            return view, size
-        buffer = self._buffer(size)
-        return buffer, self._source.read_into(file, start, buffer)
-
-    def _buffer(self, size: int) -> memoryview:
-        if size > EXTENT_BYTES_MAX:  # a large header or asset: the only pieces that may pass the limit
-            return memoryview(bytearray(size))
-        if not hasattr(self._local, "bytes"):
-            self._local.bytes = np.empty(EXTENT_BYTES_MAX, np.uint8).data
-        held: memoryview = self._local.bytes
-        return held[:size]
 
 
 class _Found:
@@ -98,7 +71,6 @@ class CheckpointReader:
         self.commit_bytes = commit_bytes
         self.cores = len(os.sched_getaffinity(0))
         self.peers = 1  # ranks of this machine that read from it at this time, each for itself
-        self._bytes = _Bytes(source)
         self._found = _Found([], [])
 
     @classmethod
@@ -161,7 +133,7 @@ class CheckpointReader:
     def read_file(self, name: str) -> bytes:
         """Read a whole file and check every piece of it."""
         parts: dict[int, bytes] = {}
-        self.stream(self.pieces(name), lambda piece, data: parts.__setitem__(piece.start, bytes(data)))
+        self.stream(self.pieces(name), lambda batch: parts.__setitem__(batch.pieces[0].start, batch.data.tobytes()))
         return b"".join(parts[start] for start in sorted(parts))
 
     @cached_property
@@ -263,16 +235,15 @@ class CheckpointReader:
                 damages.append(_damage(error, Piece(file.name, 0, file.bytes, file.digest)))
                 size = error.members.get("offset") or None  # up to where a shorter file can still be checked
             present += [piece for piece in self._pieces[file.name] if size is not None and piece.stop <= size]
-        held = verification.tensors_by_file(self.manifest)
         indexed = {naming.index_file_name(group): group for group in self.manifest.tensors}
 
-        def agree(piece: Piece, data: memoryview) -> None:
-            if piece.file in held and piece.start == 0:
-                file = self.manifest.file(piece.file)
-                assert file is not None
-                verification.check_header(file, held[piece.file], bytes(data))
-            elif piece.file in indexed:
-                verification.check_index(self.manifest, indexed[piece.file], bytes(data))
+        def agree(batch: VerifiedBatch) -> None:
+            for piece in batch.pieces:
+                try:
+                    if piece.file in indexed:
+                        verification.check_index(self.manifest, indexed[piece.file], batch.of(piece).tobytes())
+                except Damaged as error:
+                    damages.append(_damage(error, piece))
 
         self.stream(present, agree, lambda piece, error: damages.append(_damage(error, piece)), on_bytes)
         for name in sorted(indexed.keys() - self._pieces.keys()):
@@ -294,37 +265,14 @@ class CheckpointReader:
         Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number of bytes
         read.
         """
-        batches = list(verification.batches(pieces))
-        with ThreadPoolExecutor(max(1, min(verified_load.READERS_WAITING, len(batches))), "holdfast-read") as threads:
-            running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
-            try:
-                for finished in as_completed(running):
-                    with self._as_it_stands():
-                        read = finished.result()
-                    if on_bytes is not None:
-                        on_bytes(read)
-            finally:
-                threads.shutdown(wait=True, cancel_futures=True)
+        control = ReadControl(verified_load.READERS_WAITING, moved=on_bytes or _ignore)
+        with self._as_it_stands():
+            read_verified(StoredCheckpoint(self.source, "", self.manifest), pieces, take, on_damage, control)
 
-    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage) -> int:
-        file, first, size = batch[0].file, batch[0].start, batch[-1].stop - batch[0].start
-        try:
-            data, got = self._bytes.take(file, first, size)
-        except (Damaged, StorageFailed, NoSuchResource) as error:
-            if len(batch) == 1:
-                on_damage(batch[0], error)
-            else:  # one piece is bad: find out which, and hand over the others
-                for piece in batch:
-                    self._read_batch((piece,), take, on_damage)
-            return size
-        for piece in batch:
-            part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
-            try:
-                verification.check(piece, part)
-                take(piece, part)
-            except Damaged as error:
-                on_damage(piece, error)
-        return size
+    def copy(self, files: Sequence[FileEntry], create: Callable[[str, int], NewFile], control: ReadControl) -> None:
+        """Copy files, each to the one that `create` makes for a name and a size; raises as `stream`."""
+        with self._as_it_stands():
+            copy_files(StoredCheckpoint(self.source, "", self.manifest), self.manifest, files, create, control)
 
     def _touched(self, wants: list[Want]) -> _Found:
         """The extents of these wants. `load` reuses the result of `prove` for the same wants."""
@@ -354,8 +302,8 @@ def _read_commit(source: Source) -> bytes:
         ) from error
 
 
-def _refuse(piece: Piece, error: CheckpointError) -> None:
-    raise error
+def _ignore(size: int) -> None:
+    """No progress is shown."""
 
 
 def _damage(error: CheckpointError, piece: Piece) -> Damage:

@@ -150,7 +150,7 @@ def octets(buffer: Buffer) -> memoryview:
             raise InvalidRequest("only contiguous arrays can be stored")
         buffer = buffer.reshape(-1).view(np.uint8).data
     view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def check_range(path: str, offset: int, length: int, size: int) -> None:

@@ -77,11 +77,17 @@ class Failing:
             raise StorageFailed("read: Input/output error", errno=self._code)
         return self._tier.read_stored(path, offset, buffer)  # type: ignore[arg-type]
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         if path.endswith(self._file):
             if self._after is None:
                 raise StorageFailed("read: Input/output error", errno=self._code)
-            return self._after[: length or 0]
+            buffer[:] = self._after[: len(buffer)]
+            return len(buffer)
+        return self._tier.read_into(path, offset, buffer)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if path.endswith(self._file):
+            raise StorageFailed("read: Input/output error", errno=self._code)
         return self._tier.read(path, offset, length)
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast_files.buffers import WINDOW_BYTES, BufferPool
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import packing
@@ -26,7 +27,6 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering, writer
-from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import NICE, give_way
 from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixStore, PosixTier
 from tests.daemon.writing.test_path import Shards, files_of

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+from holdfast_files.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
@@ -25,7 +26,6 @@ from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.writing import writer
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)

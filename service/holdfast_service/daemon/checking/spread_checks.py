@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from holdfast_files.opened import open_checkpoint
+from holdfast_files.verifying import StoredCheckpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
@@ -34,7 +35,7 @@ from holdfast_service.daemon.checking import health, portions
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.verifier import Heed, StoredCheckpoint, prove
+from holdfast_service.daemon.checking.verifier import Heed, prove
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
+from holdfast_files.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_files.opened import open_checkpoint, read_commit
+from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, read_verified
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
+from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 
@@ -83,102 +82,53 @@ def prove(
     Raises what `examine` raises, and what `heed` raises to stop.
     """
     tier, directory, made = source
+    assert made is not None
     damages: list[Damaged] = []
-    whole = []
-    for name in pieces:
+    whole: list[Piece] = []
+    for name, listed in pieces.items():
         try:
             verification.check_size(made, name, tier.size(f"{directory}/{name}"))
-            whole.append(name)
+            whole += listed
         except Damaged as error:
             damages.append(error)
-    headers = verification.tensors_by_file(made)
-    batches = list(verification.batches(piece for name in whole for piece in pieces[name]))
-    with ThreadPoolExecutor(WORKERS, "holdfast-verify", initializer=give_way) as pool:
-        jobs = [pool.submit(_prove, source, batch, headers, heed, passed) for batch in batches]
-        try:
-            for job in jobs:
-                damages += job.result()
-                if len(damages) >= DAMAGES_MAX:
-                    break
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+
+    def note(piece: Piece, error: CheckpointError) -> None:
+        damages.append(_damage(source, piece, error))
+        if len(damages) >= DAMAGES_MAX:
+            raise _Enough
+
+    def lend(batch: VerifiedBatch) -> None:
+        if passed is not None:
+            passed(made, batch.pieces, [batch.of(piece) for piece in batch.pieces])
+
+    control = ReadControl(WORKERS, windows=_windows, alignment=ALIGNMENT_MAX, begin=give_way)
+    with suppress(_Enough):
+        read_verified(source, whole, lend, note, control if heed is None else control._replace(heed=heed))
     return damages[:DAMAGES_MAX]
 
 
-class StoredCheckpoint(NamedTuple):
-    """The stored checkpoint that is being verified."""
-
-    tier: Tier
-    directory: str
-    made: Manifest
+class _Enough(Exception):
+    """There are as many damages as are reported."""
 
 
-def _prove(
-    source: StoredCheckpoint,
-    batch: Sequence[Piece],
-    headers: Mapping[str, Mapping[str, TensorEntry]],
-    heed: Heed | None,
-    passed: Passed | None,
-) -> list[Damaged]:
-    tier, directory, made = source
-    begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
-    room = batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX
-    damages: list[Damaged] = []
-    if heed is not None:
-        heed(batch[-1].stop - batch[0].start)
-    with _windows.taken() as window:
-        buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
-        try:
-            read = tier.read_stored(f"{directory}/{batch[0].file}", begin, buffer[:room])
-        except NoSuchResource:
-            return [CorruptManifest(f"{batch[0].file} is missing", file=batch[0].file)]
-        except StorageFailed as error:
-            if error.members.get("errno") != errno.EIO:
-                raise
-            return _lost(tier, directory, batch, error)
-        proven: list[tuple[Piece, Bytes]] = []
-        for piece in batch:
-            data = buffer[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
-            try:
-                _check(made, piece, data, headers)
-                proven.append((piece, data))
-            except Damaged as error:
-                damages.append(error)
-        if passed is not None and proven:
-            passed(made, *zip(*proven, strict=True))
-    return damages
-
-
-def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-    verification.check(piece, data)
-    if piece.start == 0 and piece.file in headers:
-        file = made.file(piece.file)
-        assert file is not None
-        verification.check_header(file, headers[piece.file], data.tobytes())
-
-
-def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
-    """The pieces of a batch that the disk cannot read. If it cannot read anything, that is no damage: `why` is raised."""
+def _damage(source: StoredCheckpoint, piece: Piece, error: CheckpointError) -> Damaged:
+    """What is wrong with a piece. If the disk cannot read anything, that is no damage: the error is raised."""
+    if isinstance(error, Damaged):
+        return error
+    if isinstance(error, NoSuchResource):
+        return CorruptManifest(f"{piece.file} is missing", file=piece.file)
+    if error.members.get("errno") != errno.EIO:
+        raise error
     try:
-        read_commit(tier, directory)
+        read_commit(source.files, source.directory)
     except NotCommitted:
-        raise why from None
-    found: list[Damaged] = []
-    for piece in batch:
-        try:
-            verification.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))
-        except Damaged as error:
-            found.append(error)
-        except StorageFailed as error:
-            what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
-            found.append(
-                CorruptExtent(
-                    f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) cannot be read: {error.detail}",
-                    hint=why.hint,
-                    file=piece.file,
-                    tensor=piece.tensor,
-                    offset=piece.start,
-                    length=piece.length,
-                )
-            )
-    return found
+        raise error from None
+    what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
+    return CorruptExtent(
+        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) cannot be read: {error.detail}",
+        hint=error.hint,
+        file=piece.file,
+        tensor=piece.tensor,
+        offset=piece.start,
+        length=piece.length,
+    )

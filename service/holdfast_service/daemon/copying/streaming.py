@@ -13,11 +13,13 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from holdfast_files.buffers import BufferPool
+from holdfast_files.verifying import StoredCheckpoint, read_verified
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import CorruptExtent, InvalidRequest, StateMismatch
+from holdfast_formats.errors import CheckpointError, CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import moves, target_files
 from holdfast_formats.foreign.listing import TensorKey
@@ -25,7 +27,7 @@ from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
 from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, stored
+from holdfast_service.daemon.copying.copies import CopyStopped, Going
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
     FinishedFiles,
@@ -37,7 +39,6 @@ from holdfast_service.daemon.copying.finished_files import (
 from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, Tier
 
@@ -113,17 +114,20 @@ def discard(target: Tier, staging: str) -> None:
 
 def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
     """Verify the files' stored bytes, past any cache; `CorruptExtent` by file."""
-    for batch in stored(target, staging, (piece for file in files for piece in _pieces(file)), going):
-        for piece in batch.pieces:
-            found = batch.of(piece)
-            if found.nbytes != piece.length or digest(found) != piece.digest:
-                raise CorruptExtent(
-                    f"{piece.file}: bytes [{piece.start}, {piece.stop}) are not what was written",
-                    hint="check the disk, then do it again",
-                    file=piece.file,
-                    offset=piece.start,
-                    length=piece.length,
-                )
+
+    def refuse(piece: Piece, error: CheckpointError) -> None:
+        if not isinstance(error, CorruptExtent):
+            raise error
+        raise CorruptExtent(
+            f"{piece.file}: bytes [{piece.start}, {piece.stop}) are not what was written",
+            hint="check the disk, then do it again",
+            file=piece.file,
+            offset=piece.start,
+            length=piece.length,
+        )
+
+    pieces = (piece for file in files for piece in _pieces(file))
+    read_verified(StoredCheckpoint(target, staging, None), pieces, on_damage=refuse, control=going.control)
 
 
 class _Streaming:

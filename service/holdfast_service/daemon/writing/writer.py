@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from holdfast_files.buffers import BufferPool
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent, FileEntry
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
-from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, StagedCheckpoint

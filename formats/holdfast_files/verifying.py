@@ -1,0 +1,160 @@
+"""Reads stored files piece by piece and lends what matches its digest (I7): the loop of checks, copies and exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_files.buffers import WINDOW_BYTES, BufferPool
+from holdfast_files.opened import join
+from holdfast_formats.disk import verification
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.verification import Piece
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource, StorageFailed
+from holdfast_formats.files import Files
+from holdfast_formats.staging.holdings import Bytes
+
+
+class StoredCheckpoint(NamedTuple):
+    """Files of a checkpoint in a directory, and the manifest that headers must agree with; None checks digests alone."""
+
+    files: Files
+    directory: str
+    manifest: Manifest | None
+
+
+class VerifiedBatch(NamedTuple):
+    """Verified pieces that follow each other in a file, and their bytes."""
+
+    pieces: Sequence[Piece]
+    data: Bytes
+
+    def of(self, piece: Piece) -> Bytes:
+        start = self.pieces[0].start
+        return self.data[piece.start - start : piece.stop - start]
+
+
+Take = Callable[[VerifiedBatch], None]
+OnDamage = Callable[[Piece, CheckpointError], None]
+
+
+class ReadControl(NamedTuple):
+    """How pieces are read: by how many `workers`, each begun with `begin`, into `windows`, aligned to `alignment` bytes.
+
+    `heed` is called before a read with the number of its bytes: it may wait, and raise to stop. `moved` is called after it,
+    in the calling thread.
+    """
+
+    workers: int = 1
+    heed: Callable[[int], None] = lambda size: None
+    moved: Callable[[int], None] = lambda size: None
+    windows: BufferPool | None = None
+    alignment: int = 1
+    begin: Callable[[], None] | None = None
+
+
+_PLAIN = ReadControl()
+
+
+def read_verified(
+    stored: StoredCheckpoint,
+    pieces: Iterable[Piece],
+    take: Take | None = None,
+    on_damage: OnDamage | None = None,
+    control: ReadControl = _PLAIN,
+) -> None:
+    """Read pieces as they are stored, check them, and lend them to `take`, by several threads, until it returns.
+
+    The first damage is raised. With `on_damage`, which is called in the calling thread and in order, all of them go there,
+    and so do pieces that cannot be read; the others are read nevertheless.
+    """
+    reading = _Reading(stored, take, on_damage is not None, control)
+    batches = list(verification.batches(pieces))
+    for batch, damages in zip(batches, reading.all(batches), strict=True):
+        for piece, error in damages:
+            if on_damage is None:
+                raise error
+            on_damage(piece, error)
+        control.moved(batch[-1].stop - batch[0].start)
+
+
+class _Reading:
+    def __init__(self, stored: StoredCheckpoint, take: Take | None, collect: bool, control: ReadControl) -> None:
+        self._stored, self._take, self._collect, self._control = stored, take, collect, control
+        self._windows = control.windows or BufferPool(control.workers)
+
+    def all(self, batches: Sequence[Sequence[Piece]]) -> Iterator[list[tuple[Piece, CheckpointError]]]:
+        """The damages of each batch, in order."""
+        workers = min(self._control.workers, len(batches))
+        if workers <= 1 and self._control.begin is None:
+            yield from map(self._batch, batches)
+            return
+        with ThreadPoolExecutor(max(workers, 1), "holdfast-read", initializer=self._control.begin) as pool:
+            try:
+                yield from pool.map(self._batch, batches)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _batch(self, batch: Sequence[Piece], again: bool = False) -> list[tuple[Piece, CheckpointError]]:
+        start, stop = batch[0].start, batch[-1].stop
+        if not again:
+            self._control.heed(stop - start)
+        begin = start - start % self._control.alignment
+        room = stop - begin + -stop % self._control.alignment
+        path = join(self._stored.directory, batch[0].file)
+        with self._windows.taken() as window:
+            buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
+            try:
+                if again:  # where a disk has lost a place, the rest around it can be read in short reads
+                    into = buffer[start - begin : stop - begin].data
+                    read = start - begin + self._stored.files.read_into(path, start, into)
+                else:
+                    read = self._stored.files.read_stored(path, begin, buffer[:room].data)
+            except (Damaged, NoSuchResource, StorageFailed) as error:
+                failure = error
+            else:
+                return self._lend(batch, buffer[start - begin : max(min(stop - begin, read), start - begin)])
+        if not self._collect:
+            raise failure
+        if again or isinstance(failure, NoSuchResource):
+            return [(batch[0], failure)]
+        return [damage for piece in batch for damage in self._batch((piece,), again=True)]
+
+    def _lend(self, batch: Sequence[Piece], data: Bytes) -> list[tuple[Piece, CheckpointError]]:
+        """Check the pieces, and lend what follows each other of the sound ones."""
+        damages: list[tuple[Piece, CheckpointError]] = []
+        sound: list[Piece] = []
+        for piece in batch:
+            try:
+                self._check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
+                sound.append(piece)
+                continue
+            except Damaged as error:
+                if not self._collect:
+                    raise
+                damages.append((piece, error))
+            self._pass(batch, sound, data)
+            sound = []
+        self._pass(batch, sound, data)
+        return damages
+
+    def _check(self, piece: Piece, data: Bytes) -> None:
+        verification.check(piece, data)
+        manifest = self._stored.manifest
+        if piece.start == 0 and manifest is not None:
+            file = manifest.file(piece.file)
+            if file is not None and file.header_bytes:
+                verification.check_header(file, self._headers[piece.file], data.tobytes())
+
+    @cached_property
+    def _headers(self) -> Mapping[str, Mapping[str, TensorEntry]]:
+        assert self._stored.manifest is not None
+        return verification.tensors_by_file(self._stored.manifest)
+
+    def _pass(self, batch: Sequence[Piece], sound: Sequence[Piece], data: Bytes) -> None:
+        if sound and self._take is not None:
+            self._take(VerifiedBatch(sound, data[sound[0].start - batch[0].start : sound[-1].stop - batch[0].start]))
