@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from benchmarks import catalog_service
 from benchmarks.catalog_rows import Size, at, fill, name
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.rest import bodies
-from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.listing import Within
@@ -161,7 +161,7 @@ def bench_lists(url: str, size: Size) -> dict[str, Any]:
     declared = measure(lambda: catalog.declare_attempt(name(0), f"launch-{random.random()}", 1, at(0)), 50)
     checked = time.perf_counter()
     database.close()
-    salvage.open_sound(url).close()
+    recovery.open_sound(url).close()
     return {
         "filled_s": filled_s,
         "saves": len(took),
@@ -197,13 +197,13 @@ def bench_start(root: Path, url: str, size: Size) -> dict[str, float]:
 
 def put(root: Path, run: str, step: int) -> None:
     made = a_manifest(run, step)
-    encoded = manifest.encode(made)
+    encoded = manifests.encode(made)
     directory = root / naming.checkpoint_path(run, step)
     directory.mkdir(parents=True)
     for file, data in (
         (naming.STATE, b"{}"),
         (naming.MANIFEST, encoded),
-        (naming.COMMIT, manifest.encode_commit(made, encoded)),
+        (naming.COMMIT, manifests.encode_commit(made, encoded)),
     ):
         (directory / file).write_bytes(data)
 

@@ -28,7 +28,7 @@ import torch
 
 from holdfast import Api, Checkpointer
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 
 RUN = "cost"

@@ -24,14 +24,14 @@ from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints, HeldStep
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.holders import HoldingNode
 from holdfast_service.daemon.exchange.peer_memory import PeerMemory
 from holdfast_service.daemon.exchange.server import ExchangeServer
 
-STEP = HeldStep("run", 1, 1, 0, 2)
+STEP = MemoryStep("run", 1, 1, 0, 2)
 BATCH_BYTES = 2**25  # as ranks ask for
 
 
@@ -49,7 +49,7 @@ def serve(size: int, told: Connection) -> None:
     header = SlotHeader(SlotState.LEASED, STEP.step, STEP.attempt, size, len(encoded), 0)
     arena.seal(segment.memory, geometry, slot, header, digest(encoded))
     sealed = segment.take_sealed(slot, STEP.step, digest(encoded))
-    holds = HeldCheckpoints(lambda run, step: STEP.launch, partly=True)
+    holds = MemoryCheckpoints(lambda run, step: STEP.launch, partly=True)
     holds.keep(STEP.run, STEP.step, STEP.attempt, {0: sealed})
     exchange = ExchangeServer("127.0.0.1")
     exchange.secrets, exchange.lent = SECRETS, holds.lent

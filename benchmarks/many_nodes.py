@@ -35,20 +35,20 @@ from holdfast_formats.staging import part
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.cluster.notify_listener import NotifyListener
 from holdfast_service.control.database import engines
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
-from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage.posix import PosixTier
 from tests.databases import running_postgres
 from tests.in_memory import in_memory
@@ -124,7 +124,7 @@ class ManyNode:
             shared.counted.receipt()
 
         rendezvous.deliver = timed  # type: ignore[method-assign]
-        party = JointParty(rendezvous, self.exchange, self.cluster.crews.of, self.cluster.words)
+        party = JointParty(rendezvous, self.exchange, self.cluster.node_ranks.of, self.cluster.words)
         history = SaveHistory(shared.control)
         writer = ShareWriter(shared.control, self.cluster.node, rendezvous, self.exchange, history)
         host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
@@ -187,7 +187,7 @@ class ManyNodes:
         self.nodes = [ManyNode(number, self.database, self._shared) for number in range(nodes)]
         for node in self.nodes:
             node.start()
-        self._bell = Bell(self.database, self._ring)
+        self._bell = NotifyListener(self.database, self._ring)
         self._held = [holdings(rank, nodes, tensors) for rank in range(nodes)]
         self._slot = memoryview(bytearray(max(end for _, end in self._held)))
 

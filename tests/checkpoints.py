@@ -15,8 +15,9 @@ import numpy as np
 
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import index, manifest, packing, state_json
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, packing, state_json
+from holdfast_formats.disk import manifests as manifest
+from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 
 Arrays = Mapping[str, Mapping[str, np.ndarray]]

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from holdfast_service.config import Config, parse
-from holdfast_service.fleet.watched import check_address, read_tokens
-from holdfast_service.telling.targets import read_targets
-from tests.telling.receivers import secret
+from holdfast_service.notifications.targets import read_targets
+from holdfast_service.watched_daemons.watched import check_address, read_tokens
+from tests.notifications.receivers import secret
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 COMPOSE_FILE = DEPLOY / "compose" / "watcher.yml"

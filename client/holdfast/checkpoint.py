@@ -22,13 +22,13 @@ from holdfast.layout import rules_choice, shards
 from holdfast.layout.program_choice import ProgramSource, program_of
 from holdfast.layout.rules_choice import LayoutSource, RulesSource
 from holdfast.layout.shards import Framework
-from holdfast.read.library import LATEST, LATEST_HEALTHY, open_source, parse_target
+from holdfast.read.checkpoint_index import LATEST, LATEST_HEALTHY, open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest.api import Api, Step
 from holdfast_formats import naming
 from holdfast_formats.disk import coded, read_planner
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.parts import LocalTensor, of_box
@@ -188,14 +188,14 @@ def open(where: str | Path, *, root: str | Path | None = None, url: str | None =
 
 
 def _addressed(address: str) -> Source:
-    found = _ADDRESS.fullmatch(address)
-    step = found[3] if found else ""
+    match = _ADDRESS.fullmatch(address)
+    step = match[3] if match else ""
     named: Step | None = LATEST if step == LATEST else LATEST_HEALTHY if step == LATEST_HEALTHY else None
     if named is None and step.isascii() and step.isdigit():
         named = int(step)
-    if found is None or named is None:
+    if match is None or named is None:
         raise InvalidRequest(f"{address!r} is not a checkpoint's URL", hint="http://HOST:PORT/v1/runs/RUN/checkpoints/STEP")
-    api, run = Api(found[1]), naming.check_run(unquote(found[2]))
+    api, run = Api(match[1]), naming.check_run(unquote(match[2]))
     try:
         return HttpSource(api, run, api.checkpoint(run, named).step)
     except BaseException:

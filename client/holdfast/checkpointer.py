@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 from holdfast.layout.declared import declare
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
 from holdfast.link.checkpoint_links import CheckpointLinks
-from holdfast.link.session import Session, Who
+from holdfast.link.session import RankIdentity, Session
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.save_warning import warn
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
-from holdfast.stage.errands import Errand, Errands, Silence
+from holdfast.stage.daemon_requests import DaemonRequest, DaemonRequests, SilenceTimer
 from holdfast.stage.from_master import FromMasters, ModelSource
-from holdfast.stage.growth import Need
-from holdfast.stage.origin import TrainingOrigin
+from holdfast.stage.lineage_origin import TrainingOrigin
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
-from holdfast.stage.rhythm import SaveRhythm
+from holdfast.stage.save_interval import SaveInterval
 from holdfast.stage.save_request import (
     Check,
     SaveRequest,
@@ -45,6 +44,7 @@ from holdfast.stage.save_request import (
 )
 from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slot_contents import SlotContents
+from holdfast.stage.slot_growth import Need
 from holdfast.stage.slots import Slot, Slots
 from holdfast.state import assets as asset_files
 from holdfast.state import exclusion
@@ -52,8 +52,8 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import MASTER, Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
 from holdfast.threads import child_deaths
-from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, OtherSteps, is_in_hook
 from holdfast.threads.preemption import Preemption
+from holdfast.threads.reentrancy import CLOSE, RESTORE, CallGuard, DeferredCall, OtherSteps, is_in_hook
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
@@ -131,24 +131,24 @@ class Checkpointer:
         options.check(slots, policy, file_bytes_max, keep_last, model)
         daemon, laid_out = address.place(at), options.declared_layout(layout)
         self._policy, self._launch = policy, launches.current(run)
-        found = asset_files.collect(assets) if self._launch.rank == 0 or laid_out is not None else {}
-        declared = None if laid_out is None else declare(laid_out, self._launch, found)
+        asset_bytes = asset_files.collect(assets) if self._launch.rank == 0 or laid_out is not None else {}
+        declared = None if laid_out is None else declare(laid_out, self._launch, asset_bytes)
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
         rounded = None if model is None else FromMasters(state)
-        stored = found if self._launch.rank == 0 else {}
+        stored = asset_bytes if self._launch.rank == 0 else {}
         self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded)
         self._tickets, self._origin = Tickets(), TrainingOrigin()
         self._preemption: Preemption | None = None
         self._stopped = False
-        who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
-        said = run_info.check(info)
-        told_to_stop = weakref.WeakMethod(self._told_to_stop)  # no cycle: a closed Checkpointer is free at once
+        who = RankIdentity(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
+        info_texts = run_info.check(info)
+        asked_to_stop = weakref.WeakMethod(self._asked_to_stop)  # no cycle: a closed Checkpointer is free at once
         self._session = Session(
             who,
             daemon,
             self._tickets,
-            RunInfo(said) if who.rank == 0 else None,
-            lambda: None if (stop := told_to_stop()) is None else stop(),
+            RunInfo(info_texts) if who.rank == 0 else None,
+            lambda: None if (stop := asked_to_stop()) is None else stop(),
         )
         self._links = CheckpointLinks(run, self._session)
         self._reservation = Reservation(self._session, slots, self._launch.peers)
@@ -157,12 +157,12 @@ class Checkpointer:
         self._asked_to_prepare = False
         self._closed = False
         self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
-        self._rhythm, self._noted = SaveRhythm(), frozenset[str]()
+        self._rhythm, self._noted = SaveInterval(), frozenset[str]()
         self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
         session = self._session
-        self._errands = Errands(lambda: session.pulse)
+        self._requests = DaemonRequests(lambda: session.heartbeat)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
-        self._calls, self._other_steps = Calls(self._hooks.optimizers), OtherSteps(self._hooks.optimizers)
+        self._calls, self._other_steps = CallGuard(self._hooks.optimizers), OtherSteps(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
 
     @classmethod
@@ -402,12 +402,12 @@ class Checkpointer:
         not on this machine, and `NoSuchCheckpoint`.
         """
         self._refuse_if_closed()
-        made = of if isinstance(of, SaveTicket) else check_step(of)
+        target = of if isinstance(of, SaveTicket) else check_step(of)
 
         def put_off(during: str) -> None:
-            self._calls.later(Later(during, lambda: self.link(made, path)))
+            self._calls.later(DeferredCall(during, lambda: self.link(target, path)))
 
-        self._calls.run("link()", self._settled(lambda: self._links.make(made, path)), put_off)
+        self._calls.run("link()", self._settled(lambda: self._links.make(target, path)), put_off)
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
@@ -459,7 +459,7 @@ class Checkpointer:
 
         def put_off(during: str) -> None:
             if during != CLOSE:
-                self._calls.later(Later(during, lambda: self.close(wait)))
+                self._calls.later(DeferredCall(during, lambda: self.close(wait)))
 
         self._calls.run(CLOSE, lambda: self._close(wait), put_off)
 
@@ -495,7 +495,7 @@ class Checkpointer:
                 raise
             warn(f"{self.run}@{step} is staged, and the daemon goes on with it: {late}")
 
-    def _told_to_stop(self) -> None:
+    def _asked_to_stop(self) -> None:
         if self._preemption is not None:
             self._preemption.asked()
 
@@ -510,7 +510,7 @@ class Checkpointer:
         self.fence()
         began, moment = time.monotonic(), self._other_steps.between()
         self._tickets.warn()
-        self._tell_lacking()
+        self._warn_of_lacking()
         self._state.wholeness.check()
         self._hooks.renew()
         groups = asked.groups if asked.groups is None or self._averaging is None else set(asked.groups) - {EMA}
@@ -521,7 +521,7 @@ class Checkpointer:
         ticket = asked.ticket
         self._note(ticket, snapshot.notes)
         try:
-            silence = Silence() if asked.wait is None else None
+            silence = SilenceTimer() if asked.wait is None else None
             ticket.attempt = self._reached(silence).attempt
             still = partial(self._other_steps.check, moment)
             task = self._task_of(asked, snapshot, layout, silence, still)
@@ -549,7 +549,7 @@ class Checkpointer:
         self._noted |= set(news)
         self._session.tell(f"save of {self.run}@{ticket.step}", news)
 
-    def _tell_lacking(self) -> None:
+    def _warn_of_lacking(self) -> None:
         for ticket in self._tickets.take_lacking():
             self._session.tell(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
 
@@ -562,7 +562,7 @@ class Checkpointer:
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
-        self._errands.settle()
+        self._requests.settle()
         self._contents.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
@@ -617,7 +617,7 @@ class Checkpointer:
         if self._averaging is not None:
             self._averaging.close()
         if wait:
-            self._tell_lacking()
+            self._warn_of_lacking()
         self._links.close()
         self._reservation.close()
         self._session.close(ended=wait)
@@ -628,7 +628,7 @@ class Checkpointer:
     def _see_all_through(self) -> None:
         """Wait for the end of every save; those of a silent daemon count as failed."""
         try:
-            self._errands.settle()
+            self._requests.settle()
             self._session.waits()
             for ticket in self._tickets.open():
                 settle(ticket)
@@ -650,14 +650,14 @@ class Checkpointer:
             self._session.connected(start=True)
             return self._reservation.room_for(need, self._task)
 
-        def begin() -> Errand:
+        def begin() -> DaemonRequest:
             self._refuse_if_closed()
-            if self._errands.busy:
+            if self._requests.busy:
                 raise DeadlineExceeded("the daemon has not answered yet")
-            return self._errands.begin(reserve)
+            return self._requests.begin(reserve)
 
-        errand = self._calls.run("prepare()", begin, lambda during: begin())
-        slots: Slots = self._errands.result(errand)
+        request = self._calls.run("prepare()", begin, lambda during: begin())
+        slots: Slots = self._requests.result(request)
         self._calls.run("prepare()", lambda: self._copy_plans.lay_ahead(slots, self._contents.layout), bool)
         return slots
 
@@ -665,19 +665,19 @@ class Checkpointer:
         """The call, after a running errand: both use the session."""
 
         def after() -> _Result:
-            self._errands.settle()
+            self._requests.settle()
             return act()
 
         return after
 
-    def _reached(self, silence: Silence | None) -> Welcome:
+    def _reached(self, silence: SilenceTimer | None) -> Welcome:
         """The daemon's welcome; an errand reconnects after a loss."""
         if self._task is not None:  # a slot that was given back may be leased again: nothing still writes into it
-            self._task.leave(lambda written: self._errands.until(written, silence))
-        self._errands.settle(silence)
+            self._task.leave(lambda written: self._requests.until(written, silence))
+        self._requests.settle(silence)
         if self._session.link is not None and self._session.link.alive:
             return self._session.connected(start=True)
-        return self._errands.run(lambda: self._session.connected(start=True), silence)
+        return self._requests.run(lambda: self._session.connected(start=True), silence)
 
     def _withdraw(self, step: int) -> None:
         link = self._session.link
@@ -723,8 +723,8 @@ class Checkpointer:
         """Call it for the average: an optimizer's step does not wait for a silent daemon, a restore does."""
         return self._calls.run(
             "ema.update()",
-            lambda: self._errands.run(act, Silence()),
-            lambda during: self._errands.run(act, None),
+            lambda: self._requests.run(act, SilenceTimer()),
+            lambda during: self._requests.run(act, None),
         )
 
     def _after_step(self, *given: Any) -> None:
@@ -741,7 +741,7 @@ class Checkpointer:
         asked: SaveRequest,
         snapshot: Snapshot,
         layout: staging.SlotLayout,
-        silence: Silence | None,
+        silence: SilenceTimer | None,
         still: Callable[[], None],
     ) -> SaveTask:
         ticket = asked.ticket
@@ -772,7 +772,7 @@ class Checkpointer:
             return slots.lease(ticket.step, ticket.attempt, wait_s, policy, intent)
 
         with self._tickets.beginning(ticket):
-            slot = self._errands.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
+            slot = self._requests.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
             self._tickets.leaves_out(ticket.step, asked.exclude)
         part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, still, average, after)
         return SaveTask(ticket, part, self._tickets, self._copy_plans)

@@ -89,22 +89,22 @@ def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) ->
     store = torch.distributed.distributed_c10d._get_default_store()
     if torch.distributed.get_rank() == 0:
         try:
-            found = {"answer": answer()}
+            document = {"answer": answer()}
         except Exception as error:  # the others must not wait for an answer that never comes
             own = (
                 error if isinstance(error, CheckpointError) else CheckpointError(f"rank 0: {type(error).__name__}: {error}")
             )
             store.set(key, json.dumps({"problem": own.problem()}))
             raise
-        store.set(key, json.dumps(found))
+        store.set(key, json.dumps(document))
     try:
         store.wait([key], timedelta(seconds=wait_s))
     except RuntimeError as error:
         raise DeadlineExceeded(f"rank 0 has not answered {question!r} within {wait_s:.0f} s: {error}") from error
-    found = json.loads(store.get(key))
-    if "problem" in found:
-        raise from_problem(found["problem"])
-    return found["answer"]
+    document = json.loads(store.get(key))
+    if "problem" in document:
+        raise from_problem(document["problem"])
+    return document["answer"]
 
 
 def _identity(run: str, information: LaunchInfo) -> tuple[int, int, str]:

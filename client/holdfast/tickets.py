@@ -149,7 +149,7 @@ class SaveTicket:
         note()
         self._decided.set()
         self._ended.set()
-        self._tell_ended()
+        self._report_ended()
         return True
 
     def when_ended(self, act: Callable[[CheckpointError | None], object]) -> None:
@@ -159,9 +159,9 @@ class SaveTicket:
         """
         self._awaiting.append(act)
         if self.done:
-            self._tell_ended()
+            self._report_ended()
 
-    def _tell_ended(self) -> None:
+    def _report_ended(self) -> None:
         while self._awaiting:
             try:
                 act = self._awaiting.popleft()
@@ -192,7 +192,7 @@ class Tickets:
         self._drops = itertools.count()
         self._lacking: deque[SaveTicket] = deque()  # committed without a group that they were to have
         self._left_out: dict[int, frozenset[str]] = {}  # patterns of the last save of a step, if it had some
-        at_exit.tell_failures_of(self)
+        at_exit.report_failures_of(self)
 
     @contextmanager
     def beginning(self, ticket: SaveTicket) -> Iterator[None]:
@@ -213,10 +213,10 @@ class Tickets:
         """The open ticket for this step with at least these groups; with `exclude`, leaving out no names beyond these
         patterns.
         """
-        found = self._open.get(step)
-        if found is None or not set(groups) <= set(found.groups):
+        ticket = self._open.get(step)
+        if ticket is None or not set(groups) <= set(ticket.groups):
             return None
-        return found if exclude is None or self.has_all_but(step, exclude) else None
+        return ticket if exclude is None or self.has_all_but(step, exclude) else None
 
     def leaves_out(self, step: int, patterns: Collection[str]) -> None:
         """Record the patterns that the beginning save of this step leaves out."""
@@ -248,12 +248,12 @@ class Tickets:
         """The daemon is gone, or silent for good: fail all open saves, because their outcome is unknown."""
         for ticket in self.open():
             if isinstance(error, DeadlineExceeded):
-                told: CheckpointError = DeadlineExceeded(
+                failure: CheckpointError = DeadlineExceeded(
                     f"{error.detail}; it may still commit the staged data", hint=error.hint
                 )
             else:
-                told = DaemonGone(f"{error.detail}; the next daemon may still commit the staged data", hint=error.hint)
-            self.fail(ticket, told if ticket.staged else error)
+                failure = DaemonGone(f"{error.detail}; the next daemon may still commit the staged data", hint=error.hint)
+            self.fail(ticket, failure if ticket.staged else error)
 
     def take_failure(self) -> SaveTicket | None:
         """The oldest failed save that was not reported yet; it counts as reported from now on."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.staging.holdings import Bytes
 
 ALIGNMENT_MAX = 2**16  # of any tier that is written through windows

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, read_verified
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import FileEntry, Manifest
+from holdfast_formats.disk.manifests import FileEntry, Manifest
 
 
 class NewFile(Protocol):

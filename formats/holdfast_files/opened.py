@@ -10,8 +10,8 @@ import hashlib
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptManifest, NotCommitted
 from holdfast_formats.files import Files
 

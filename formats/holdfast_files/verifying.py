@@ -12,7 +12,7 @@ import numpy as np
 from holdfast_files.buffers import WINDOW_BYTES, BufferPool
 from holdfast_files.opened import join
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource, StorageFailed
 from holdfast_formats.files import Files

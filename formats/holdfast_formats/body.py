@@ -31,6 +31,6 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        made = handler(source)
-        _fail_at_the_first(made)
-        return made
+        schema = handler(source)
+        _fail_at_the_first(schema)
+        return schema

@@ -51,12 +51,12 @@ def native() -> int | None:
     except OSError:
         return None
     for name in _NATIVE:
-        found = getattr(library, name, None)
-        if found is None:
+        function = getattr(library, name, None)
+        if function is None:
             continue
-        found.argtypes, found.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
-        if all(found(data, len(data)) == number(data) for data in (_SAMPLE[:size] for size in _SAMPLE_SIZES)):
-            return ctypes.cast(found, ctypes.c_void_p).value
+        function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
+        if all(function(data, len(data)) == number(data) for data in (_SAMPLE[:size] for size in _SAMPLE_SIZES)):
+            return ctypes.cast(function, ctypes.c_void_p).value
     return None
 
 

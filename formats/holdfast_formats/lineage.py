@@ -73,53 +73,53 @@ def line(rewinds: Sequence[Rewind]) -> Key:
     return rewinds[-1][:2] if rewinds else ROOT
 
 
-def way(there: Iterable[PlacedCheckpoint]) -> Way:
+def way(placed_checkpoints: Iterable[PlacedCheckpoint]) -> Way:
     """The rewinds to the living line: the one that was begun last."""
-    return max((tuple(c.rewinds) for c in there), key=line, default=())
+    return max((tuple(c.rewinds) for c in placed_checkpoints), key=line, default=())
 
 
-def is_on(way: Way, found: PlacedCheckpoint) -> bool:
+def is_on(way: Way, placed_checkpoint: PlacedCheckpoint) -> bool:
     """Whether this checkpoint is on the way to the living line, or on it."""
-    key, ahead = line(found.rewinds), (*way, None)
+    key, ahead = line(placed_checkpoint.rewinds), (*way, None)
     lines = (ROOT, *(rewind[:2] for rewind in way))
     ends = {at: inf if nxt is None else nxt.step for at, nxt in zip(lines, ahead, strict=True)}
-    return found.step <= ends.get(key, NOTHING - 1)
+    return placed_checkpoint.step <= ends.get(key, NOTHING - 1)
 
 
-def abandoned(there: Sequence[PlacedCheckpoint]) -> set[int]:
+def abandoned(placed_checkpoints: Sequence[PlacedCheckpoint]) -> set[int]:
     """The abandoned steps."""
-    living = way(there)
-    return {c.step for c in there if not is_on(living, c)} if living else set()
+    living = way(placed_checkpoints)
+    return {c.step for c in placed_checkpoints if not is_on(living, c)} if living else set()
 
 
-def is_own(found: PlacedCheckpoint, launch: Key, again: int = 0) -> bool:
+def is_own(placed_checkpoint: PlacedCheckpoint, launch: Key, again: int = 0) -> bool:
     """Whether this launch, given by attempt and turn, has saved it since its last restore; `again` is that of `Intent`."""
     attempt, turn = launch
-    return found.attempt == attempt and turn - again <= found.turn <= turn
+    return placed_checkpoint.attempt == attempt and turn - again <= placed_checkpoint.turn <= turn
 
 
-def others(there: Sequence[PlacedCheckpoint], launch: Key, after: int, again: int = 0) -> list[int]:
+def others(placed_checkpoints: Sequence[PlacedCheckpoint], launch: Key, after: int, again: int = 0) -> list[int]:
     """The living steps after `after` that this launch has not saved since its last restore."""
-    living = way(there)
-    return sorted(c.step for c in there if c.step > after and not is_own(c, launch, again) and is_on(living, c))
+    living = way(placed_checkpoints)
+    return sorted(c.step for c in placed_checkpoints if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
-def went_on(there: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
+def went_on(placed_checkpoints: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
     """The rewinds of this launch's saves, which continue from the `restored` step."""
-    living = way(there)
+    living = way(placed_checkpoints)
     if restored is None:
         return living
-    source = next((c for c in there if c.step == restored), None)
-    if (source is None or is_on(living, source)) and not others(there, launch, restored, again):
+    source = next((c for c in placed_checkpoints if c.step == restored), None)
+    if (source is None or is_on(living, source)) and not others(placed_checkpoints, launch, restored, again):
         return living
     before = tuple(source.rewinds) if source is not None else tuple(r for r in living if r.step < restored)
     return (*before, Rewind(*launch, restored))
 
 
-def check(found: Lineage) -> None:
+def check(lineage: Lineage) -> None:
     """Raise `InvalidRequest` for an impossible lineage."""
-    keys = [ROOT, *(rewind[:2] for rewind in found.rewinds)]
-    if keys != sorted(set(keys)) or any(rewind.step < NOTHING for rewind in found.rewinds):
-        raise InvalidRequest(f"the rewinds {[list(rewind) for rewind in found.rewinds]} are not a valid history")
-    if found.turn < 0 or (found.restored is not None and found.restored < 0):
-        raise InvalidRequest(f"turn {found.turn} and restored step {found.restored} must not be negative")
+    keys = [ROOT, *(rewind[:2] for rewind in lineage.rewinds)]
+    if keys != sorted(set(keys)) or any(rewind.step < NOTHING for rewind in lineage.rewinds):
+        raise InvalidRequest(f"the rewinds {[list(rewind) for rewind in lineage.rewinds]} are not a valid history")
+    if lineage.turn < 0 or (lineage.restored is not None and lineage.restored < 0):
+        raise InvalidRequest(f"turn {lineage.turn} and restored step {lineage.restored} must not be negative")

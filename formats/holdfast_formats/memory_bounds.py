@@ -53,14 +53,14 @@ def of_process(proc: Path = PROC) -> list[Bound]:
     up to the outermost one seen, and its address space. Unreadable ones are ignored.
     """
     machine = of_machine(proc)
-    found = [bound for bound in (*_groups(proc), *_address_space(proc)) if bound.bytes_max < machine.bytes_max]
-    return found[:BOUNDS_MAX]
+    bounds = [bound for bound in (*_groups(proc), *_address_space(proc)) if bound.bytes_max < machine.bytes_max]
+    return bounds[:BOUNDS_MAX]
 
 
 def _address_space(proc: Path) -> Iterator[Bound]:
-    found = re.search(r"^Max address space +(\d+)", _text(proc / "self/limits"), re.MULTILINE)
-    if found:
-        limit = int(found[1])
+    match = re.search(r"^Max address space +(\d+)", _text(proc / "self/limits"), re.MULTILINE)
+    if match:
+        limit = int(match[1])
         yield Bound("RLIMIT_AS", limit, limit - _numbers(proc / "self/status").get("VmSize:", 0) * 1024)
 
 
@@ -128,7 +128,7 @@ def _cached(group: Path, prefix: str) -> int:
 
 def _numbers(path: Path) -> dict[str, int]:
     words = (line.split() for line in _text(path).splitlines())
-    return {found[0]: int(found[1]) for found in words if len(found) > 1 and found[1].isdigit()}
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
 def _text(path: Path) -> str:

@@ -288,8 +288,8 @@ def answer_file(run: str, attempt: int, turn: int) -> str:
 def parse_answer_file(name: str) -> tuple[str, int, int] | None:
     """Run, attempt and turn of an answer, by its name in `CLAIMS`; None for any other file."""
     claim, at, turn = name.rpartition("~")
-    found = parse_claim_file(claim)
-    return (*found, int(turn)) if at and found is not None and re.fullmatch("0|[1-9][0-9]{0,18}", turn) else None
+    claim_file = parse_claim_file(claim)
+    return (*claim_file, int(turn)) if at and claim_file is not None and re.fullmatch("0|[1-9][0-9]{0,18}", turn) else None
 
 
 def daemon_file(node: str) -> str:

@@ -39,11 +39,11 @@ def move(direction: Direction, extent: Elements, start: int, held: Elements, box
         common = intersect(part, box)
         if common is not None:
             piece = extent[position : position + part.volume].reshape(part.shape)
-            there, here = common.within(part).slices, common.within(box).slices
+            slices, here = common.within(part).slices, common.within(box).slices
             if direction is Direction.GATHER:  # assigned by index: a 0-d array's element would be a copy
-                piece[there] = held[here]
+                piece[slices] = held[here]
             else:
-                held[here] = piece[there]
+                held[here] = piece[slices]
             copied += common.volume
         position += part.volume
     return copied

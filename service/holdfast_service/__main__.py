@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NotFound, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed, reachable
-from holdfast_formats.whereabouts import DaemonFile, encode
+from holdfast_formats.root_files import DaemonFile, encode
 from holdfast_service import __version__
 from holdfast_service.config import LISTEN, Config, is_shared, parse
 from holdfast_service.daemon.server import Daemon

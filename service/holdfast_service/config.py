@@ -21,7 +21,7 @@ from holdfast_formats.disk.compacting import RULES, OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
-from holdfast_formats.whereabouts import check_local
+from holdfast_formats.root_files import check_local
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
@@ -221,7 +221,7 @@ def _check_local(path: str | Path) -> None:
 
 def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
     """Parse NAME=DIR or DIR, separated by commas; `ValueError` for a name that appears twice."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for text in (part.strip() for one in given for part in one.split(",") if part.strip()):
         named, equals, directory = text.partition("=")
         _check_local(directory if equals else text)
@@ -229,10 +229,10 @@ def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
         name = named if equals else path.name
         if (not directory and equals) or not re.fullmatch(REPLICA_NAME, name):
             raise ValueError(f"{text!r} is not NAME=DIR; the name may have letters, digits and . _ -")
-        if name in found:
+        if name in paths:
             raise ValueError(f"two replicas have the name {name!r}: name them, NAME=DIR")
-        found[name] = path
-    return tuple(found.items())
+        paths[name] = path
+    return tuple(paths.items())
 
 
 def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
@@ -240,10 +240,10 @@ def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
     known = [("the root", root.resolve())]
     for name, path in replicas:
         place = path.resolve()
-        for other, there in known:
-            if place == there or place in there.parents or there in place.parents:
+        for other, other_path in known:
+            if place == other_path or place in other_path.parents or other_path in place.parents:
                 raise InvalidRequest(
-                    f"--replica: one of {path} and {other} ({there}) is inside the other",
+                    f"--replica: one of {path} and {other} ({other_path}) is inside the other",
                     hint="use a separate directory, on another disk",
                 )
         known.append((f"replica {name}", place))

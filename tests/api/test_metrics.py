@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Checkpointer
 from holdfast_formats.rest.operations import EVENTS
-from holdfast_service.api.observing import ROUTES_MAX, Requests
+from holdfast_service.api.request_metrics import ROUTES_MAX, Requests
 from holdfast_service.observe.metrics import METRICS, PHASES, RUNS_MAX
 from tests.checkpoints import build_root
 from tests.daemons import running, wait_until

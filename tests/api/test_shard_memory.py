@@ -9,8 +9,8 @@ import httpx
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import index, manifest, packing, state_json
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, manifests, packing, state_json
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 from tests.daemons import running
 
@@ -36,7 +36,7 @@ def build_sparse(directory: Path) -> None:
         (directory / name).write_bytes(data)
         files.append(FileEntry(name, len(data), 0, digest(data)))
     made = Manifest(
-        format=manifest.FORMAT,
+        format=manifests.FORMAT,
         run="sparse",
         step=5,
         attempt=1,
@@ -48,9 +48,9 @@ def build_sparse(directory: Path) -> None:
         tensors={"model": {"big": placed}},
         aliases={},
     )
-    encoded = manifest.encode(made)
+    encoded = manifests.encode(made)
     (directory / naming.MANIFEST).write_bytes(encoded)
-    (directory / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    (directory / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
 
 
 def status_bytes(pid: int, field: str) -> int:

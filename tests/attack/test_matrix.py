@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Scope, TokenRequest
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.config import catalog_url
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
@@ -377,7 +377,7 @@ def test_a_form_with_anything_in_it(target: Target, odd: str) -> None:
             assert answer.status in (200, 303, *range(400, 500)), (route, meant, answer)
 
 
-SAID = ("run=NAME", "prefix=NAME", "q=NAME", "label=NAME", "who=NAME", "run=team-a-1&run=NAME", "run_b=NAME&a=5&b=5")
+MESSAGES = ("run=NAME", "prefix=NAME", "q=NAME", "label=NAME", "who=NAME", "run=team-a-1&run=NAME", "run_b=NAME&a=5&b=5")
 
 
 @pytest.mark.parametrize(("scope", "pages"), [("read", False), pytest.param("admin", True, marks=pytest.mark.attack)])
@@ -386,7 +386,7 @@ def test_a_run_of_others_that_a_query_names(target: Target, scope: str, pages: b
     for route in ROUTES:
         if route.method != "GET" or route.about not in ("seen", "path") or (route.is_page and not pages):
             continue
-        wanted = SAID if pages else SAID[-1:] if route.about == "path" else SAID[-2:-1]
+        wanted = MESSAGES if pages else MESSAGES[-1:] if route.about == "path" else MESSAGES[-2:-1]
         for said in wanted if "events" not in route.path else ():
             path = route.target(OWN).partition("?")[0] + "?" + said
             each = [told(target.ask((scope, OURS), "GET", path.replace("NAME", run)), run) for run in (FOREIGN, ABSENT)]

@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.errors import (
     CorruptExtent,
     CorruptManifest,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from holdfast import Api
 from holdfast.cli import app
 from holdfast.commands import serve, watch
-from holdfast.read.library import parse_target
+from holdfast.read.checkpoint_index import parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast.terminal import console

@@ -14,9 +14,9 @@ from holdfast import Api, Checkpointer, Fragment
 from holdfast.link.unix_socket import SocketLink
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import SaveTimes
+from holdfast_formats.rest.measurements import SaveTimes
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
-from holdfast_formats.whereabouts import RootMark
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.proxies import proxied
 

@@ -27,14 +27,14 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.segment import SealedSlot
-from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage import MemoryTier, Tier
 from tests.control.cluster.nodes import Nodes
 from tests.daemon.writing.test_path import Shards
@@ -226,7 +226,7 @@ class MeetingNode:
         tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
         self.control = open_control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
-        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._crews, self.cluster.words)
+        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._node_ranks, self.cluster.words)
         history = SaveHistory(cast(Any, self.control))
         writer = ShareWriter(cast(Any, self.control), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}
@@ -295,8 +295,8 @@ class MeetingNode:
             return True
         return None
 
-    def _crews(self, run: str, attempt: int) -> tuple[Mapping[str, int], set[int]]:
-        return self.cluster.crews.of(run, attempt)
+    def _node_ranks(self, run: str, attempt: int) -> tuple[Mapping[str, int], set[int]]:
+        return self.cluster.node_ranks.of(run, attempt)
 
     def _ready(self) -> list[SaveRound]:
         return list(self._open.values())

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import insert
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.control.cluster.membership import now
@@ -60,6 +60,6 @@ def test_two_committers_make_one_checkpoint(pair: tuple[Node, Node]) -> None:
         assert verify(a.tier, naming.checkpoint_path(RUN, step)) == made[0]
         assert a.tier.list(f"{RUN}/{naming.STAGING}") == []
     for node in pair:
-        assert node.control.book.recorded(60)
+        assert node.control.record_queue.recorded(60)
     listed = [found.step for found in b.catalog.checkpoints(RUN, None, 100).items]
     assert RACES in listed and len(listed) == len(set(listed))

@@ -6,8 +6,8 @@ from sqlalchemy import update
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk.manifest import FileEntry, Manifest
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import FileEntry, Manifest
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow
@@ -17,7 +17,7 @@ from holdfast_service.storage import Tier
 def a_manifest(run: str, step: int, attempt: int = 1, groups: tuple[str, ...] = ("model",)) -> Manifest:
     """A manifest of one small file and some groups without tensors."""
     return Manifest(
-        format=manifest.FORMAT,
+        format=manifests.FORMAT,
         run=run,
         step=step,
         attempt=attempt,
@@ -34,10 +34,10 @@ def a_manifest(run: str, step: int, attempt: int = 1, groups: tuple[str, ...] = 
 def put_checkpoint(tier: Tier, made: Manifest) -> None:
     """Write a checkpoint where a commit would have published it."""
     directory = naming.checkpoint_path(made.run, made.step)
-    encoded = manifest.encode(made)
+    encoded = manifests.encode(made)
     tier.put(f"{directory}/{naming.STATE}", b"{}")
     tier.put(f"{directory}/{naming.MANIFEST}", encoded)
-    tier.put(f"{directory}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+    tier.put(f"{directory}/{naming.COMMIT}", manifests.encode_commit(made, encoded))
 
 
 def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] = ("model",)) -> bodies.CheckpointInfo:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast_formats import lineage, naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, Conflict, NoSuchCheckpoint, NoSuchResource, NoSuchRun, StorageFailed
 from holdfast_formats.lineage import Rewind
 from holdfast_formats.naming import Place
@@ -23,7 +23,7 @@ from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.opening import open_control
-from holdfast_service.control.retention import replaced
+from holdfast_service.control.retention import replaced_checkpoints
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.daemon.checking.verifier import examine
 from holdfast_service.daemon.copying.replicas import Replicator
@@ -89,7 +89,7 @@ class Removers(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory(dir=memory())
         self.tier, self.far, self.time, self.clock = MemoryTier(), MemoryTier(), 0.0, 1.7e9
-        self.patched = patch.object(replaced, "MEND_S", 0.0)
+        self.patched = patch.object(replaced_checkpoints, "MEND_S", 0.0)
         self.patched.start()
         self.run, self.next, self.launches = RUNS[0], 0, 0
         self.asked: set[int] = set()  # steps that a person has removed
@@ -104,7 +104,7 @@ class Removers(RuleBasedStateMachine):
         self.control = open_control(self.mortal, self.catalog, None)  # type: ignore[arg-type]
         self.control.trash._clock = lambda: self.clock
         self.control.recovery.recover()
-        assert self.control.book.recorded(30)
+        assert self.control.record_queue.recorded(30)
         self.rotation = self.control.rotation
         assert self.rotation.settle()
         self.replicator = Replicator(
@@ -123,7 +123,7 @@ class Removers(RuleBasedStateMachine):
         """A training begins at nothing."""
         self.launches += 1
         self.attempt = self.control.launches.declare(self.run, f"launch-{self.launches}", 1, None)
-        assert self.control.book.recorded(30)
+        assert self.control.record_queue.recorded(30)
         self.way: lineage.Way = ()
         self.saved_at: dict[int, float] = {}
 
@@ -204,13 +204,13 @@ class Removers(RuleBasedStateMachine):
         before = self.restorable()
         base = a_manifest(self.run, step, self.attempt, groups)
         made = msgspec.structs.replace(base, created=clock, rewinds=self.way)
-        place, encoded = Place(self.run, step, self.attempt), manifest.encode(made)
+        place, encoded = Place(self.run, step, self.attempt), manifests.encode(made)
         self.tier.remove_tree(place.path)
         self.tier.put(f"{place.path}/{naming.STATE}", b"{}")
         self.mortal.left = killed if killed < 20 else float("inf")
         try:
             with self.rotation.replacing(self.run, step):
-                commit.publish_copy(self.control.store, place, encoded, manifest.encode_commit(made, encoded), over=True)
+                commit.publish_copy(self.control.store, place, encoded, manifests.encode_commit(made, encoded), over=True)
             self.control.publishing._replaced(self.run, step)
             self.mortal.left = float("inf")
         except Killed:

@@ -119,10 +119,10 @@ ACCESS = (
     ),
     Mutation(
         "the runs of a token, of watched daemons",
-        "service/holdfast_service/fleet/watched.py",
+        "service/holdfast_service/watched_daemons/watched.py",
         "(one for one in merged if sees(one[0].summary.run))",
         "iter(merged)",
-        ("tests/fleet/test_watched.py",),
+        ("tests/watched_daemons/test_watched.py",),
     ),
     Mutation(
         "the limit of a token",
@@ -168,7 +168,7 @@ ACCESS = (
     ),
     Mutation(
         "who is at the socket",
-        "service/holdfast_service/daemon/conversation.py",
+        "service/holdfast_service/daemon/rank_connection.py",
         "            self._callers.check(caller)\n",
         "            pass\n",
         (_CALLERS,),

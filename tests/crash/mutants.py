@@ -8,7 +8,7 @@ _POSIX = "service/holdfast_service/storage/posix.py"
 _CUT = "tests/crash/test_power_cut.py"
 _REPAIRS = "tests/crash/test_repairs.py"
 _RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
-_ARRIVALS = "service/holdfast_service/control/cluster/arrivals.py"
+_ARRIVALS = "service/holdfast_service/control/cluster/round_parts.py"
 _MEETING = "tests/control/cluster/test_rendezvous.py"
 _STORE = "service/holdfast_service/storage/posix_store.py"
 _STORES = "tests/storage/test_posix_store.py::TestPosixStoreInMemory"
@@ -209,24 +209,24 @@ MUTATIONS = (
     ),
     Mutation(
         "COMMIT over the manifest, before it is parsed",
-        "formats/holdfast_formats/disk/manifest.py",
+        "formats/holdfast_formats/disk/manifests.py",
         "    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:\n",
         "    if False:\n",
-        ("tests/formats/disk/test_manifest.py",),
+        ("tests/formats/disk/test_manifests.py",),
     ),
     Mutation(
         "COMMIT word for word",
-        "formats/holdfast_formats/disk/manifest.py",
+        "formats/holdfast_formats/disk/manifests.py",
         "    if commit_bytes != _encode_commit(commit.manifest_sha256, size, len(files)):\n",
         "    if False:\n",
-        ("tests/formats/disk/test_manifest.py",),
+        ("tests/formats/disk/test_manifests.py",),
     ),
     Mutation(
         "digests that are digests",
         "formats/holdfast_formats/digest.py",
         "    if not _SPELLED.fullmatch(text):\n",
         "    if False:\n",
-        ("tests/formats/disk/test_manifest.py",),
+        ("tests/formats/disk/test_manifests.py",),
     ),
     Mutation(
         "digests in the check after a commit",
@@ -377,21 +377,21 @@ MUTATIONS = (
     ),
     Mutation(
         "digest of a held table, in the daemon",
-        "service/holdfast_service/daemon/arena/held_slots.py",
+        "service/holdfast_service/daemon/arena/memory_checkpoints.py",
         'digest(segment.memory[start : start + header.table_bytes]) == f"{header.seal:016x}"\n',
         "True\n",
         ("tests/daemon/arena/test_segment.py",),
     ),
     Mutation(
         "a lent slot is still what it was",
-        "service/holdfast_service/daemon/arena/held_slots.py",
+        "service/holdfast_service/daemon/arena/memory_checkpoints.py",
         "            return self._is_held() and self._part.header == self._header\n",
         "            return True\n",
         ("tests/daemon/exchange/test_peer_memory.py",),
     ),
     Mutation(
         "which save a lent slot is of",
-        "service/holdfast_service/daemon/arena/held_slots.py",
+        "service/holdfast_service/daemon/arena/memory_checkpoints.py",
         "            if hold is None or hold.of != of:\n",
         "            if hold is None:\n",
         ("tests/daemon/exchange/test_peer_memory.py",),
@@ -415,7 +415,7 @@ MUTATIONS = (
         "client/holdfast/read/held_slots.py",
         '        stated = (header.step, f"{header.seal:016x}", digest(encoded))\n',
         '        stated = (header.step, f"{header.seal:016x}", part.table_digest)\n',
-        ("tests/daemon/arena/test_held_slots.py", "tests/daemon/arena/test_segment.py"),
+        ("tests/daemon/arena/test_memory_checkpoints.py", "tests/daemon/arena/test_segment.py"),
     ),
     # what is staged is what was there when the save was called, and goes to the disk as it was digested
     Mutation(
@@ -518,7 +518,7 @@ MUTATIONS = (
         "service/holdfast_service/daemon/arena/segment.py",
         "    except (BlockingIOError, PermissionError):\n        return False\n",
         "    except (BlockingIOError, PermissionError):\n        return True\n",
-        ("tests/daemon/arena/test_held_slots.py",),
+        ("tests/daemon/arena/test_memory_checkpoints.py",),
     ),
     Mutation(
         "the lock of a root",

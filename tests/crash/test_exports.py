@@ -22,8 +22,8 @@ from holdfast.export.publish import export
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import InUse
 from holdfast_formats.rest.jobs import ExportJob
 from holdfast_formats.rest.offline import DirectoryConversion
@@ -98,7 +98,7 @@ def _fill(made: Path) -> None:
 
 
 def manifest_of(directory: Path) -> Manifest:
-    return manifest.decode((directory / naming.MANIFEST).read_bytes(), (directory / naming.COMMIT).read_bytes())
+    return manifests.decode((directory / naming.MANIFEST).read_bytes(), (directory / naming.COMMIT).read_bytes())
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ import pytest
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, verification
+from holdfast_formats.disk import manifests, verification
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, Damaged
 from tests.checkpoints import Built, build, flip
@@ -64,7 +64,7 @@ class Bytes:
         """What a reader of these bytes, or of all of a file that is cut, is told."""
         try:
             if file in UNLISTED:  # read in full each time; the others are proven by what was decoded once
-                manifest.decode(bytes(self.files[naming.MANIFEST]), bytes(self.files[naming.COMMIT]))
+                manifests.decode(bytes(self.files[naming.MANIFEST]), bytes(self.files[naming.COMMIT]))
             else:
                 verification.check_size(self.manifest, file, len(self.files[file]))
                 for piece in verification.overlapping(self.pieces[file], offset, offset + length):

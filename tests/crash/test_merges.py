@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.rest.jobs import ImportJob, MergeJob
 from holdfast_formats.rest.operations import Job
 from tests.crash import ledger
@@ -57,7 +57,7 @@ def has_ended(service: ImportingService, job: Job) -> bool:
 def digests(root: Path, step: int) -> dict[str, list[str]]:
     """Of every extent of a checkpoint's tensors, which have been read back."""
     path = root / naming.checkpoint_path("merged", step)
-    made = manifest.decode((path / naming.MANIFEST).read_bytes(), (path / naming.COMMIT).read_bytes())
+    made = manifests.decode((path / naming.MANIFEST).read_bytes(), (path / naming.COMMIT).read_bytes())
     return {name: [one.digest for one in tensor.extents] for name, tensor in made.tensors["model"].items()}
 
 

@@ -22,8 +22,8 @@ from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import Going, carry
-from holdfast_service.daemon.copying.repair import Elsewhere, RepairOutcome, mend
+from holdfast_service.daemon.copying.copies import CopyControl, carry
+from holdfast_service.daemon.copying.repair import RepairCandidates, RepairOutcome, mend
 from holdfast_service.storage import PosixStore, PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power
@@ -66,7 +66,7 @@ class Pair:
         return None
 
     def mend(self, error: CheckpointError | None) -> RepairOutcome:
-        elsewhere = Elsewhere({"replica there": self.there}, lambda made: nullcontext(), None)
+        elsewhere = RepairCandidates({"replica there": self.there}, lambda made: nullcontext(), None)
         return mend(self.here, (RUN, STEP), error, elsewhere)
 
     def stored(self) -> dict[str, bytes]:
@@ -207,7 +207,7 @@ def test_every_call_of_a_copy_fails() -> None:
 
 def copy(pair: Pair, target: PosixTier, read) -> None:
     """What a replica's worker does with one checkpoint."""
-    carry(pair.here, DIRECTORY, target, PLACE.path, read.manifest, Going())
+    carry(pair.here, DIRECTORY, target, PLACE.path, read.manifest, CopyControl())
     publish_copy(PosixStore(target), PLACE, read.encoded, read.commit)
 
 
@@ -230,7 +230,7 @@ class Story:
             self.damaged = path.read_bytes()
             recorder.operations += [power.Written(node, at, self.damaged[at : at + 1]), power.Synced(node)]
             self.begin = len(recorder.operations)
-            elsewhere = Elsewhere({"replica there": self.pair.there}, lambda made: nullcontext(), None)
+            elsewhere = RepairCandidates({"replica there": self.pair.there}, lambda made: nullcontext(), None)
             assert mend(target, (RUN, STEP), None, elsewhere).left is None
             recorder.tell("mended", STEP)
         self.operations = recorder.operations

@@ -19,7 +19,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import root_care
+from holdfast_service.control import root_maintenance
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
@@ -53,7 +53,7 @@ def save(tier: PosixTier, attempt: int) -> None:
 
 def restart(tier: PosixTier) -> None:
     """What a start does with a root before anything else."""
-    root_care.sweep(PosixStore(tier))
+    root_maintenance.sweep(PosixStore(tier))
 
 
 def let_go(tier: PosixTier) -> None:

@@ -17,14 +17,14 @@ import pytest
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_files import opened
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, thinning
+from holdfast_formats.disk import manifests, thinning
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import root_care
+from holdfast_service.control import root_maintenance
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.copying.compactor import stage_compact
-from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.thinner import stage
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
@@ -66,17 +66,17 @@ def thin(tier: PosixTier) -> None:
     """What the worker and control do with the files, in their order."""
     store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
     made = thinning.thin(pair.manifest, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
-    stage(tier, store, PLACE, made, Going())
-    encoded = manifest.encode(made.made)
-    commit.publish_copy(store, PLACE, encoded, manifest.encode_commit(made.made, encoded), over=True)
+    stage(tier, store, PLACE, made, CopyControl())
+    encoded = manifests.encode(made.made)
+    commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made.made, encoded), over=True)
 
 
 def compact(tier: PosixTier) -> None:
     """The same, of one that is stored in fewer bytes."""
     store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
-    made = stage_compact(tier, store, PLACE, pair, "int8", Going())
-    encoded = manifest.encode(made)
-    commit.publish_copy(store, PLACE, encoded, manifest.encode_commit(made, encoded), over=True)
+    made = stage_compact(tier, store, PLACE, pair, "int8", CopyControl())
+    encoded = manifests.encode(made)
+    commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made, encoded), over=True)
 
 
 def clear(tier: PosixTier) -> None:
@@ -141,7 +141,7 @@ def test_a_cut_after_every_operation(directory: Path, exchanging: bool, act: Cal
         power.build(tree, made)
         if exchanging:
             assert committed_steps(made, RUN) == [STEP], length
-        root_care.sweep(PosixStore(PosixTier(made)))
+        root_maintenance.sweep(PosixStore(PosixTier(made)))
         found = is_new(made)
         assert found or length < told
         clear(PosixTier(made))
@@ -170,7 +170,7 @@ def test_a_fault_of_every_call(directory: Path, exchanging: bool, act: Callable[
                 failed = False
             except CheckpointError:
                 failed = True
-        root_care.sweep(PosixStore(PosixTier(root)))
+        root_maintenance.sweep(PosixStore(PosixTier(root)))
         assert is_new(root) or failed
         shutil.rmtree(root)
         if not fault.failed:

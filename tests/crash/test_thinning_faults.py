@@ -36,7 +36,7 @@ def begin(world: CopiesWorld, number: int) -> str:
     for step in STEPS:
         world.control.findings.sound(run, step)
     world.control.rotation.set_policy(run, POLICY, "*")
-    assert world.control.rotation.settle() and world.control.book.recorded(30)
+    assert world.control.rotation.settle() and world.control.record_queue.recorded(30)
     return run
 
 
@@ -60,7 +60,7 @@ def test_a_fault_at_every_place(world: CopiesWorld, code: int) -> None:
                 worker.look(run)
             except CheckpointError as error:
                 assert error.hint, error
-            assert world.control.book.recorded(30)
+            assert world.control.record_queue.recorded(30)
         found = [form(world.root, run, step) for step in committed_steps(world.root, run)[::-1]]
         assert all(one in ("whole", new) for one, new in zip(found, FORMS, strict=True)), (fault.failed, found)
         worker.look(run)

@@ -24,7 +24,7 @@ def begun(acts: Acts, look: Callable[[Thinner, str], list[int]]) -> Callable[[Th
     """Looking at a run begins to count."""
 
     def looking(worker: Thinner, run: str) -> list[int]:
-        if worker._book.due(run):
+        if worker._record_queue.due(run):
             acts.begin()
         return look(worker, run)
 

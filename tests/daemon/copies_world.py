@@ -37,7 +37,7 @@ class CopiesWorld:
         self.control.recovery.recover()
         for step in steps:
             self.control.findings.sound(RUN, step)
-        self.book = self.control.replicas
+        self.records = self.control.replicas
         self.replicators: dict[str, Replicator] = {}
         records = self.control.repairs
         self.repairer = Repairer(self.tier, self.control, records, lambda: reached(self.replicators))
@@ -50,7 +50,7 @@ class CopiesWorld:
             name,
             self.tier,
             lambda: tier,
-            self.book,
+            self.records,
             news=lambda seconds: False,
             mend=self.repairer.replica,
             is_mine=is_mine,

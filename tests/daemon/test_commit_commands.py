@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast import Api, Checkpointer
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Event
 from holdfast_service.config import command_words, parse, plain_environment

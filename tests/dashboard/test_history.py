@@ -6,10 +6,10 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from holdfast_formats.disk.manifest import Extent, TensorEntry
+from holdfast_formats.disk.manifests import Extent, TensorEntry
 from holdfast_formats.rest import bodies
-from holdfast_service.dashboard import contents, history, words
-from holdfast_service.dashboard.contents import TensorLine
+from holdfast_service.dashboard import formatting, history, manifest_view
+from holdfast_service.dashboard.manifest_view import TensorLine
 
 
 def checkpoint(step: int, **changes: object) -> bodies.CheckpointInfo:
@@ -100,38 +100,44 @@ def test_saves_older_than_what_was_asked_for_are_not_removed() -> None:
 )
 def test_lengths_of_time(seconds: float, text: str) -> None:
     """Two units at most, the larger first; no line ends between a number and its unit."""
-    assert words.seconds_text(seconds) == text
-    assert words.seconds(seconds).startswith(f'<span title="{seconds:.6g} seconds">')
+    assert formatting.seconds_text(seconds) == text
+    assert formatting.seconds(seconds).startswith(f'<span title="{seconds:.6g} seconds">')
 
 
 def test_numbers_have_their_exact_value() -> None:
     """What is rounded for the eye says the exact value on a longer look; what is unknown says that."""
-    assert words.size(1234567) == '<span title="1\u202f234\u202f567 bytes">1.2\u00a0MB</span>'
-    assert words.percent(0.0123) == '<span title="0.0123">1.23 %</span>'
-    assert words.number(None) == words.seconds(None) == words.size(None) == words.when(None) == words.NONE
+    assert formatting.size(1234567) == '<span title="1\u202f234\u202f567 bytes">1.2\u00a0MB</span>'
+    assert formatting.percent(0.0123) == '<span title="0.0123">1.23 %</span>'
+    assert (
+        formatting.number(None)
+        == formatting.seconds(None)
+        == formatting.size(None)
+        == formatting.when(None)
+        == formatting.NONE
+    )
 
 
 def test_prose_has_what_is_to_be_typed_as_code() -> None:
     """Backquotes make code, and nothing makes markup."""
-    assert words.prose("use `a <b>`, not <i>") == "use <code>a &lt;b&gt;</code>, not &lt;i&gt;"
+    assert formatting.prose("use `a <b>`, not <i>") == "use <code>a &lt;b&gt;</code>, not &lt;i&gt;"
 
 
 def test_moments() -> None:
     """Ages, with the moment itself beside; what is no moment stays text and is escaped."""
     then = (datetime.now(timezone.utc) - timedelta(hours=5)).isoformat()
-    assert words.when(then) == f'<time datetime="{then}" title="{then}">5 h ago</time>'.replace("+", "+")
-    assert words.when("<now>") == "&lt;now&gt;"
+    assert formatting.when(then) == f'<time datetime="{then}" title="{then}">5 h ago</time>'.replace("+", "+")
+    assert formatting.when("<now>") == "&lt;now&gt;"
 
 
 def test_stripes_are_the_rows_that_each_rank_held() -> None:
     """Rows that one axis shared out are cut as torch cuts them; everything else is one piece, and none is left out."""
     entry = TensorEntry("F32", (10, 4), "f", 40, (Extent(0, 160, "0" * 16),), "dp=Shard(dim=0), tp=Replicate()")
-    cut = contents.stripes(TensorLine("model", "w", entry, None), {"dp": 4, "tp": 2}, 200, {entry.placement: 3})
+    cut = manifest_view.stripes(TensorLine("model", "w", entry, None), {"dp": 4, "tp": 2}, 200, {entry.placement: 3})
     assert [stripe.who for stripe in cut] == ["dp=0", "dp=1", "dp=2", "dp=3"]
     assert [round(stripe.width * 200 / 16) for stripe in cut] == [3, 3, 3, 1]
     assert cut[0].start == 0.2
     columns = TensorEntry("F32", (10, 4), "f", 40, entry.extents, "dp=Shard(dim=1)")
-    assert len(contents.stripes(TensorLine("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
+    assert len(manifest_view.stripes(TensorLine("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
 
 
 def test_what_is_gone_from_a_whole_list_was_removed() -> None:

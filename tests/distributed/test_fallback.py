@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from tests.checkpoints import flip
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.torchruns import launch
@@ -41,7 +41,7 @@ def daemon(saved: Path, tmp_path: Path) -> Iterator[RunningDaemon]:
 def damage(root: Path, step: int) -> None:
     """Flip a bit of what rank 1 alone reads."""
     directory = root / naming.checkpoint_path("r", step)
-    made = manifest.decode((directory / naming.MANIFEST).read_bytes(), (directory / naming.COMMIT).read_bytes())
+    made = manifests.decode((directory / naming.MANIFEST).read_bytes(), (directory / naming.COMMIT).read_bytes())
     entry = made.tensors["model"]["of_rank_1"]
     flip(directory / entry.file, entry.start + 5)
 

@@ -15,7 +15,7 @@ from holdfast.read.sources import DirectorySource
 from holdfast_files import opened
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.control.checkpoints import roots
@@ -129,15 +129,15 @@ def test_a_long_manifest_is_proven_before_it_is_read(tmp_path: Path, monkeypatch
 def test_no_manifest_is_written_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds on both sides."""
     made = a_manifest("run", 5)
-    monkeypatch.setattr(manifest, "MANIFEST_BYTES_MAX", len(manifest.encode(made)) - 1)
+    monkeypatch.setattr(manifests, "MANIFEST_BYTES_MAX", len(manifests.encode(made)) - 1)
     with pytest.raises(LimitExceeded, match=naming.MANIFEST):
-        manifest.encode(made)
+        manifests.encode(made)
 
 
 def test_a_commit_that_is_too_long_is_none(tmp_path: Path) -> None:
     """COMMIT over its bound commits nothing."""
     tier = PosixTier(tmp_path)
-    tier.put(f"{DIRECTORY}/{naming.COMMIT}", b"x" * (manifest.COMMIT_BYTES_MAX + 1))
+    tier.put(f"{DIRECTORY}/{naming.COMMIT}", b"x" * (manifests.COMMIT_BYTES_MAX + 1))
     with pytest.raises(NotCommitted):
         opened.read_commit(tier, DIRECTORY)
     assert issubclass(NotCommitted, CheckpointError)

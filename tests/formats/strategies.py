@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, packing, safetensors
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 

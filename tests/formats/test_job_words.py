@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.rest.job_words import Fact, facts
+from holdfast_formats.rest.job_labels import Fact, facts
 
 
 def said(values: dict[str, Any]) -> list[Fact]:

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, safetensors, state_json
+from holdfast_formats.disk import manifests, safetensors, state_json
 from holdfast_formats.errors import CheckpointError, from_problem
 from holdfast_formats.layout import language
 from holdfast_formats.layout.rules import choice, document
 from holdfast_formats.layout.rules.table import compile_table
 from holdfast_formats.region import Box
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import arena, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api.access import bodies
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.control.access import tokens
@@ -60,15 +60,15 @@ def _manifest(data: bytes) -> None:
     try:
         files = json.loads(data)["files"]
         stated = (sum(file["bytes"] for file in files), len(files))
-        commit = msgspec.json.encode(manifest.Commit(1, sha256, *stated)) + b"\n"
+        commit = msgspec.json.encode(manifests.Commit(1, sha256, *stated)) + b"\n"
     except Exception:  # then there is no COMMIT that fits
-        commit = msgspec.json.encode(manifest.Commit(1, sha256, 0, 0)) + b"\n"
-    made = manifest.decode(data, commit)
-    manifest.validate(made)
+        commit = msgspec.json.encode(manifests.Commit(1, sha256, 0, 0)) + b"\n"
+    made = manifests.decode(data, commit)
+    manifests.validate(made)
 
 
 def _commit(data: bytes) -> None:
-    manifest.decode((GOLDEN / naming.MANIFEST).read_bytes(), data)
+    manifests.decode((GOLDEN / naming.MANIFEST).read_bytes(), data)
 
 
 def _run_file(data: bytes) -> None:

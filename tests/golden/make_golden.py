@@ -16,8 +16,8 @@ import numpy as np
 
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import index, manifest, packing, state_json
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, manifests, packing, state_json
+from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.packing import FilePlan
 from holdfast_formats.tensors import TensorSpec
 
@@ -85,7 +85,7 @@ def compose(plans: list[FilePlan], small: Mapping[str, bytes]) -> Manifest:
             tensors[spec.group][spec.name] = TensorEntry(spec.dtype, spec.shape, plan.name, start, found, "Shard(0)")
     shards = [FileEntry(plan.name, plan.bytes, len(plan.header), digest(plan.header)) for plan in plans]
     return Manifest(
-        format=manifest.FORMAT,
+        format=manifests.FORMAT,
         run=RUN,
         step=STEP,
         attempt=2,
@@ -111,9 +111,9 @@ def files() -> dict[str, bytes]:
     small[naming.STATE] = state_json.merge(STEP, METRICS, tuple(STATE), RANKS)
     small["config.json"] = CONFIG
     made = compose(plans, small)
-    encoded = manifest.encode(made)
+    encoded = manifests.encode(made)
     held = {plan.name: shard(plan) for plan in plans} | small
-    held |= {naming.MANIFEST: encoded, naming.COMMIT: manifest.encode_commit(made, encoded)}
+    held |= {naming.MANIFEST: encoded, naming.COMMIT: manifests.encode_commit(made, encoded)}
     paths = {f"{naming.checkpoint_path(RUN, STEP)}/{name}": data for name, data in held.items()}
     return paths | {f"{RUN}/{naming.RUN_FILE}": b'{"format":1,"keep_last":3,"pins":[500],"labels":{"best":[500]}}\n'}
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
-from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Extent, Manifest, TensorEntry
 from holdfast_formats.disk.packing import extent_bytes, pack, tensor_extent_bytes
 from holdfast_formats.layout import rules
 from holdfast_formats.layout.elements import Specs

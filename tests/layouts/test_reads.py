@@ -11,7 +11,7 @@ from math import prod
 
 import pytest
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import WantedBox, plan
 from holdfast_formats.region import Box, whole
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast_formats.moments import seconds_of
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import JobRow

@@ -17,10 +17,10 @@ from holdfast.cli import app
 from holdfast.rest import summaries
 from holdfast.rest.api import Api
 from holdfast_formats.rest.bodies import RankHello
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.measurements import RunSummary
 from holdfast_formats.staging.wire import PROTOCOL
-from holdfast_service.daemon.saving.lives import RunLives
 from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.run_lifecycle import RunLifecycles
 from tests.daemon.saver_world import SaverWorld, saver_world
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.forked import Forked
@@ -140,7 +140,7 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     for run in ("back", "away"):
         control.launches.declare(run, "one", 1, None)
         control.lives.became(run, 1, "running")
-    lives = RunLives(saver, control, return_s=0.0)
+    lives = RunLifecycles(saver, control, return_s=0.0)
     back = Participant("back", 0, 1, 1, lambda outcome: None)
     saver.join(back)
     lives.look()

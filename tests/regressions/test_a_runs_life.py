@@ -21,7 +21,7 @@ from holdfast.link import run_info
 from holdfast.rest import runs, summaries
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InUse, InvalidRequest
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.measurements import RunSummary
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api.access import bodies
 from tests.daemons import RunningDaemon, freeze, running, wait_until

@@ -7,7 +7,7 @@ import threading
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-from holdfast_service.daemon.exchange.asking import NodeConnection
+from holdfast_service.daemon.exchange.node_connection import NodeConnection
 from holdfast_service.daemon.exchange.server import STRANGERS_MAX, ExchangeServer
 from tests.daemons import wait_until
 

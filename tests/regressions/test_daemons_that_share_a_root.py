@@ -18,9 +18,9 @@ from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
-from holdfast_service.control.cluster.cluster import Crew, changing
+from holdfast_service.control.cluster.cluster import NodeRanks, changing
 from holdfast_service.control.opening import open_control
-from holdfast_service.control.root_care import RootCare
+from holdfast_service.control.root_maintenance import RootMaintenance
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
@@ -41,9 +41,9 @@ class Node:
         self.control.recovery.recover()
 
     @property
-    def care(self) -> RootCare:
-        assert self.control.care is not None
-        return self.control.care
+    def maintenance(self) -> RootMaintenance:
+        assert self.control.maintenance is not None
+        return self.control.maintenance
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_start_leaves_the_saves_and_the_list_of_others(pair: tuple[Node, Node]
     staged = naming.staging_path(RUN, 2, 1)
     a.tier.put(f"{staged}/model.safetensors", b"half")
     b.control.recovery.recover()
-    assert b.control.book.recorded(30)
+    assert b.control.record_queue.recorded(30)
     assert [found.id for found in a.catalog.rounds(RUN, "open").items] == [number]
     assert a.tier.list(staged) == ["model.safetensors"] and steps(b) == [1]
 
@@ -84,7 +84,7 @@ def test_its_own_saves_of_before_end_with_its_start(pair: tuple[Node, Node]) -> 
     mine, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     other, _ = b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
     a.control.recovery.recover()
-    assert a.control.book.recorded(30)
+    assert a.control.record_queue.recorded(30)
     assert [found.id for found in a.catalog.rounds(None, "open").items] == [other]
     assert [found.id for found in a.catalog.rounds(RUN, "aborted").items] == [mine]
 
@@ -94,10 +94,10 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     a, b = pair
     gone, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
-    b.care.look()
+    b.maintenance.look()
     assert len(b.catalog.rounds(None, "open").items) == 2
     a.cluster.close()
-    b.care.look()
+    b.maintenance.look()
     assert [found.id for found in b.catalog.rounds(None, "aborted").items] == [gone]
     assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
 
@@ -107,9 +107,9 @@ def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_ro
     a, b = pair
     committed(a, 1)
     put_checkpoint(a.tier, a_manifest(RUN, 2))
-    b.care.look()
+    b.maintenance.look()
     assert steps(b) == [1]
-    b.care.look()
+    b.maintenance.look()
     assert steps(b) == [1, 2]
 
 
@@ -121,10 +121,10 @@ def test_what_a_lost_node_put_into_the_place_of_another_is_listed_as_it_is(pair:
     committed(a, 1, 2)
     a.catalog.note_round(RUN, 2, 2, 1, "2026-01-01T00:00:00Z")
     a.cluster.close()
-    b.care.look()
+    b.maintenance.look()
     assert b.catalog.checkpoint(RUN, 2).verified and b.catalog.checkpoint(RUN, 2).attempt == 1
     _replaced_by_another_attempt(b, 2)
-    b.care.look()
+    b.maintenance.look()
     listed = b.catalog.checkpoint(RUN, 2)
     assert (listed.attempt, listed.verified) == (2, False) and b.catalog.checkpoint(RUN, 1).verified
 
@@ -133,7 +133,7 @@ def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: 
     """Also where its beginning is recorded only after that: a new launch would wait for its end."""
     a, b = pair
     late = threading.Event()
-    a.control.book.tell("something slow", late.wait)
+    a.control.record_queue.tell("something slow", late.wait)
     number = a.control.saves.begin(RUN, 2, 1, 2)
     a.control.rounds.seal(number, 2)
     a.control.saves.joined(number, RUN, 2, 1, {})
@@ -141,7 +141,7 @@ def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: 
     b.control.saves.joined(quiet, RUN, 2, 1, {})
     late.set()
     for node in pair:
-        assert node.control.book.recorded(30)
+        assert node.control.record_queue.recorded(30)
     assert [found.state for found in b.catalog.rounds(RUN).items] == ["committed"]
 
 
@@ -150,9 +150,9 @@ def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
     for step, told in ((1, pair), (2, pair[1:])):
         for node in told:
             number = node.control.saves.begin(RUN, step, 1, 2, quiet=node is not pair[0])
-            assert node.control.book.recorded(30)
+            assert node.control.record_queue.recorded(30)
             node.control.saves.abort(number, RoundAborted("a rank is gone"), None)
-            assert node.control.book.recorded(30)
+            assert node.control.record_queue.recorded(30)
         assert [found.step for found in pair[0].catalog.rounds(RUN, "aborted").items].count(step) == 1
         events = pair[0].control.events.after(0, 50, RUN, "save-aborted")
         assert [found.step for found in events].count(step) == 1
@@ -162,20 +162,20 @@ def test_a_save_is_one_record_however_late_a_node_tells_of_it(pair: tuple[Node, 
     """The node of the first rank records its beginning after another one has recorded its end. The next try is another."""
     a, b = pair
     late = threading.Event()
-    a.control.book.tell("something slow", late.wait)
+    a.control.record_queue.tell("something slow", late.wait)
     numbers = [node.control.saves.begin(RUN, 2, 1, 2, quiet=node is b) for node in pair]
     a.control.rounds.seal(numbers[0], 2)
     for node, number in reversed([*zip(pair, numbers, strict=True)]):
         node.control.saves.abort(number, RoundAborted("a rank is gone"), None)
         if node is b:
-            assert b.control.book.recorded(30)
+            assert b.control.record_queue.recorded(30)
     late.set()
-    assert a.control.book.recorded(30)
+    assert a.control.record_queue.recorded(30)
     assert [found.state for found in a.catalog.rounds(RUN).items] == ["aborted"]
     assert len(a.control.events.after(0, 50, RUN, "save-aborted")) == 1
     again = a.control.saves.begin(RUN, 2, 1, 2)
     a.control.saves.joined(again, RUN, 2, 1, {})
-    assert a.control.book.recorded(30)
+    assert a.control.record_queue.recorded(30)
     assert [found.state for found in a.catalog.rounds(RUN).items] == ["committed", "aborted"]
 
 
@@ -185,11 +185,11 @@ def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     stale, fresh = naming.staging_path(RUN, 1, 1), naming.staging_path(RUN, 2, 1)
     for path in (stale, fresh):
         a.tier.put(f"{path}/model.safetensors", b"half")
-    b.care.look()
+    b.maintenance.look()
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(stale).name, Path(fresh).name]
     time.sleep(0.6)
     a.tier.put(f"{fresh}/more.safetensors", b"half")
-    b.care.look(idle_s=0.5)
+    b.maintenance.look(idle_s=0.5)
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(fresh).name]
 
 
@@ -200,10 +200,10 @@ def test_what_a_round_that_goes_on_has_staged_is_not_swept(pair: tuple[Node, Nod
     number = meeting.arrive(RUN, 7, 1, 2, [0], b"declared", b"said")
     place = naming.Place(RUN, 7, 1, number)
     a.control.store.begin(place).put("config.json", b"{}")
-    b.care.look(idle_s=0.0)
+    b.maintenance.look(idle_s=0.0)
     assert a.tier.list(place.path) == ["config.json"]
     assert meeting.abort(number, RoundAborted("given up").problem())
-    b.care.look(idle_s=0.0)
+    b.maintenance.look(idle_s=0.0)
     assert a.tier.list(place.path) == []
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tupl
     aside = naming.replaced_path(RUN, 1)
     a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
     assert b.control.store.sweep((), 0.0) == []
-    b.care.look(idle_s=0.0)
+    b.maintenance.look(idle_s=0.0)
     assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
 
 
@@ -307,8 +307,8 @@ def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Nod
     a, b = pair
     a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     assert not b.control.empty_runs.forget(RUN)
-    a.cluster.crews.parted(RUN)
-    a.cluster.crews.tell({})
+    a.cluster.node_ranks.parted(RUN)
+    a.cluster.node_ranks.tell({})
     assert b.control.empty_runs.forget(RUN)
 
 
@@ -328,7 +328,7 @@ def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     a, b = pair
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     a.control.lives.became(RUN, attempt, "lost")
-    assert a.control.book.recorded(30)
+    assert a.control.record_queue.recorded(30)
     assert b.control.lives.by_run(None, {})[RUN].life == "lost" == a.control.lives.by_run(None, {})[RUN].life
 
 
@@ -357,7 +357,7 @@ def remembering(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node, Reme
     tier.hidden = frozenset({naming.checkpoint_path(RUN, 2)})
     b.control = open_control(tier, b.catalog, None, b.cluster)
     b.control.recovery.recover()
-    assert b.control.book.recorded(30)
+    assert b.control.record_queue.recorded(30)
     yield a, b, tier
     a.control.close()
     b.control.close()
@@ -397,16 +397,16 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     a, b = pair
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     a.control.lives.became(RUN, attempt, "running")
-    a.cluster.crews.tell({RUN: Crew(attempt, 1, 1)})
-    assert a.control.book.recorded(30)
+    a.cluster.node_ranks.tell({RUN: NodeRanks(attempt, 1, 1)})
+    assert a.control.record_queue.recorded(30)
     for _ in range(2):
-        b.care.look()
+        b.maintenance.look()
         assert b.control.lives.by_run(None, {})[RUN].life == "running"
     a.cluster.close()
-    b.care.look()
+    b.maintenance.look()
     assert b.control.lives.by_run(None, {})[RUN].life == "running"
     for _ in range(2):
-        b.care.look()
+        b.maintenance.look()
         assert b.control.lives.by_run(None, {})[RUN].life == "lost"
     assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 
@@ -473,14 +473,14 @@ def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node
     a, b = pair
     for step in (1, 2):
         put_checkpoint(a.tier, a_manifest(RUN, step))
-    assert [node.control.standing.launch(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
+    assert [node.control.committed_steps.launch(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
     _replaced_by_another_attempt(b, 2)
     number = a.control.saves.begin(RUN, 3, 2, 2, Intent(turn=1, again=1))  # it has said that it replaces
     a.control.saves.joined(number, RUN, 2, 2, {})
-    assert a.control.standing.launch(RUN, 2) == (2, 0)
+    assert a.control.committed_steps.launch(RUN, 2) == (2, 0)
     _replaced_by_another_attempt(b, 1)
     assert a.control.launches.declare(RUN, "a later launch", 1, None) and a.control.restores.choose(RUN, 3, 0, 1, ()) == 1
-    assert a.control.standing.launch(RUN, 1) == (2, 0)
+    assert a.control.committed_steps.launch(RUN, 1) == (2, 0)
 
 
 def _replaced_by_another_attempt(node: Node, step: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast_formats.errors import WrongRoot
 from holdfast_formats.rest.offline import CatalogWork
 from holdfast_service.control.catalog.catalog import Catalog
@@ -51,7 +51,7 @@ def started(root: Path, url: str) -> subprocess.CompletedProcess[str]:
 
 def tool(work: str, root: Path, url: str) -> subprocess.CompletedProcess[str]:
     asked = CatalogWork(act=work, root=str(root), catalog=url).model_dump_json()
-    return subprocess.run(delegated.COMMAND, input=asked, capture_output=True, text=True, timeout=120)
+    return subprocess.run(service_jobs.COMMAND, input=asked, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
         try:
             control.recovery.recover()
             assert control.launches.declare("mine", "launch", 1, None) == 1, "training goes on without it"
-            assert control.book.said is not None and "belongs to another root" in control.book.said
+            assert control.record_queue.said is not None and "belongs to another root" in control.record_queue.said
             assert catalog.known_runs() == {}
         finally:
             control.close()

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from holdfast import Api, Checkpointer
-from holdfast.read.directory_library import DirectoryLibrary
+from holdfast.read.directory_index import DirectoryIndex
 from holdfast.read.root_directory import living_steps
 from holdfast.rest import retention
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
 from holdfast_formats.lineage import NO_INTENT, NOTHING, Intent
 from holdfast_formats.naming import CATALOG
-from holdfast_service.control.catalog import lines
+from holdfast_service.control.catalog import lineage_records
 from tests.daemons import RunningDaemon, running, wait_until
 
 
@@ -77,7 +77,7 @@ def test_the_new_line_is_kept_and_restored(daemon: RunningDaemon, run: str) -> N
         assert listed(daemon, run)[150] == "verified"
     with Training(daemon, run) as training:
         assert training.checkpointer.restore() == 150 and training.value == 150.5
-    assert DirectoryLibrary(daemon.root).runs()[0].name and living_steps(daemon.root, run)[0] == 150
+    assert DirectoryIndex(daemon.root).runs()[0].name and living_steps(daemon.root, run)[0] == 150
 
 
 def test_retention_counts_the_new_line_alone(daemon: RunningDaemon, run: str) -> None:
@@ -181,12 +181,12 @@ def test_the_place_of_a_launch_that_restored_nothing() -> None:
     """A damaged step below is not superseded. What the launch has said goes with every save, so a daemon that was killed
     since, and has nothing of the save that said it, asks for it no more.
     """
-    sound = lines.ListedCheckpoint(10, 1, 0, ())
+    sound = lineage_records.ListedCheckpoint(10, 1, 0, ())
     with pytest.raises(AlreadyCommitted, match="restored nothing"):
-        lines.place([sound], "r", (20, 2), NO_INTENT)
-    assert not lines.place([sound._replace(sound=False)], "r", (20, 2), NO_INTENT).over
-    assert lines.place([sound], "r", (40, 2), Intent(turn=1, again=1)).lineage.rewinds == ()
-    assert lines.place([sound], "r", (5, 2), Intent(turn=1, again=1)).lineage.rewinds == ((2, 1, NOTHING),)
+        lineage_records.place([sound], "r", (20, 2), NO_INTENT)
+    assert not lineage_records.place([sound._replace(sound=False)], "r", (20, 2), NO_INTENT).over
+    assert lineage_records.place([sound], "r", (40, 2), Intent(turn=1, again=1)).lineage.rewinds == ()
+    assert lineage_records.place([sound], "r", (5, 2), Intent(turn=1, again=1)).lineage.rewinds == ((2, 1, NOTHING),)
 
 
 def test_pins_on_what_was_left_behind_hold(daemon: RunningDaemon, run: str) -> None:
@@ -215,7 +215,7 @@ def test_lines_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
         with Training(daemon, "r") as training:
             training.checkpointer.restore(step=50)
             training.save(60, 60.5)
-    states = {c.step: c.abandoned for c in DirectoryLibrary(root).checkpoints("r").checkpoints}
+    states = {c.step: c.abandoned for c in DirectoryIndex(root).checkpoints("r").checkpoints}
     assert states == {50: False, 60: False, 150: True} and living_steps(root, "r") == [60, 50]
     for path in root.glob(f"{CATALOG}*"):
         path.unlink()

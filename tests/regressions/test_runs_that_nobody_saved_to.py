@@ -20,10 +20,10 @@ from holdfast_formats.staging import wire
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.retention import empty_runs
 from holdfast_service.control.retention.empty_runs import EmptyRuns
-from holdfast_service.daemon.arena.shares import Asker
+from holdfast_service.daemon.arena.shares import ShareRequester
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.remote_rank import RemoteRank
-from holdfast_service.daemon.saving.lives import RunLives
+from holdfast_service.daemon.saving.run_lifecycle import RunLifecycles
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.storage import PosixTier, Tier
 from tests.crash.test_faults import ACTS, FaultyTier, Plan
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     def hello(self, run: str, tenant: str = "", launch: str = "one") -> RemoteRank:
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": launch}
-        return self.ranks.hello(uuid.uuid4().hex, bodies.RankHello(**about), Asker(tenant, owner=True))
+        return self.ranks.hello(uuid.uuid4().hex, bodies.RankHello(**about), ShareRequester(tenant, owner=True))
 
     def visit(self, run: str) -> None:
         """A rank says hello, keeps the newest two, and leaves."""
@@ -50,11 +50,11 @@ class Place(NamedTuple):
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": rank_id, "keep_last": 2}
         self.ranks.hello(rank_id, bodies.RankHello(**about))
         self.ranks.leave(rank_id)
-        RunLives(self.world.saver, self.world.control).look()
+        RunLifecycles(self.world.saver, self.world.control).look()
 
     def sweep_later(self) -> list[str]:
         """What is swept when the hours have passed, and who is here now is still here."""
-        RunLives(self.world.saver, self.world.control).look()
+        RunLifecycles(self.world.saver, self.world.control).look()
         empty = self.world.control.empty_runs
         empty._clock = empty_runs.time.monotonic
         empty._missed.clear()
@@ -171,7 +171,7 @@ def test_what_somebody_may_want_is_never_swept(place: Place, tmp_path: Path) -> 
         place.visit(why)
         keep(place, why, root / why)
     place.visit("bare")
-    assert place.world.control.book.recorded(10)
+    assert place.world.control.record_queue.recorded(10)
     before = {path: path.lstat().st_mtime_ns for why in WHYS for path in (root / why).rglob("*")}
     known = {run: declared.launches for run, declared in place.world.control.attempts.known().items() if run != "bare"}
     listed = {run: made for run, made in place.world.catalog.declared().items() if run != "bare"}
@@ -185,12 +185,12 @@ def test_what_once_had_checkpoints_keeps_its_attempts(place: Place) -> None:
     """A run whose checkpoints were all removed, or whose directory is away, has its numbers still."""
     (rank,) = place.world.launch(1)
     rank.save(1)
-    assert rank.wait(1).state == "committed" and place.world.control.book.recorded(10)
+    assert rank.wait(1).state == "committed" and place.world.control.record_queue.recorded(10)
     rank.leave()
     place.world.tier.remove_tree("run")
     run = rank.who.run
     place.world.tier.remove_tree(run)
-    RunLives(place.world.saver, place.world.control).look()
+    RunLifecycles(place.world.saver, place.world.control).look()
     assert place.sweep_later() == [] and place.world.control.attempts.newest(run) == 1
 
 
@@ -229,7 +229,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
         assert sweeper.look() == ([run] if moment == "sweep" else [])
         for thread in threads:
             thread.join()
-        assert control.attempts.newest(run) == attempt and control.book.recorded(10)
+        assert control.attempts.newest(run) == attempt and control.record_queue.recorded(10)
         assert place.world.catalog.run(run).attempt == attempt
         assert place.world.saver.runs >= {run}
     sweeper.close()

@@ -9,7 +9,7 @@ import threading
 from holdfast.link import embedded
 from holdfast.link.roots import running_socket
 from holdfast_formats import naming
-from holdfast_formats.whereabouts import DaemonFile, decode
+from holdfast_formats.root_files import DaemonFile, decode
 from holdfast_service.storage.locking import lock_root
 from tests.daemons import runtime_directory, wait_until
 

@@ -23,7 +23,7 @@ __all__ = ["tmp_path"]
 
 LIMIT_S = 240.0
 # A run, or the replica; the code of its alert; what the overview says of it; and the button that mends it.
-SAID = (
+MESSAGES = (
     ("killed", "run-lost", "ranks were killed or ended by an exception", "Resume from step"),
     ("hung", "no-commit", "of training; usually there is one every", "Look at the saves"),
     ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Restore step 40"),
@@ -77,9 +77,9 @@ def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path
         limit(daemon, "full")
         far.rename(tmp_path / "elsewhere")
 
-        wait_until(lambda: {(name, code) for name, code, _, _ in SAID} <= alerts(daemon).keys(), LIMIT_S)
+        wait_until(lambda: {(name, code) for name, code, _, _ in MESSAGES} <= alerts(daemon).keys(), LIMIT_S)
         page = Page(httpx.get(daemon.url).text)
-        for name, code, words, button in SAID:
+        for name, code, words, button in MESSAGES:
             assert words in alerts(daemon)[name, code]
             assert words in page.text and button in page.text, (name, page.text)
         wait_until(lambda: {"storage-slow", "saves-dropped"} & {code for _, code in alerts(slow)}, LIMIT_S)

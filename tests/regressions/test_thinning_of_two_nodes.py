@@ -41,9 +41,9 @@ class Pair:
         self.a.control.rotation.set_policy(RUN, policy, "*")
         assert self.a.control.rotation.settle()
 
-    def thinner(self, node: Node, book: Any = None) -> Thinner:
+    def thinner(self, node: Node, record_queue: Any = None) -> Thinner:
         control = node.control
-        return Thinner(node.tier, control.store, book or control.thinning, node=control.node_of_many)
+        return Thinner(node.tier, control.store, record_queue or control.thinning, node=control.node_of_many)
 
     def forms(self) -> list[str]:
         """What stands there, every byte proven, and the catalog with both nodes says the same."""
@@ -55,7 +55,7 @@ class Pair:
                 weights = reader.read("model", "embed.weight")
             assert np.array_equal(weights.view(np.uint16), trained_arrays()["model"]["embed.weight"].view(np.uint16))
             for node in (self.a, self.b):
-                assert node.control.book.recorded(30)
+                assert node.control.record_queue.recorded(30)
                 listed = node.catalog.checkpoint(RUN, step)
                 assert (listed.thinned is None, listed.compacted is None) == (made.thinned is None, made.compacted is None)
             found.append("thin" if made.thinned else "compact" if made.compacted else "whole")

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import WrongRoot
-from holdfast_formats.whereabouts import RootFile, decode
+from holdfast_formats.root_files import RootFile, decode
 from holdfast_service.storage.identity import Identity, known, settle
 from holdfast_service.storage.posix import PosixTier
 

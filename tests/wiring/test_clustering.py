@@ -12,7 +12,7 @@ import pytest
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.duties import UPKEEP
 from holdfast_service.wiring import clustering
-from holdfast_service.wiring.clustering import Upkeep
+from holdfast_service.wiring.clustering import DutyThread
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
 
@@ -34,8 +34,8 @@ class Cared:
             raise RuntimeError("the disk is away")
 
 
-def caring(cluster: Cluster, cared: Cared) -> Upkeep:
-    return Upkeep(cluster, cared.look, every_s=0.05)
+def caring(cluster: Cluster, cared: Cared) -> DutyThread:
+    return DutyThread(cluster, cared.look, every_s=0.05)
 
 
 def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:

@@ -18,7 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, StateMismatch
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.daemon.copying import converting, importing
-from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.importing import Goal
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring import exports
@@ -161,7 +161,7 @@ def test_stored_twice_with_different_values(tmp_path: Path) -> None:
             importing.write(
                 importing.plan_import(PosixTier(source), Goal("mine", 0, 0), an_import("mine", 0).arguments),
                 PosixTier(tmp_path / "staged"),
-                Going(),
+                CopyControl(),
             )
         assert caught.value.detail == other.value.detail and not (tmp_path / "out").exists()
 

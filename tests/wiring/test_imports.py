@@ -26,9 +26,10 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import hugging_face, optimizer_state
+from holdfast_formats.foreign import hugging_face
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
 from holdfast_formats.rest.jobs import ImportJob

@@ -37,8 +37,8 @@ def bench(root: Root = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = Non
     sizes = SIZES if state_gib is None else (int(state_gib * 2**30),)
     expected = [expect(limits, size) for size in sizes]
     if as_json:
-        found = {"directory": str(directory), **limits._asdict(), "expected": [one._asdict() for one in expected]}
-        console.print_json(found)
+        report = {"directory": str(directory), **limits._asdict(), "expected": [one._asdict() for one in expected]}
+        console.print_json(report)
     else:
         _print(directory, limits, expected)
 

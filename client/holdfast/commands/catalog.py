@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
@@ -49,20 +49,18 @@ def check(
     with console.reporting(as_json):
         if root is not None:
             _one_place(url)
-            found = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root, catalog))
+            result = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root, catalog))
         else:
             with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
                 answer = api.request("GET", "/v1/catalog/check", params={"thorough": thorough})
-                found = api.parsed(answer.content, CatalogCheck)
+                result = api.parsed(answer.content, CatalogCheck)
     if as_json:
-        console.print_json({**found.model_dump(), "sound": found.sound})
+        console.print_json({**result.model_dump(), "sound": result.sound})
     else:
-        said = (
-            f"{found.catalog}: {found.checkpoints} checkpoints in {found.runs} runs, {found.manifests_read} manifests read"
-        )
-        console.out().print(said, markup=False)
-        _print(found.items, found.count, "contradictions", "red")
-    if not found.sound:
+        text = f"{result.catalog}: {result.checkpoints} checkpoints in {result.runs} runs, {result.manifests_read} manifests read"
+        console.out().print(text, markup=False)
+        _print(result.items, result.count, "contradictions", "red")
+    if not result.sound:
         raise typer.Exit(INCONSISTENT)
 
 
@@ -78,7 +76,7 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
             made = CatalogRebuild.model_validate(_offline("rebuild", root, catalog))
         else:
             with Api(url or default_url()) as api:
-                made = CatalogRebuild.model_validate(delegated.as_job(api, RebuildJob(), lambda done, total: None))
+                made = CatalogRebuild.model_validate(service_jobs.as_job(api, RebuildJob(), lambda done, total: None))
     if as_json:
         console.print_json(made.model_dump())
     else:
@@ -104,12 +102,12 @@ def adopt(
     the list at the next start.
     """
     with console.reporting(as_json):
-        made = CatalogAdoption.model_validate(_offline("adopt", root, catalog))
+        report = CatalogAdoption.model_validate(_offline("adopt", root, catalog))
     if as_json:
-        console.print_json(made.model_dump())
+        console.print_json(report.model_dump())
     else:
-        had = f"; before, it belonged to {made.before}" if made.before is not None else ""
-        console.out().print(f"{made.catalog} now belongs to {made.root}{had}", markup=False)
+        had = f"; before, it belonged to {report.before}" if report.before is not None else ""
+        console.out().print(f"{report.catalog} now belongs to {report.root}{had}", markup=False)
 
 
 def _one_place(url: str | None) -> None:
@@ -119,7 +117,7 @@ def _one_place(url: str | None) -> None:
 
 def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path, catalog: str | None) -> Any:
     check_installed()
-    return delegated.offline(CatalogWork(act=act, root=str(root), catalog=catalog))
+    return service_jobs.offline(CatalogWork(act=act, root=str(root), catalog=catalog))
 
 
 def _print(items: list[Contradiction], count: int, what: str, style: str) -> None:

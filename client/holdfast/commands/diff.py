@@ -8,13 +8,13 @@ import typer
 from rich.text import Text
 
 from holdfast.export import differences
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Pair
-from holdfast_formats.rest.observed import Difference
+from holdfast_formats.rest.measurements import Difference
 
 SHOWN_MAX = 30
 
@@ -53,14 +53,14 @@ def diff(  # noqa: PLR0913 — a command's options
         with open_source(parse_target(other), root, url) as right_source:
             right = CheckpointReader.open(right_source, complete=False)
             pairs = comparing.pairs(left.contents, right.contents, group)
-            found = [comparing.difference(pair) for pair in pairs] if fast else _exact(left, right, pairs, not as_json)
-    total = comparing.summarise(found)
+            differences = [comparing.difference(pair) for pair in pairs] if fast else _exact(left, right, pairs, not as_json)
+    total = comparing.summarise(differences)
     labels = [f"{reader.manifest.run}@{reader.manifest.step}" for reader in (left, right)]
     if as_json:
         summary = {"a": labels[0], "b": labels[1], "exact": not fast, **total._asdict()}
-        console.print_json({**summary, "items": [one.model_dump() for one in found]})
+        console.print_json({**summary, "items": [one.model_dump() for one in differences]})
     else:
-        _print(labels, found, total, sort, most)
+        _print(labels, differences, total, sort, most)
 
 
 def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], shown: bool) -> list[Difference]:
@@ -68,13 +68,13 @@ def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], s
         return list(differences.compare(left, right, pairs, lambda count: bar.advance(bar.task_ids[0], count)))
 
 
-def _print(labels: list[str], found: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:
+def _print(labels: list[str], differences: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:
     out = console.out()
     states = ", ".join(f"{count} {state.replace('-', ' ')}" for state, count in sorted(total.tensors.items()))
     apart = "" if total.relative is None else f"; relative change of the changed tensors: {total.relative:.3g}"
     sick = f"; {total.nonfinite} with NaN or infinite values" if total.nonfinite else ""
     out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{sick}{apart}", "bold"))
-    rows = [one for one in found if one.state != "equal"]
+    rows = [one for one in differences if one.state != "equal"]
     rows.sort(key=lambda one: comparing.largest_first(one, None if sort == "name" else getattr(one, sort)))  # stable
     if not rows:
         return

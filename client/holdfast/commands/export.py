@@ -10,10 +10,10 @@ from rich.text import Text
 
 from holdfast.config import default_url
 from holdfast.export.publish import export as export_to
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
@@ -135,7 +135,7 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
             dry_run=dry_run,
         )
         with console.told("converting", shown=not as_json) as on_bytes:
-            done = delegated.offline(DirectoryConversion(arguments=arguments, progress=True), on_bytes)
+            done = service_jobs.offline(DirectoryConversion(arguments=arguments, progress=True), on_bytes)
     if as_json:
         console.print_json(done)
         return
@@ -160,11 +160,11 @@ def _converted(
         if isinstance(source, DirectorySource):
             terms = arguments.model_dump(exclude={"model_only"})
             conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
-            done = delegated.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
+            done = service_jobs.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
             return {name: value for name, value in done.items() if name not in ("source", "written")}
         with Api(url or default_url()) as api:
             wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
-            return delegated.as_job(api, wanted, on_bytes)
+            return service_jobs.as_job(api, wanted, on_bytes)
 
 
 def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
@@ -188,10 +188,10 @@ def _print_plan(done: dict[str, Any]) -> None:
     out = console.out()
     out.print(f"kind: {done['source']['kind']}")
     print_files(done["source"])
-    made = console.table("FILE OF THE TARGET", "BYTES", right=("BYTES",))
+    table = console.table("FILE OF THE TARGET", "BYTES", right=("BYTES",))
     for file in done["written"]:
-        made.add_row(Text(file["file"]), console.human_bytes(file["bytes"]))
-    out.print(made)
+        table.add_row(Text(file["file"]), console.human_bytes(file["bytes"]))
+    out.print(table)
     for one in (*done["notes"], *(f"left out: {left['what']}: {left['reason']}" for left in done["left_out"])):
         out.print(Text.assemble(("note  ", "bold"), one))
     size = console.human_bytes(int(done["bytes"]))

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from holdfast.commands.labels_and_pins import named
 from holdfast.config import default_url
-from holdfast.read.library import open_library, parse_target
-from holdfast.rest import delegated
+from holdfast.read.checkpoint_index import open_library, parse_target
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
@@ -21,8 +22,6 @@ from holdfast_formats.foreign import kinds
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
 from holdfast_formats.rest.offline import RootJob
 from holdfast_formats.rest.recipes import average_of_last
-
-from .marks import named
 
 FILES_SHOWN = 40
 
@@ -115,9 +114,9 @@ def _done(wanted: ImportJob | MergeJob, root: Path | None, url: str | None, doin
     """Run it in a root that no daemon serves, or as a job of the service; the progress is shown as `doing`, if given."""
     with console.told(doing or "", shown=doing is not None) as on_bytes:
         if root is not None:
-            return delegated.offline(RootJob(root=str(root), job=wanted, progress=True), on_bytes)
+            return service_jobs.offline(RootJob(root=str(root), job=wanted, progress=True), on_bytes)
         with Api(url or default_url()) as api:
-            return delegated.as_job(api, wanted, on_bytes)
+            return service_jobs.as_job(api, wanted, on_bytes)
 
 
 def _print_report(done: dict[str, Any]) -> None:

@@ -9,12 +9,12 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
-from holdfast.read.library import parse_target, step_of
+from holdfast.read.checkpoint_index import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import exit_status, from_problem
-from holdfast_formats.rest.job_words import Fact, facts
+from holdfast_formats.rest.job_labels import Fact, facts
 from holdfast_formats.rest.jobs import JobRequest, parse
 from holdfast_formats.rest.operations import Job, JobKind, JobState
 
@@ -45,17 +45,17 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        found = list(islice(api.jobs(kind, state, run), limit))
+        jobs = list(islice(api.jobs(kind, state, run), limit))
     if as_json:
-        console.print_json([job.model_dump() for job in found])
+        console.print_json([job.model_dump() for job in jobs])
         return
     columns = ("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE")
     table = console.table(*columns, right=("JOB", "BYTES"), drop=("NODE", "BYTES"))
-    for job in found:
+    for job in jobs:
         state_text = Text(job.state, _COLOURS[job.state])
         age = console.human_age(job.created)
         table.add_row(str(job.id), job.kind, Text(_subject(job)), state_text, _bytes(job), age, Text(job.node))
-    console.show(table if found else "No jobs.")
+    console.show(table if jobs else "No jobs.")
 
 
 @app.command("show")

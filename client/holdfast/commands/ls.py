@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.read.library import Library, RunListing, ServiceLibrary, open_library
+from holdfast.read.checkpoint_index import CheckpointIndex, RunListing, ServiceIndex, open_library
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import completion, console, run_lists
@@ -15,7 +15,7 @@ from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RUN_SORTS
+from holdfast_formats.rest.measurements import RUN_SORTS
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[
@@ -77,9 +77,9 @@ def ls(  # noqa: PLR0913 — one an option
                 _list_checkpoints(library, run, wanted, healthy, as_json)
 
 
-def _list_runs(library: Library, everything: bool, sort: str, as_json: bool) -> None:
-    found = run_lists.runs(library, sort)
-    runs = [run for run in found if everything or run.life not in _HIDDEN]
+def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: bool) -> None:
+    summaries = run_lists.runs(library, sort)
+    runs = [run for run in summaries if everything or run.life not in _HIDDEN]
     if as_json:
         console.print_json([run.model_dump() for run in runs])
         return
@@ -89,37 +89,37 @@ def _list_runs(library: Library, everything: bool, sort: str, as_json: bool) -> 
     table = console.table(*columns, right=(*right, *columns[5:]), drop=("CHECKPOINTS",))
     for run in runs:
         newest = "-" if run.newest is None else str(run.newest)
-        life = run.life if isinstance(library, ServiceLibrary) else "-"
+        life = run.life if isinstance(library, ServiceIndex) else "-"
         more = [extra.values.get(run.name, "-")] if extra else []
         table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life, *more)
     console.show(table if runs else f"No runs in {library.label}.")
-    if left := len(found) - len(runs):
+    if left := len(summaries) - len(runs):
         _warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
 
-def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:
+def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:
     listing = library.checkpoints(run, wanted)
     if healthy:
         listing = RunListing([c for c in listing.checkpoints if c.healthy], listing.unreadable)
     if as_json:
-        console.print_json([{**made.model_dump(), "state": made.state} for made in listing.checkpoints])
+        console.print_json([{**checkpoint.model_dump(), "state": checkpoint.state} for checkpoint in listing.checkpoints])
     else:
         such = "" if wanted == NO_FILTER and not healthy else " such"
         nothing = f"No{such} checkpoints of {run} in {library.label}."
-        shown = _table(listing.checkpoints, isinstance(library, ServiceLibrary)) if listing.checkpoints else nothing
+        shown = _table(listing.checkpoints, isinstance(library, ServiceIndex)) if listing.checkpoints else nothing
         console.show(shown)
-    for made in listing.checkpoints:
-        if made.damage is not None:
-            _warn(f"step {made.step} is damaged: {made.damage.get('detail', 'unknown')}")
+    for checkpoint in listing.checkpoints:
+        if checkpoint.damage is not None:
+            _warn(f"step {checkpoint.step} is damaged: {checkpoint.damage.get('detail', 'unknown')}")
     for step in _missing(library, run):
         _warn(f"step {step} is gone: removed from the storage, and not by Holdfast (`holdfast repair {run}@{step}`)")
     for error in listing.unreadable:
         _warn(f"unreadable: {error.detail}")
 
 
-def _missing(library: Library, run: str) -> list[int]:
+def _missing(library: CheckpointIndex, run: str) -> list[int]:
     """Steps known only to the service, whose directories are missing."""
-    if not isinstance(library, ServiceLibrary):
+    if not isinstance(library, ServiceIndex):
         return []
     from holdfast.rest import runs  # with httpx, which the listing of a directory does without
 
@@ -134,18 +134,18 @@ def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> Table:
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
     drop = ("TENSORS", "GROUPS", "METRICS", "BYTES")
     table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"), drop=drop, wrap=("METRICS", "MARKS"))
-    for made in checkpoints:
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in made.metrics.items())
+    for checkpoint in checkpoints:
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in checkpoint.metrics.items())
         facts = (
-            console.human_age(made.created) if made.created else "-",
-            f"{made.state} (not checked yet)" if asked and made.unchecked else made.state,
-            console.human_bytes(made.bytes),
-            str(made.tensors),
+            console.human_age(checkpoint.created) if checkpoint.created else "-",
+            f"{checkpoint.state} (not checked yet)" if asked and checkpoint.unchecked else checkpoint.state,
+            console.human_bytes(checkpoint.bytes),
+            str(checkpoint.tensors),
         )
-        weights = ["weights only"] if made.thinned is not None else []
-        weights += [f"compact ({made.compacted.optim})"] if made.compacted is not None else []
-        marks = " ".join([*weights, *(["pinned"] if made.pinned else []), *made.labels])
-        table.add_row(str(made.step), *facts, " ".join(made.groups), metrics, marks)
+        weights = ["weights only"] if checkpoint.thinned is not None else []
+        weights += [f"compact ({checkpoint.compacted.optim})"] if checkpoint.compacted is not None else []
+        marks = " ".join([*weights, *(["pinned"] if checkpoint.pinned else []), *checkpoint.labels])
+        table.add_row(str(checkpoint.step), *facts, " ".join(checkpoint.groups), metrics, marks)
     return table
 
 

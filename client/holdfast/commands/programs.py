@@ -12,13 +12,13 @@ from rich.text import Text
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.export.tensor_headers import headers
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import (
     CompiledProgram,
     Program,
@@ -121,8 +121,8 @@ def check(  # noqa: PLR0913 — one an option
 
 def _text(program: str) -> str:
     """The text of a program: a file, or a shipped one."""
-    found = program_text(program)
-    return written(found) if found == program else found
+    text = program_text(program)
+    return written(text) if text == program else text
 
 
 def _facts(program: Program) -> dict[str, Any]:
@@ -164,18 +164,18 @@ def _config(path: Path, needed: bool) -> Mapping[str, Any]:
             raise NoSuchResource(f"the file {path} does not exist", hint="--config names the model's config.json")
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{path} is not valid JSON: {problem}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise InvalidRequest(f"{path} is no JSON object", hint="--config names the model's config.json")
-    return found
+    return document
 
 
-def _check_back(made: Program, compiled: CompiledProgram, tried: Tried, ranks: Ranks) -> None:
+def _check_back(program: Program, compiled: CompiledProgram, tried: Tried, ranks: Ranks) -> None:
     """Check that the inverse restores exactly these tensors, except for stated losses."""
     specs = {key: mapped.spec for key, mapped in compiled.tensors.items()}
-    back = compile_program(inverted(made), specs, tried.config, ranks=ranks)
+    back = compile_program(inverted(program), specs, tried.config, ranks=ranks)
     lost = {loss.key for loss in compiled.lost}
     for key, spec in tried.specs.items():
         again = back.tensors.get(key)
@@ -183,12 +183,12 @@ def _check_back(made: Program, compiled: CompiledProgram, tried: Tried, ranks: R
             raise StateMismatch(f"the way back does not make {key.name!r} as it was", tensor=key.name)
 
 
-def _document(made: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> dict[str, Any]:
+def _document(program: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> dict[str, Any]:
     rows = compiled.rows(tried.specs)
     return {
-        "program": made.name,
-        "from": made.source,
-        "to": made.target,
+        "program": program.name,
+        "from": program.source,
+        "to": program.target,
         "checkpoint": tried.label,
         "no_inverse": back,
         "tensors": [
@@ -216,17 +216,19 @@ def _document(made: Program, back: str | None, compiled: CompiledProgram, tried:
     }
 
 
-def _print_program(made: Program, back: str | None, as_json: bool) -> None:
+def _print_program(program: Program, back: str | None, as_json: bool) -> None:
     if as_json:
-        console.print_json({"program": made.name, "statements": len(made.statements), "no_inverse": back})
+        console.print_json({"program": program.name, "statements": len(program.statements), "no_inverse": back})
         return
     out = console.out()
-    out.print(f"{made.name}: {len(made.statements)} statements, from {made.source} to {made.target}", markup=False)
+    out.print(
+        f"{program.name}: {len(program.statements)} statements, from {program.source} to {program.target}", markup=False
+    )
     out.print(f"Way back: {'derived or written' if back is None else back}", markup=False)
     out.print("Give --checkpoint to see what becomes of what.", markup=False)
 
 
-def _print_compiled(made: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> None:
+def _print_compiled(program: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> None:
     out, rows = console.out(), compiled.rows(tried.specs)
     for group in dict.fromkeys(row.made.group for row in rows):
         held = [row for row in rows if row.made.group == group]
@@ -247,4 +249,4 @@ def _print_compiled(made: Program, back: str | None, compiled: CompiledProgram, 
         out.print(f"note: {note}", markup=False)
     count = f"{len(tried.specs)} tensors of {tried.label} become {len(compiled.tensors)}"
     way = "the way back makes the same tensors" if back is None else f"no way back: {back}"
-    out.print(f"{made.name}: {count}; {way}.", markup=False)
+    out.print(f"{program.name}: {count}; {way}.", markup=False)

@@ -8,16 +8,15 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from holdfast.commands.labels_and_pins import named
 from holdfast.config import default_url
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
 from holdfast_formats.rest.offline import RootJob
-
-from .marks import named
 
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The damaged checkpoint.")]
 Sources = Annotated[
@@ -41,10 +40,10 @@ def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: 
         wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=True))
         if root is not None:
             replicas = tuple(map(str, sources or ()))
-            done = delegated.offline(RootJob(root=str(root), job=wanted, replicas=replicas), lambda done, total: None)
+            done = service_jobs.offline(RootJob(root=str(root), job=wanted, replicas=replicas), lambda done, total: None)
         else:
             with Api(url or default_url()) as api:
-                done = delegated.as_job(api, wanted, lambda done, total: None)
+                done = service_jobs.as_job(api, wanted, lambda done, total: None)
     _print(f"{run}@{step}", done, as_json)
 
 
@@ -57,5 +56,5 @@ def _print(what: str, done: dict[str, Any], as_json: bool) -> None:
     if not repaired:
         out.print(Text.assemble(("intact  ", "green"), f"{what} matches its digests"))
     for file in repaired:
-        said = file if isinstance(file, str) else f"{file['file']} from {file['source']}"
-        out.print(Text.assemble(("repaired  ", "green"), f"{what}: {said}"))
+        text = file if isinstance(file, str) else f"{file['file']} from {file['source']}"
+        out.print(Text.assemble(("repaired  ", "green"), f"{what}: {text}"))

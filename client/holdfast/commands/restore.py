@@ -10,7 +10,7 @@ from rich.text import Text
 
 from holdfast.export.copy import Copied, copy_checkpoint
 from holdfast.layout.program_choice import program_of
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url

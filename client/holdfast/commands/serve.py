@@ -22,7 +22,7 @@ from holdfast_formats.rest.operations import Link
 # Import names of the `holdfast-checkpoint[service]` extra; listed here because the client must not import the service.
 _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "zstandard")
 
-Shown = Annotated[
+PagePart = Annotated[
     bool, typer.Option("--print", help="Print the link instead of opening it; it works once, within a minute.")
 ]
 _PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={address}"><title>Holdfast</title>'
@@ -45,11 +45,11 @@ def check_installed() -> None:
         raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[service]'")
 
 
-def open(url: Url = None, shown: Shown = False) -> None:
+def open(url: Url = None, shown: PagePart = False) -> None:
     """Open the dashboard in a browser, signed in. Without a display, print the link."""
     with console.reporting(as_json=False), Api(url or config.default_url()) as api:
-        made = api.parsed(api.request("POST", "/v1/links").content, Link)
-        address = f"{api.url}{made.path}"
+        link = api.parsed(api.request("POST", "/v1/links").content, Link)
+        address = f"{api.url}{link.path}"
     if shown or not config.has_display() or not _opened(address):
         console.out().print(address, markup=False, soft_wrap=True)
     else:

@@ -8,14 +8,15 @@ from pathlib import Path
 from rich.text import Text
 
 from holdfast.read import ancestry
-from holdfast.read.library import ServiceLibrary, open_library, open_source, parse_target
+from holdfast.read.checkpoint_index import ServiceIndex, open_library, open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest import replicas, runs
-from holdfast.terminal import about, console
+from holdfast.terminal import console
+from holdfast.terminal import run_description as about
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats.disk import coded
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies
@@ -26,23 +27,23 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
     """Show a checkpoint: origin, files and tensors. RUN alone shows what is remembered of the run, and its newest one."""
     with console.reporting(as_json):
         target = parse_target(checkpoint)
-        told = None if "@" in checkpoint or target.directory is not None else _remembered(target.run, root, url)
-        if told is not None and not as_json:
-            console.out().print(*about.lines(told), sep="\n")
+        metadata = None if "@" in checkpoint or target.directory is not None else _remembered(target.run, root, url)
+        if metadata is not None and not as_json:
+            console.out().print(*about.lines(metadata), sep="\n")
         try:
             with open_source(target, root, url) as source:
-                _show(source, told, as_json)
+                _show(source, metadata, as_json)
         except NoSuchCheckpoint:
-            if told is None:
+            if metadata is None:
                 raise
             if as_json:
-                console.print_json({"run": told.run, "about": told.model_dump()})
+                console.print_json({"run": metadata.run, "about": metadata.model_dump()})
 
 
 def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
     """The service's metadata of a run; None for a directory, and if there is none."""
     with closing(open_library(root, url)) as library:
-        if not isinstance(library, ServiceLibrary):
+        if not isinstance(library, ServiceIndex):
             return None
         try:
             return runs.about(library.api, run)
@@ -50,9 +51,9 @@ def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None
             return None
 
 
-def _show(source: Source, told: RunAbout | None, as_json: bool) -> None:
+def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     reader = CheckpointReader.open(source, complete=False)
-    made, origin = reader.manifest, ancestry.origin_of(reader)
+    manifest, origin = reader.manifest, ancestry.origin_of(reader)
     copies, known = [], None
     if isinstance(source, HttpSource):
         copies = replicas.of(source.api, source.run, source.step)
@@ -60,26 +61,26 @@ def _show(source: Source, told: RunAbout | None, as_json: bool) -> None:
     descent = None if origin is None else ancestry.Descent(source, origin)
     drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        document = {**_document(made, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin}
-        console.print_json(document if told is None else {**document, "about": told.model_dump()})
+        document = {**_document(manifest, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin}
+        console.print_json(document if metadata is None else {**document, "about": metadata.model_dump()})
         return
-    if told is not None:
+    if metadata is not None:
         console.out().print()
     out = console.out()
-    out.print(Text(f"{made.run}@{made.step}", "bold"))
-    mesh = " × ".join(f"{name} {size}" for name, size in made.mesh.items())
+    out.print(Text(f"{manifest.run}@{manifest.step}", "bold"))
+    mesh = " × ".join(f"{name} {size}" for name, size in manifest.mesh.items())
     facts = {
         "from": source.label,
-        "created": f"{made.created} ({console.human_age(made.created)})",
-        "written by": f"attempt {made.attempt}, {made.world} ranks" + (f", mesh {mesh}" if mesh else ""),
-        "size": f"{console.human_bytes(made.bytes)} in {len(made.files)} files",
-        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in made.metrics.items()) or "none",
+        "created": f"{manifest.created} ({console.human_age(manifest.created)})",
+        "written by": f"attempt {manifest.attempt}, {manifest.world} ranks" + (f", mesh {mesh}" if mesh else ""),
+        "size": f"{console.human_bytes(manifest.bytes)} in {len(manifest.files)} files",
+        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
     }
-    if made.thinned is not None:
-        lost = f"without {', '.join(made.thinned.groups)}; it had {console.human_bytes(made.thinned.bytes)}"
-        facts["thinned"] = f"{console.human_age(made.thinned.at)}: {lost}"
+    if manifest.thinned is not None:
+        lost = f"without {', '.join(manifest.thinned.groups)}; it had {console.human_bytes(manifest.thinned.bytes)}"
+        facts["thinned"] = f"{console.human_age(manifest.thinned.at)}: {lost}"
         facts["usable for"] = USABLE_FOR
-    if (small := made.compacted) is not None:
+    if (small := manifest.compacted) is not None:
         facts["compact"] = f"{console.human_age(small.at)}: it had {console.human_bytes(small.bytes)}; {coded.told(small)}"
         facts["usable for"] = SMALL_USABLE_FOR if small.lossy else EXACT_USABLE_FOR
     facts["checked"] = _checked(known)
@@ -89,7 +90,7 @@ def _show(source: Source, told: RunAbout | None, as_json: bool) -> None:
         out.print(Text(f"{name:<11} {value}"))
     for line in drawn:
         out.print(Text(line))
-    _print_tables(made)
+    _print_tables(manifest)
 
 
 def _checked(known: bodies.CheckpointInfo | None) -> str:
@@ -111,18 +112,18 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
     return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 
-def _print_tables(made: Manifest) -> None:
+def _print_tables(manifest: Manifest) -> None:
     out = console.out()
     files = console.table("FILE", "BYTES", right=("BYTES",))
-    for file in made.files:
+    for file in manifest.files:
         files.add_row(Text(file.name), console.human_bytes(file.bytes))
-    compact = made.compacted is not None
+    compact = manifest.compacted is not None
     columns = ("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", *(["STORED AS"] if compact else []), "PLACEMENT")
     tensors = console.table(*columns, right=("BYTES",), drop=("PLACEMENT", "GROUP", "DTYPE"))
-    shown = coded.contents(made)
+    shown = coded.contents(manifest)
     for group, held in shown.tensors.items():
         for name, tensor in held.items():
-            form = coded.stored_form(made, group, name)
+            form = coded.stored_form(manifest, group, name)
             as_stored = Text("" if form is None else f"{form}, {console.human_bytes(form.bytes)}")
             about = (tensor.dtype, str(list(tensor.shape)), console.human_bytes(tensor.nbytes))
             tensors.add_row(group, Text(name), *about, *([as_stored] if compact else []), Text(tensor.placement))
@@ -134,8 +135,8 @@ def _print_tables(made: Manifest) -> None:
     out.print(tensors, markup=False)
 
 
-def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
-    shown = coded.contents(made)
+def _document(manifest: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
+    shown = coded.contents(manifest)
     tensors = [
         {
             "group": group,
@@ -143,22 +144,22 @@ def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, 
             "dtype": t.dtype,
             "shape": list(t.shape),
             "bytes": t.nbytes,
-            **_stored(made, group, name),
+            **_stored(manifest, group, name),
         }
         for group, held in shown.tensors.items()
         for name, t in held.items()
     ]
-    files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
+    files = [{"name": file.name, "bytes": file.bytes} for file in manifest.files]
     return {
-        **(known or bodies.describe(made)).model_dump(),
-        "mesh": made.mesh,
+        **(known or bodies.describe(manifest)).model_dump(),
+        "mesh": manifest.mesh,
         "files": files,
         "tensors": tensors,
         "aliases": shown.aliases,
     }
 
 
-def _stored(made: Manifest, group: str, name: str) -> dict[str, object]:
+def _stored(manifest: Manifest, group: str, name: str) -> dict[str, object]:
     """Where a tensor is stored: its file, or the parts of a tensor stored in fewer bytes."""
-    form = coded.stored_form(made, group, name)
-    return {"file": made.tensors[group][name].file} if form is None else {"file": None, "stored": form._asdict()}
+    form = coded.stored_form(manifest, group, name)
+    return {"file": manifest.tensors[group][name].file} if form is None else {"file": None, "stored": form._asdict()}

@@ -18,8 +18,8 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast.terminal.tables import Table
 from holdfast_formats.errors import Unavailable
-from holdfast_formats.rest.observed import RunSummary
-from holdfast_formats.visible import visible
+from holdfast_formats.printable import visible
+from holdfast_formats.rest.measurements import RunSummary
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8

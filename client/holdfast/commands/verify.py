@@ -7,7 +7,7 @@ from itertools import islice
 import typer
 from rich.text import Text
 
-from holdfast.read.library import open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader, Damage
 from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast.terminal import console
@@ -26,10 +26,10 @@ def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: 
         checked, damages = _verify(source, shown=not as_json)
         repairs = [] if damages else _repairs(source)
     if as_json:
-        found = [damage._asdict() for damage in damages]
-        told = {"from": source.label, "bytes": checked, "intact": not damages, "damages": found}
+        rows = [damage._asdict() for damage in damages]
+        summary = {"from": source.label, "bytes": checked, "intact": not damages, "damages": rows}
         more = {"hint": _next(source)} if damages else {"repaired": [event.model_dump() for event in repairs]}
-        console.print_json({**told, **more})
+        console.print_json({**summary, **more})
     elif damages:
         _print_damages(source, damages)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.commands.marks import named
+from holdfast.commands.labels_and_pins import named
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
@@ -57,7 +57,7 @@ class _Awaited:
     def wait(self, timeout: float, as_json: bool) -> None:
         """Return when it exists; raises its damage, or `DeadlineExceeded`."""
         began = time.monotonic()
-        while (found := self._look()) is None:
+        while (checkpoint := self._look()) is None:
             if time.monotonic() - began >= timeout:
                 raise DeadlineExceeded(
                     f"after {timeout:.0f} s, {self._why}",
@@ -66,29 +66,29 @@ class _Awaited:
             time.sleep(LOOK_S)
         if as_json:
             seconds = round(time.monotonic() - began, 3)
-            console.print_json({"run": self._run, "step": self._step, "state": found.state, "seconds": seconds})
+            console.print_json({"run": self._run, "step": self._step, "state": checkpoint.state, "seconds": seconds})
         else:
-            console.out().print(f"{self._run}@{self._step} is {found.state}", markup=False, highlight=False)
+            console.out().print(f"{self._run}@{self._step} is {checkpoint.state}", markup=False, highlight=False)
 
     def _look(self) -> bodies.CheckpointInfo | None:
         """The checkpoint if it is the awaited one. An abandoned one is not: its step is saved again."""
         try:
-            found = self._api.checkpoint(self._run, self._step)
+            checkpoint = self._api.checkpoint(self._run, self._step)
         except NotFound:
             self._why = f"{self._run}@{self._step} is no checkpoint yet"
             return None
         except Unavailable as away:
             self._why = away.detail
             return None
-        if found.abandoned:
+        if checkpoint.abandoned:
             self._why = f"{self._run}@{self._step} is abandoned, and has not been saved again"
             return None
-        if found.damage is not None:
-            raise from_problem(found.damage)
-        if not (found.verified or self._committed):
+        if checkpoint.damage is not None:
+            raise from_problem(checkpoint.damage)
+        if not (checkpoint.verified or self._committed):
             self._why = f"{self._run}@{self._step} is committed and not verified yet"
             return None
-        return found
+        return checkpoint
 
 
 def _wait_idle(api: Api, timeout: float, as_json: bool) -> None:

@@ -14,8 +14,8 @@ from holdfast.rest.api import Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.printable import visible_json
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
-from holdfast_formats.visible import visible_json
 
 _COLOURS = {"info": "green", "warning": "yellow", "error": "bold red"}
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]

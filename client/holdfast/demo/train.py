@@ -157,8 +157,8 @@ def main() -> None:
     assets = [trainer.model.config, build_tokenizer()]
     with Checkpointer(options.name, trainer.state(), at=options.socket, assets=assets) as checkpointer:
         train(checkpointer, trainer, options)
-    found = {"rank": trainer.rank, "state": trainer.digests(), "weights": trainer.whole_weights()}
-    (options.directory / f"digests-{trainer.rank}.json").write_text(json.dumps(found, indent=1))
+    report = {"rank": trainer.rank, "state": trainer.digests(), "weights": trainer.whole_weights()}
+    (options.directory / f"digests-{trainer.rank}.json").write_text(json.dumps(report, indent=1))
     dist.destroy_process_group()
     leave()
 

@@ -12,9 +12,9 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.verified_load import READERS_WAITING
 from holdfast_files.verifying import ReadControl
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import FileEntry
+from holdfast_formats.disk.manifests import FileEntry
 from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StateMismatch, StorageFailed
-from holdfast_formats.whereabouts import check_output_place
+from holdfast_formats.root_files import check_output_place
 
 _NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT
 
@@ -32,7 +32,7 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     is written. On any error the written files are removed again. Nothing is synced: a power cut may lose the copy.
     """
     files = _chosen(reader, groups)
-    made = _prepare(out)
+    created = _prepare(out)
     written: list[Path] = []
     try:
         create = partial(_Output, out, written)
@@ -48,7 +48,7 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
-        if made:
+        if created:
             out.rmdir()
         if isinstance(error, OSError):
             raise translated(out, error) from error

@@ -9,11 +9,11 @@ import numpy as np
 
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats.disk import coded, codings, verification
-from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
-from holdfast_formats.rest.observed import Difference
+from holdfast_formats.rest.measurements import Difference
 
 DECODED_ELEMENTS = 2**20  # at once, of a tensor that is stored in fewer bytes
 READ = ("changed", "unknown")  # must be read to compute the distance
@@ -42,10 +42,10 @@ def compare(
         return comparing.difference(pair, distance)
 
     with ThreadPoolExecutor(a.cores, "holdfast-diff") as threads:
-        for pair, found in zip(pairs, threads.map(one, pairs), strict=True):
+        for pair, difference in zip(pairs, threads.map(one, pairs), strict=True):
             if on_bytes is not None and pair.state in READ:
                 on_bytes(2 * pair.entry.nbytes)
-            yield found
+            yield difference
 
 
 def _octets(reader: CheckpointReader, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:

@@ -13,7 +13,7 @@ from holdfast.export.copy import Copied, copy_checkpoint, translated
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest
-from holdfast_formats.whereabouts import check_output_place
+from holdfast_formats.root_files import check_output_place
 
 
 def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:

@@ -17,13 +17,13 @@ from holdfast.export import copy
 from holdfast.layout import shards
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout import language, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.shard_file import PlacedTensor, ShardFile
-from holdfast_formats.whereabouts import check_output_place
+from holdfast_formats.root_files import check_output_place
 
 BUFFER_BYTES = 64 * 2**20
 

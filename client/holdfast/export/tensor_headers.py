@@ -6,7 +6,7 @@ from pathlib import Path
 
 from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import NoSuchCheckpoint, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 
 
@@ -15,14 +15,14 @@ def headers(directory: Path) -> dict[TensorKey, TensorSpec]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise NoSuchCheckpoint(f"{directory} has no safetensors files", hint="give a Hugging Face directory or a checkpoint")
-    found: dict[TensorKey, TensorSpec] = {}
+    specs: dict[TensorKey, TensorSpec] = {}
     for path in files:
         for spec in _read(path):
             key = TensorKey(spec.group, spec.name)
-            if key in found:
+            if key in specs:
                 raise StateMismatch(f"{path.name} has {spec.name!r}, as another file has", tensor=spec.name)
-            found[key] = spec
-    return found
+            specs[key] = spec
+    return specs
 
 
 def _read(path: Path) -> list[TensorSpec]:

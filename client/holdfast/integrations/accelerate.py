@@ -171,10 +171,10 @@ class AcceleratorCheckpoints:
                 "a StatefulDataLoader goes on by itself where it was: skip_first_batches() would skip the batches twice",
                 hint="iterate over the loader itself",
             )
-        made = self._own["skip_first_batches"](dataloader, num_batches)
+        loader = self._own["skip_first_batches"](dataloader, num_batches)
         if position is not None:
-            position.skipping(made, num_batches)
-        return made
+            position.skipping(loader, num_batches)
+        return loader
 
     def end_training(self) -> None:
         """Complete every save, then end as accelerate does."""
@@ -276,7 +276,7 @@ class AcceleratorCheckpoints:
         if limit is None or not self._accelerator.is_main_process or not directory.is_dir():
             return
         linked = [path for path in directory.iterdir() if path.is_symlink()]
-        numbered = [(int(found[1]), path) for path in linked if (found := _NUMBER.search(path.name))]
+        numbered = [(int(match[1]), path) for path in linked if (match := _NUMBER.search(path.name))]
         for _, path in sorted(numbered)[: max(len(numbered) + 1 - limit, 0)]:
             if naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None:
                 path.unlink()

@@ -212,7 +212,7 @@ class LoaderPosition:
 
     def _generators(self) -> list[torch.Generator]:
         """Generators of the loader and its samplers, besides the process's own."""
-        found: list[torch.Generator] = []
+        generators: list[torch.Generator] = []
         places: list[Any] = [self.prepared.base_dataloader, self.prepared]
         sampler = getattr(self.prepared, "batch_sampler", None)
         while sampler is not None and len(places) < 10:
@@ -221,9 +221,9 @@ class LoaderPosition:
         for place in places:
             for name in ("generator", "synchronized_generator"):
                 generator = getattr(place, name, None)
-                if isinstance(generator, torch.Generator) and all(generator is not one for one in found):
-                    found.append(generator)
-        return found
+                if isinstance(generator, torch.Generator) and all(generator is not one for one in generators):
+                    generators.append(generator)
+        return generators
 
     def _take(self) -> Moment:
         return Moment(rng.capture(), tuple(one.get_state() for one in self._generators()))

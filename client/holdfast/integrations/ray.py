@@ -102,16 +102,16 @@ def step(checkpoint: Any, run: str) -> int | None:
         return None
     try:
         with checkpoint.filesystem.open_input_stream(str(PurePosixPath(checkpoint.path, POINTER))) as file:
-            found = json.loads(file.read(_POINTER_BYTES_MAX))
-        told, number = found["run"], naming.check_step(found["step"])
+            document = json.loads(file.read(_POINTER_BYTES_MAX))
+        saved_run, number = document["run"], naming.check_step(document["step"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidRequest(
             f"{checkpoint} was not saved by Holdfast: its {POINTER} is not there, or says no step",
             hint="load what Ray or your own code has saved as before, and save it once with Holdfast",
         ) from error
-    if told != run:
+    if saved_run != run:
         raise InvalidRequest(
-            f"{checkpoint} is step {number} of the run {told!r}, not of {run!r}",
+            f"{checkpoint} is step {number} of the run {saved_run!r}, not of {run!r}",
             hint="give each run of Holdfast a RunConfig(name=…) of its own",
         )
     return number

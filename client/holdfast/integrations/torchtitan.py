@@ -39,7 +39,7 @@ from torchtitan.tools import filesystem
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.torchtitan_state import DataPosition, ModelParts, explained
 from holdfast.state.exclusion import OwnPatterns
-from holdfast.state.given import Taken
+from holdfast.state.named_entries import NamedEntry
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, StateMismatch
@@ -241,7 +241,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         if self._config.last_save_in_hf:
             tensors = self._sd_adapter.to_hf(ModelWrapper(self._parts).state_dict())
         dtype = TORCH_DTYPE_MAP[self._config.export_dtype]
-        export = Taken({name: _converted(tensor, dtype) for name, tensor in tensors.items()})
+        export = NamedEntry({name: _converted(tensor, dtype) for name, tensor in tensors.items()})
         held = dict(self._state)
         self._state.clear()
         self._state[MODEL] = export

@@ -59,9 +59,9 @@ class ModelParts(nn.Module):
                 self._refuse_twins(name, self._extras.setdefault(name, module) is module)
             # torch 2.13 has no public way to find persistent buffers without the hooks of state_dict()
             transient |= {f"{path}.{name}" if path else name for name in module._non_persistent_buffers_set}
-        found: list[tuple[str, torch.Tensor]] = [*part.named_parameters(remove_duplicate=False)]
-        found += [pair for pair in part.named_buffers(remove_duplicate=False) if pair[0] not in transient]
-        for raw, tensor in found:
+        tensors: list[tuple[str, torch.Tensor]] = [*part.named_parameters(remove_duplicate=False)]
+        tensors += [pair for pair in part.named_buffers(remove_duplicate=False) if pair[0] not in transient]
+        for raw, tensor in tensors:
             name = clean(raw)
             self._refuse_twins(name, self._tensors.setdefault(name, tensor) is tensor)
 

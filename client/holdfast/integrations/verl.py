@@ -270,10 +270,10 @@ def _unlink_old(run: str, local_path: Path, step: int, keep: int) -> None:
     """
     link = _link(str(local_path))
     own = link.name  # the same in every step's folder
-    found = []
+    links = []
     for folder in link.parent.parent.iterdir():
         number = _STEP_FOLDER.fullmatch(folder.name)
         if number is not None and int(number[1]) <= step and _is_ours(run, folder / own):
-            found.append((int(number[1]), folder / own))
-    for _, link in sorted(found)[:-keep]:
+            links.append((int(number[1]), folder / own))
+    for _, link in sorted(links)[:-keep]:
         link.unlink()

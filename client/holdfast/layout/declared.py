@@ -101,8 +101,12 @@ class DeclaredLayout:
     def _outward(self, content: Content, live: Live) -> Content:
         groups = {group: self._declare(group, content, live) for group in NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
-        known = {group: found for group, found in self._groups.items() if found.local or found.foreign}
-        if any(found is not groups[group] for group, found in known.items()):
+        known = {
+            group: declared_group
+            for group, declared_group in self._groups.items()
+            if declared_group.local or declared_group.foreign
+        }
+        if any(declared_group is not groups[group] for group, declared_group in known.items()):
             self._made = {}  # the parts of a tensor may depend on which others there are
         self._groups = groups
         gathered: dict[Key, list[Source]] = {}
@@ -111,11 +115,11 @@ class DeclaredLayout:
                 key = leaf.key if place is None else (place[0].group, place[0].name)
                 gathered.setdefault(key, []).append((leaf, place))
         leaves = {key: self._leaf(key, sources) for key, sources in gathered.items()}
-        self._made = {key: made for key, made in self._made.items() if key in leaves}
+        self._made = {key: value for key, value in self._made.items() if key in leaves}
         self._counts.keep(leaves)
         aliases = {group: stored_aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
-        for group, found in groups.items():
-            aliases[group] = {**found.stored_ties, **held_ties(found), **aliases.get(group, {})}
+        for group, declared_group in groups.items():
+            aliases[group] = {**declared_group.stored_ties, **held_ties(declared_group), **aliases.get(group, {})}
         return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
@@ -166,16 +170,16 @@ class DeclaredLayout:
         for group in (group for group in (*NAMED, OPTIM) if group in wanted and stored.specs.get(group)):
             tied = stored.aliases.get(group, {})
             given = dict(sorted(stored.specs[group].items(), key=lambda item: order.get(owner_of(group, item[0]), _LAST)))
-            found = rank_tensors.hold(layout, self.rank, group, given, rules, tied)
-            own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
+            holdings = rank_tensors.hold(layout, self.rank, group, given, rules, tied)
+            own = {local.name: local for local in holdings.tensors if not live.is_foreign(group, local.name)}
             others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
             specs[group] = {**others, **{name: (local.dtype, local.shape) for name, local in own.items()}}
             offered = {a for a in tied if layout.mesh.pp == 1 or a in live.parameters}  # or it may belong to another stage
             aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
-            notes += [note for note in found.notes if note not in notes]
-        made = {key: [part.tensor for part in local.parts] for key, local in held.items()}
-        values = {**stored.values, OPTIM: inward_texts(stored, made)} if OPTIM in stored.values else stored.values
+            notes += [note for note in holdings.notes if note not in notes]
+        sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()}
+        values = {**stored.values, OPTIM: inward_texts(stored, sources_of)} if OPTIM in stored.values else stored.values
         return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
     def _declare(self, group: str, content: Content, live: Live) -> Group:
@@ -243,17 +247,20 @@ class DeclaredLayout:
         if not local:
             return {}
         parameters = live.parameters if self.layout.stage else ()
-        found = declared.declare(self.layout, self.rank, rules, group, local, parameters)
-        return {name: [(made.specs[part.tensor], part) for part in made.local.parts] for name, made in found.items()}
+        declared_tensors = declared.declare(self.layout, self.rank, rules, group, local, parameters)
+        return {
+            name: [(tensor.specs[part.tensor], part) for part in tensor.local.parts]
+            for name, tensor in declared_tensors.items()
+        }
 
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
         """The stored tensors of which a leaf has parts; None if it is stored as it is."""
         group = self._groups.get(leaf.group)
-        found = own_places(leaf, group) if group is not None else None
-        if found is None and group is not None and leaf.group == OPTIM and (leaf.plain or self._saved is not None):
+        places = own_places(leaf, group) if group is not None else None
+        if places is None and group is not None and leaf.group == OPTIM and (leaf.plain or self._saved is not None):
             yield from self._shown(leaf, kept_places(leaf, self._groups))
         else:
-            yield from self._shown(leaf, (None,) if found is None else found)
+            yield from self._shown(leaf, (None,) if places is None else places)
 
     def _shown(self, leaf: Leaf, places: Iterable[Place | None]) -> Iterator[Place | None]:
         yield from places if self._saved is not None else (unless_same(leaf, place) for place in places)
@@ -264,9 +271,9 @@ class DeclaredLayout:
         known = self._made.get(key)
         if known is not None and len(known[0]) == len(leaves) and all(a is b for a, b in zip(known[0], leaves, strict=True)):
             return known[1]
-        made = self._joined(sources)
-        self._made[key] = leaves, made
-        return made
+        joined = self._joined(sources)
+        self._made[key] = leaves, joined
+        return joined
 
     def _joined(self, sources: Sequence[Source]) -> Leaf:
         first, place = sources[0]

@@ -13,9 +13,9 @@ from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import MatchedLeaves
 from holdfast.tensors.torch_dtypes import packing
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.moves import BoxMove, narrowed
 from holdfast_formats.layout import padding
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
+from holdfast_formats.mapping.box_moves import BoxMove, narrowed
 from holdfast_formats.region import Box
 
 

@@ -130,11 +130,11 @@ def stored_aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, st
     """Ties between stored names that follow from ties of local ones."""
     if group is None:
         return dict(tied)
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for alias, canonical in tied.items():
         pairs = zip(group.stored_names(alias), group.stored_names(canonical), strict=True)
-        found.update((other, name) for other, name in pairs if other != name)
-    return found
+        aliases.update((other, name) for other, name in pairs if other != name)
+    return aliases
 
 
 def held_ties(group: Group) -> dict[str, str]:

@@ -13,12 +13,12 @@ from holdfast.tensors import optimizer_documents
 from holdfast.tensors.leaves import Key, Leaf, OfferedLeaves
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import BoxMove, MappedTensor
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.layout.rules import Rules
+from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import CompiledProgram, Program
 from holdfast_formats.programs.remade import RemadeTensors
 from holdfast_formats.region import Shape
@@ -101,25 +101,27 @@ class _Tied:
         self.aliases: dict[str, str] = {}  # made names whose tensor is made under another name too
 
     def __call__(self, dense: list[LocalTensor], experts: list[LocalTensor]) -> tuple[list[LocalTensor], list[LocalTensor]]:
-        made = self._makes(dense, experts)
+        stacks = self._makes(dense, experts)
         if not self._stored:
-            return made
-        own = {(local.shape, local.parts): local.name for each in made for local in each if not self._is_tied(local)}
-        return self._kept(made[0], own), self._kept(made[1], own)
+            return stacks
+        own = {(local.shape, local.parts): local.name for each in stacks for local in each if not self._is_tied(local)}
+        return self._kept(stacks[0], own), self._kept(stacks[1], own)
 
-    def _kept(self, made: list[LocalTensor], own: Mapping[tuple[Shape, tuple[Part, ...]], str]) -> list[LocalTensor]:
-        found = []
-        for local in made:
+    def _kept(
+        self, local_tensors: list[LocalTensor], own: Mapping[tuple[Shape, tuple[Part, ...]], str]
+    ) -> list[LocalTensor]:
+        kept = []
+        for local in local_tensors:
             if not self._is_tied(local):
-                found.append(local)
+                kept.append(local)
             elif owner_of(self._group, local.name) in self._live:
                 named = local._replace(parts=tuple(part._replace(tensor=self.name(part.tensor)) for part in local.parts))
                 same = own.get((named.shape, named.parts))
                 if same is None:
-                    found.append(named)
+                    kept.append(named)
                 else:
                     self.aliases[local.name] = same
-        return found
+        return kept
 
     def _is_tied(self, local: LocalTensor) -> bool:
         return any(self.name(part.tensor) != part.tensor for part in local.parts)
@@ -156,9 +158,9 @@ def through_program(
             wholes[group, mapped.spec.name] = moves
             specs[group] = {**specs[group], mapped.spec.name: (mapped.spec.dtype, mapped.spec.shape)}
         notes += [note for note in found.notes if note not in notes]
-    made = {key: [part.tensor for part in local.parts] for key, local in held.items()}
-    made |= {key: [move.source.name for move in moves] for key, moves in wholes.items()}
-    values = {**stored.values, OPTIM: inward_texts(stored, made)} if OPTIM in stored.values else stored.values
+    sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()}
+    sources_of |= {key: [move.source.name for move in moves] for key, moves in wholes.items()}
+    values = {**stored.values, OPTIM: inward_texts(stored, sources_of)} if OPTIM in stored.values else stored.values
     return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), wholes)
 
 
@@ -178,11 +180,11 @@ def owner_of(group: str, name: str) -> str:
     return name.rpartition("/")[0] if group == OPTIM else name
 
 
-def inward_texts(stored: OfferedLeaves, made: Mapping[Key, Iterable[str]]) -> dict[str, str]:
-    """The optimizers' documents with the names of local tensors; `made` maps each to its stored ones."""
+def inward_texts(stored: OfferedLeaves, sources_of: Mapping[Key, Iterable[str]]) -> dict[str, str]:
+    """The optimizers' documents with the names of local tensors; `sources_of` maps each to its stored ones."""
     names: dict[str, list[str]] = {}
     for group in (MASTER, MODEL):
-        for (of, name), sources in made.items():
+        for (of, name), sources in sources_of.items():
             for tensor in dict.fromkeys(sources) if of == group else ():
                 if name not in names.setdefault(tensor, []):
                     names[tensor].append(name)

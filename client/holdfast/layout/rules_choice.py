@@ -74,9 +74,9 @@ def config_of(reader: CheckpointReader) -> Mapping[str, Any] | None:
 def parse_config(encoded: bytes, label: str) -> Mapping[str, Any]:
     """Parse a config.json; `CorruptManifest` with its source if it is not a JSON object."""
     try:
-        found = json.loads(encoded)
+        document = json.loads(encoded)
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"{label}: {CONFIG} is not JSON: {error}", file=CONFIG) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptManifest(f"{label}: {CONFIG} is not a JSON object", file=CONFIG)
-    return found
+    return document

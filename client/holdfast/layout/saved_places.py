@@ -57,22 +57,22 @@ class SavedPlaces:
 
     def learn(self, stored: OfferedLeaves) -> bool:
         """Use this restored checkpoint's names for saves from now on. False if nothing changes."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for group in NAMED:
             for name, (_, shape) in stored.specs.get(group, {}).items():
-                found.setdefault(name, tuple(shape))
+                shapes.setdefault(name, tuple(shape))
         self._config = stored.config or self._config
-        return self._saved.learn(found, stored.config)
+        return self._saved.learn(shapes, stored.config)
 
-    def named(self, group: str, found: NamedSpecs, live: Live, whole: bool) -> Group:
+    def named(self, group: str, named_specs: NamedSpecs, live: Live, whole: bool) -> Group:
         """The places of the live tensors of a group; `whole`: a rank has more than a share of each plain one.
 
         Raises `InvalidRequest` or `StateMismatch` for what the program or the layout does not fit.
         """
-        places, ties = self._plain(group, found, live, whole)
-        wholes, more = self._wholes(group, {**found.foreign, **found.foreign_aliases})
-        self._saved.check_alone((*found.local, *found.foreign))
-        return Group(found.local, places, {}, {**ties, **more}, wholes, found.foreign)
+        places, ties = self._plain(group, named_specs, live, whole)
+        wholes, more = self._wholes(group, {**named_specs.foreign, **named_specs.foreign_aliases})
+        self._saved.check_alone((*named_specs.local, *named_specs.foreign))
+        return Group(named_specs.local, places, {}, {**ties, **more}, wholes, named_specs.foreign)
 
     def _plain(self, group: str, given: NamedSpecs, live: Live, whole: bool) -> tuple[Places, dict[str, str]]:
         local, aliased = given.local, given.aliases
@@ -85,9 +85,9 @@ class SavedPlaces:
         rules = self._rules()
         self._refuse_unruled(group, every, rules)
         usual = next((dtype for dtype, _ in local.values()), "F32")
-        found = self._held(group, {name: dtype or usual for name, (dtype, _) in every.items()}, live, rules)
-        placed = self._placed(group, {**local, **aliased}, found)
-        ties = {alias: name for alias, name in rules.aliases().items() if alias in found.specs}
+        held = self._held(group, {name: dtype or usual for name, (dtype, _) in every.items()}, live, rules)
+        placed = self._placed(group, {**local, **aliased}, held)
+        ties = {alias: name for alias, name in rules.aliases().items() if alias in held.specs}
         return {name: [_tied(place, ties) for place in places] for name, places in placed.items()}, ties
 
     def _wholes(self, group: str, given: Specs) -> tuple[dict[str, WholeTensor], dict[str, str]]:
@@ -95,10 +95,12 @@ class SavedPlaces:
             return {}, {}
         shapes = {name: shape for name, (_, shape) in given.items()}
         self._saved.cover(shapes, True, self._rules(), cut=False)
-        found = self._saved.wholes(WantedTensors(group, {name: dtype for name, (dtype, _) in given.items()}, {}), shapes)
+        whole_tensors = self._saved.wholes(
+            WantedTensors(group, {name: dtype for name, (dtype, _) in given.items()}, {}), shapes
+        )
         known = self._rules().aliases()
-        ties = {alias: name for alias, name in known.items() if any(alias in one.stored for one in found.values())}
-        return {name: one.tied(ties) for name, one in found.items()}, ties
+        ties = {alias: name for alias, name in known.items() if any(alias in one.stored for one in whole_tensors.values())}
+        return {name: one.tied(ties) for name, one in whole_tensors.items()}, ties
 
     def kept(self, local: Specs, live: Live) -> Places:
         rules = self._rules()
@@ -118,10 +120,10 @@ class SavedPlaces:
         order = {name: position for position, name in enumerate(live.parameters)}
         return self._saved.held(WantedTensors(group, dtypes, order), rules)
 
-    def _placed(self, group: str, local: Specs, found: HeldParts) -> Places:
+    def _placed(self, group: str, local: Specs, held_parts: HeldParts) -> Places:
         places: Places = {}
         for name, (dtype, shape) in local.items():
-            tensor = found.local.get(name)
+            tensor = held_parts.local.get(name)
             if tensor is None and 0 in shape:  # other ranks hold all of it
                 places[name] = []
                 continue
@@ -135,9 +137,9 @@ class SavedPlaces:
                 )
             self._note(group, tensor)
             places[name] = [
-                (TensorSpec(group, of, dtype, found.specs[part.tensor].shape), part._replace(tensor=of))
+                (TensorSpec(group, of, dtype, held_parts.specs[part.tensor].shape), part._replace(tensor=of))
                 for part in tensor.parts
-                for of in (part.tensor, *found.copies.get(part.tensor, ()))
+                for of in (part.tensor, *held_parts.copies.get(part.tensor, ()))
             ]
         return places
 
@@ -184,7 +186,7 @@ class SharedCounts:
     def keep(self, leaves: Collection[Key]) -> None:
         """Forget numbers that are no longer stored; content without optimizer state changes nothing."""
         if any(group == OPTIM for group, _ in leaves):
-            self._found = {key: found for key, found in self._found.items() if key in leaves}
+            self._found = {key: counts for key, counts in self._found.items() if key in leaves}
 
     def check(self) -> None:
         """`StateMismatch` where they differ now."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from holdfast.config import DEFAULT_ROOT
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.whereabouts import check_root_place
+from holdfast_formats.root_files import check_root_place
 
 SOCKET_SUFFIX = ".sock"
 _SCHEME = re.compile(r"[^/]*:/")

@@ -16,10 +16,10 @@ from holdfast.rest.api import Api
 from holdfast.transport import Transport
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging.wire import Outcome, Welcome
-from holdfast_formats.whereabouts import RootMark
 
-Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
+LinkEvents = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
 
 
 Greet = Callable[[Transport, RootMark | None], Welcome]  # sends the hello; the root that is meant, if any
@@ -34,7 +34,7 @@ class DaemonConnection(NamedTuple):
 
 
 def connect(
-    where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet, on_stop: Callable[[], object] = bool
+    where: DaemonAddress, start: bool, link_events: LinkEvents, greet: Greet, on_stop: Callable[[], object] = bool
 ) -> DaemonConnection:
     """Connect to the daemon of this address; start one if `start` allows. `DaemonGone` if there is none.
 
@@ -43,17 +43,17 @@ def connect(
     """
 
     def link(path: Path) -> SocketLink:
-        return SocketLink(path, *tellers, lambda: _next_socket(where, path), on_stop)
+        return SocketLink(path, *link_events, lambda: _next_socket(where, path), on_stop)
 
     if where.socket is not None:
         return _greeted(link(where.socket), greet, None)
     if where.url is not None:
         near = _socket_of(where.url)
         try:
-            made = link(near) if near is not None else RemoteLink(where.url, *tellers, on_stop)
+            connected = link(near) if near is not None else RemoteLink(where.url, *link_events, on_stop)
         except DaemonGone:  # the socket is there, but not for us
-            made = RemoteLink(where.url, *tellers, on_stop)
-        return _greeted(made, greet, None)
+            connected = RemoteLink(where.url, *link_events, on_stop)
+        return _greeted(connected, greet, None)
     directory = where.directory
     notes: list[str] = []
     wrong: list[Path] = []
@@ -61,7 +61,7 @@ def connect(
     candidates: list[tuple[Path, RootMark | None]] = [(known, None)] if known is not None else []
     if directory is not None:
         candidates += [(named, roots.mark(directory))] if (named := roots.running_socket(directory)) is not None else []
-        notes += [said] if (said := roots.other_daemon(directory)) is not None else []
+        notes += [note] if (note := roots.other_daemon(directory)) is not None else []
     closed: DaemonGone | None = None
     for path, meant in candidates:
         try:
@@ -79,8 +79,8 @@ def connect(
         served = embedded.start(directory, wrong)
     except DaemonGone as error:
         raise closed or error from error.__cause__
-    made = link(served)
-    return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
+    connected = link(served)
+    return _greeted(connected, greet, roots.mark(directory))._replace(notes=tuple(notes))
 
 
 def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonConnection:

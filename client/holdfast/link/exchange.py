@@ -44,10 +44,10 @@ def _unreached(path: Path, error: OSError) -> DaemonGone:
         above = (place for place in reversed(path.parents) if not os.access(place, os.X_OK, effective_ids=True))
         closed = next(above, path)
         with suppress(OSError):
-            found, kind = os.stat(closed), "socket" if closed == path else "directory"
+            status, kind = os.stat(closed), "socket" if closed == path else "directory"
             return DaemonGone(
-                f"user {os.geteuid()} may not use the daemon at {path}: the {kind} {closed} belongs to user {found.st_uid} "
-                f"and group {found.st_gid}, with mode {stat.S_IMODE(found.st_mode):04o}",
+                f"user {os.geteuid()} may not use the daemon at {path}: the {kind} {closed} belongs to user {status.st_uid} "
+                f"and group {status.st_gid}, with mode {stat.S_IMODE(status.st_mode):04o}",
                 hint=CLOSED_HINT,
             )
     return DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT)

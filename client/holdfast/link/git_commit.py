@@ -33,11 +33,11 @@ def commit_of(directory: Path) -> dict[str, Any] | None:
     """`commit` and `branch`, as far as there are any, of the repository that holds a directory; None outside of one."""
     try:
         for at in (directory, *directory.parents):
-            found = at / ".git"
-            if found.is_dir():
-                return _head(found, found)
-            if found.is_file():
-                return _of_link(found)
+            repository = at / ".git"
+            if repository.is_dir():
+                return _head(repository, repository)
+            if repository.is_file():
+                return _of_link(repository)
     except (OSError, ValueError):
         return None
     return None
@@ -80,28 +80,28 @@ def _answer(command: list[str], wait_s: float, nothing: int = 0) -> str | None:
 
 def _of_link(file: Path) -> dict[str, Any] | None:
     """The git directory of a worktree or submodule, where `.git` is a file."""
-    said = _text(file).partition("gitdir:")[2].strip()
-    if not said:
+    target = _text(file).partition("gitdir:")[2].strip()
+    if not target:
         return None
-    at = (file.parent / said).resolve()
+    at = (file.parent / target).resolve()
     common = at / "commondir"
     return _head(at, (at / _text(common).strip()).resolve() if common.is_file() else at)
 
 
 def _head(at: Path, common: Path) -> dict[str, Any] | None:
-    said = _text(at / "HEAD").strip()
-    branch = said.partition("ref:")[2].strip()
+    head = _text(at / "HEAD").strip()
+    branch = head.partition("ref:")[2].strip()
     for _ in range(REFERENCES_MAX):
-        name = said.partition("ref:")[2].strip()
+        name = head.partition("ref:")[2].strip()
         if not name:
             break
         if ".." in name or name.startswith("/"):
             return None
-        said = _reference(at, common, name)
-    if not _COMMIT.fullmatch(said):
+        head = _reference(at, common, name)
+    if not _COMMIT.fullmatch(head):
         return None
     short = branch.removeprefix("refs/heads/")
-    return {"commit": said, **({"branch": short} if short else {})}
+    return {"commit": head, **({"branch": short} if short else {})}
 
 
 def _reference(at: Path, common: Path, name: str) -> str:

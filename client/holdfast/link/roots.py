@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from holdfast_formats import naming
-from holdfast_formats.whereabouts import FILE_BYTES_MAX, DaemonFile, RootFile, RootMark, decode
+from holdfast_formats.root_files import FILE_BYTES_MAX, DaemonFile, RootFile, RootMark, decode
 
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -29,8 +29,8 @@ def mark(root: Path) -> RootMark | None:
 
 def is_at(directory: Path, meant: RootMark) -> bool:
     """Whether the directory is exactly the expected root, not another one at the same path or a copy."""
-    found = mark(directory)
-    return found is not None and meant.inode is not None and meant.is_of(found)
+    current = mark(directory)
+    return current is not None and meant.inode is not None and meant.is_of(current)
 
 
 def running_socket(root: Path) -> Path | None:
@@ -63,10 +63,10 @@ def _daemon_files(root: Path) -> list[DaemonFile]:
     except OSError:
         return []
     read = [(name, _read(root / name, DaemonFile)) for name in names]
-    found = [(name, file) for name, file in read if file is not None and is_at(root, file.root)]
-    if len(found) < 2:
-        return [file for _, file in found]
-    return [file for _, file in found if answers(Path(file.socket))]
+    files = [(name, file) for name, file in read if file is not None and is_at(root, file.root)]
+    if len(files) < 2:
+        return [file for _, file in files]
+    return [file for _, file in files if answers(Path(file.socket))]
 
 
 def other_daemon(root: Path) -> str | None:

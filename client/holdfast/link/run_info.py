@@ -46,10 +46,10 @@ class RunInfo:
         if asking is not None:
             asking.join(wait_s)
             self._asking = None  # waited for once: a later result is sent at the next contact
-        said = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
-        if len(json.dumps(said)) > INFO_BYTES_MAX:
-            said.pop("command", None)
-        return said if len(json.dumps(said)) <= INFO_BYTES_MAX else dict(self._given)
+        info = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
+        if len(json.dumps(info)) > INFO_BYTES_MAX:
+            info.pop("command", None)
+        return info if len(json.dumps(info)) <= INFO_BYTES_MAX else dict(self._given)
 
     def _ask_git(self) -> None:
         directory = _program()
@@ -71,22 +71,22 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(info.get(name, ""), str | None):
             raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
     try:
-        said: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
+        values: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
     except Exception as error:  # a user's config object may raise anything when read
         raise InvalidRequest(
             f"info cannot be remembered: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
         ) from error
-    if (large := _large(said)) is not None:
+    if (large := _large(values)) is not None:
         raise InvalidRequest(f"info cannot be remembered: {str(large)[:24]} is beyond 64 bits", hint="give it as text")
-    said = masked(said)
-    size = len(json.dumps(said))
+    values = masked(values)
+    size = len(json.dumps(values))
     if size > INFO_BYTES_MAX:
         raise LimitExceeded(
             f"info takes {size} bytes of JSON, over {INFO_BYTES_MAX}",
             hint="leave out what is large; files belong into assets=",
         )
-    return said
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -100,9 +100,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is no JSON")
 
 
-def _well_formed(said: str) -> Any:
+def _well_formed(text: str) -> Any:
     """Replaces unpaired surrogates, as in file names that are not UTF-8, by `?`: they cannot be sent."""
-    return json.loads(said.encode("utf-8", "replace"))
+    return json.loads(text.encode("utf-8", "replace"))
 
 
 def _large(value: Any) -> int | None:
@@ -110,7 +110,7 @@ def _large(value: Any) -> int | None:
     if isinstance(value, int):
         return value if abs(value) > INTEGER_MAX else None
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for one in inner if (found := _large(one)) is not None), None)
+    return next((large_item for one in inner if (large_item := _large(one)) is not None), None)
 
 
 def _found() -> dict[str, Any]:

@@ -146,12 +146,12 @@ def masked(value: Any, depth: int = 0) -> Any:
     if depth > DEPTH_MAX:
         return MASK
     if isinstance(value, Mapping):
-        named = next((said for name in ("name", "key") if isinstance(said := value.get(name), str)), "")
+        named = next((value_inside for name in ("name", "key") if isinstance(value_inside := value.get(name), str)), "")
         if "value" in value and is_secret(named):  # as lists of variables say it
             value = {**value, "value": MASK}
         return {
-            name: MASK if is_secret(name) and not isinstance(said, bool | None) else masked(said, depth + 1)
-            for name, said in value.items()
+            name: MASK if is_secret(name) and not isinstance(value_inside, bool | None) else masked(value_inside, depth + 1)
+            for name, value_inside in value.items()
         }
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return masked_command(value)  # as command line arguments, if they are any

@@ -22,12 +22,12 @@ from holdfast.read.peer_slots import PeerSlots, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
 from holdfast.threads.background_requests import BackgroundRequests
+from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
-from holdfast.threads.pulse import Pulse
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
-from holdfast_formats import choosing, naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats import naming, restore_refusals
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -37,8 +37,8 @@ from holdfast_formats.errors import (
     StateMismatch,
     from_problem,
 )
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
-from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ REPLY_SPARE_S = 60.0
 TELL_S = 10.0  # interval of notices about what a restore waits for
 
 
-class Who(NamedTuple):
+class RankIdentity(NamedTuple):
     """The identity of a rank."""
 
     run: str
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
     served: str = ""  # what the daemon, of this machine, names as its root
 
 
-class Judgement(NamedTuple):
+class RestoreVerdictReply(NamedTuple):
     """The verdict on a restore: read `again`, fail, or (neither set) continue."""
 
     again: bool = False
@@ -88,7 +88,7 @@ class Session:
 
     def __init__(
         self,
-        who: Who,
+        who: RankIdentity,
         place: DaemonAddress,
         tickets: Tickets,
         info: RunInfo | None = None,
@@ -114,17 +114,17 @@ class Session:
         return self._link
 
     @property
-    def pulse(self) -> Pulse | None:
+    def heartbeat(self) -> DaemonHeartbeat | None:
         """Checks whether the daemon answers; None before the first contact."""
-        return None if self._link is None else self._link.pulse
+        return None if self._link is None else self._link.heartbeat
 
     def until(self, ended: Latch, timeout: float | None = None, awaits: int | None = None) -> bool:
-        """Wait as `Pulse.until`. This rank begins no save before the one of step `awaits` has ended: this daemon and
+        """Wait as `DaemonHeartbeat.until`. This rank begins no save before the one of step `awaits` has ended: this daemon and
         its successors are told so.
         """
         if self._link is None:
             return ended.wait(timeout)
-        return self._link.pulse.until(ended, timeout, bool if awaits is None else lambda: self.waits(awaits))
+        return self._link.heartbeat.until(ended, timeout, bool if awaits is None else lambda: self.waits(awaits))
 
     def waits(self, step: int | None = None) -> None:
         """Report that this rank begins no save before this one has ended; without a step, that it waits no more."""
@@ -215,12 +215,12 @@ class Session:
         turn, self._turn = self._turn, self._turn + 1
         return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes, welcome.root)
 
-    def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
+    def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> RestoreVerdictReply:
         """Report how the restore of a choice ended; returns the verdict once all ranks of the launch have reported.
 
         Without a daemon each rank decides for itself. `alone` concerns only this rank.
         """
-        own = Judgement(error=error, late=self._who.world > 1, newest=self._other(choice, error))
+        own = RestoreVerdictReply(error=error, late=self._who.world > 1, newest=self._other(choice, error))
         if choice.turn is None or choice.step is None or self._link is None:
             return own
         problem = None if error is None else error.problem()
@@ -233,14 +233,14 @@ class Session:
             wait_s=ENDED_WAIT_S,
         )
         try:
-            found = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
+            judged = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
         except CheckpointError as failure:
             log.warning(
                 "the end of the restore of step %d could not be reported to the daemon: %s", choice.step, failure.detail
             )
             return own
-        return Judgement(
-            found.again, None if found.problem is None else from_problem(found.problem), found.late, found.newest
+        return RestoreVerdictReply(
+            judged.again, None if judged.problem is None else from_problem(judged.problem), judged.late, judged.newest
         )
 
     def _other(self, choice: Choice, error: CheckpointError | None) -> int | None:
@@ -271,8 +271,8 @@ class Session:
         """Slots of a step's in-memory checkpoint, if the daemon still has it; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
 
-    def held_elsewhere(self, made: Manifest) -> PeerSlots:
-        return PeerSlots.none() if self._link is None else take_peers(self._link, made)
+    def held_elsewhere(self, manifest: Manifest) -> PeerSlots:
+        return PeerSlots.none() if self._link is None else take_peers(self._link, manifest)
 
     def say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
@@ -328,5 +328,5 @@ def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], bel
         except Damaged:  # loading it reports the damage
             return candidate
     if offers:
-        raise choosing.lacking(run, offers, groups)
+        raise restore_refusals.lacking(run, offers, groups)
     return None

@@ -23,8 +23,8 @@ from holdfast.link import exchange, unattended
 from holdfast.link.exchange import HINT, RECEIVE_BYTES, SILENT_HINT, Expected, connect, expected, hang_up, name_of
 from holdfast.threads import own_threads
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
-from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)
 

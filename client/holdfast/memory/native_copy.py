@@ -145,9 +145,9 @@ class Noted:
             parts = np.split(different, ends[:-1]) if len(ends) else []
             return np.array([part.any() for part in parts], np.bool_)
         table, values = self._copies.table, self._values.ctypes.data
-        found = self._changed
-        _library.holdfast_copy_noted(table.ctypes.data, len(table), self.stretch, self._seed, values, found.ctypes.data)
-        return found.astype(np.bool_)
+        changed = self._changed
+        _library.holdfast_copy_noted(table.ctypes.data, len(table), self.stretch, self._seed, values, changed.ctypes.data)
+        return changed.astype(np.bool_)
 
     def _read(self) -> NDArray[np.uint64]:
         found, number = [np.empty(0, np.uint64)], 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.memory import native_copy
 from holdfast_formats import digest
-from holdfast_formats.disk.manifest import Extent
+from holdfast_formats.disk.manifests import Extent
 
 _FIELDS = 3  # of an extent: its target, its length, its digest
 

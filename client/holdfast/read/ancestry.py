@@ -11,7 +11,7 @@ from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
+from holdfast_formats.disk.manifests import COMMIT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import CheckpointId
 

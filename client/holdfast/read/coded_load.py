@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from holdfast.read.requests import Want
 from holdfast_formats import dtypes, transfer
 from holdfast_formats.disk import coded, codings
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, check_box
@@ -35,36 +35,36 @@ class _Slab(NamedTuple):
     wants: list[Want]
 
 
-def parted(made: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[CodedWant]]:
+def parted(manifest: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[CodedWant]]:
     """Wants of tensors that are stored as they were saved, and of coded ones.
 
     Raises `StateMismatch` for a box or a receiver that does not fit a coded tensor.
     """
-    if made.compacted is None:
+    if manifest.compacted is None:
         return list(wants), []
     plain: list[Want] = []
     small: list[CodedWant] = []
     for want in wants:
-        found = coded.find(made, want.group, want.name)
-        if found is None:
+        stored_form = coded.find(manifest, want.group, want.name)
+        if stored_form is None:
             plain.append(want)
             continue
-        check_box(want.box, found[1].shape, want.name)
+        check_box(want.box, stored_form[1].shape, want.name)
         if want.into.shape != want.box.shape or want.into.dtype != transfer.element_dtype(4):
             raise StateMismatch(
                 f"tensor {want.name!r}: {want.into.dtype}{list(want.into.shape)} cannot receive 4-byte elements of shape "
                 f"{list(want.box.shape)}"
             )
-        small.append(CodedWant(want, found[0]))
+        small.append(CodedWant(want, stored_form[0]))
     return plain, small
 
 
-def stored(made: Manifest, small: Iterable[CodedWant]) -> set[str]:
-    needed = (need for one in small for need in coded.needs(made, one.want.group, one.name, one.want.box).values())
-    return {resolve(made, need.group, need.name)[1].file for need in needed}
+def stored(manifest: Manifest, small: Iterable[CodedWant]) -> set[str]:
+    needed = (need for one in small for need in coded.needs(manifest, one.want.group, one.name, one.want.box).values())
+    return {resolve(manifest, need.group, need.name)[1].file for need in needed}
 
 
-def batches(made: Manifest, small: Iterable[CodedWant]) -> Iterator[list[_Slab]]:
+def batches(manifest: Manifest, small: Iterable[CodedWant]) -> Iterator[list[_Slab]]:
     batch: list[_Slab] = []
     held = 0
     for one in small:
@@ -72,7 +72,7 @@ def batches(made: Manifest, small: Iterable[CodedWant]) -> Iterator[list[_Slab]]
             if batch and held + box.volume > BATCH_ELEMENTS:
                 yield batch
                 batch, held = [], 0
-            batch.append(_slab(made, one, box))
+            batch.append(_slab(manifest, one, box))
             held += box.volume
     if batch:
         yield batch
@@ -82,21 +82,21 @@ def wants_of(batch: Iterable[_Slab]) -> list[Want]:
     return [want for slab in batch for want in slab.wants]
 
 
-def decode(made: Manifest, batch: Iterable[_Slab]) -> None:
+def decode(manifest: Manifest, batch: Iterable[_Slab]) -> None:
     """Write the values of a batch whose parts have been read."""
     for slab in batch:
         want = slab.of.want
-        values = coded.decoded(made, want.group, slab.of.name, slab.box, slab.parts)
+        values = coded.decoded(manifest, want.group, slab.of.name, slab.box, slab.parts)
         inside = slab.box.within(want.box)
         place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
         want.into[place] = values.view(want.into.dtype)
 
 
-def _slab(made: Manifest, one: CodedWant, box: Box) -> _Slab:
+def _slab(manifest: Manifest, one: CodedWant, box: Box) -> _Slab:
     parts: dict[str, NDArray[Any]] = {}
     wants: list[Want] = []
-    for role, need in coded.needs(made, one.want.group, one.name, box).items():
-        _, entry = resolve(made, need.group, need.name)
+    for role, need in coded.needs(manifest, one.want.group, one.name, box).items():
+        _, entry = resolve(manifest, need.group, need.name)
         parts[role] = np.empty(need.box.shape, dtypes.to_numpy(entry.dtype))
         receiver = parts[role].view(transfer.element_dtype(parts[role].itemsize))
         wants.append(Want(need.group, need.name, need.box, receiver))

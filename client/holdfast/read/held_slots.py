@@ -48,17 +48,17 @@ class HeldSlot:
 
     def _open(self, fd: int, part: wire.HeldPart, step: int) -> None:
         memory = Mapping(fd, write=False).memory
-        made = arena.read_superblock(memory)
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, arena.slot_lock(made, part.slot, fcntl.F_RDLCK))
-        self._locked = arena.slot_lock(made, part.slot, fcntl.F_UNLCK)
-        header = arena.read_header(memory, made, part.slot)  # a lease locks the slot, writes this, and unlocks it
-        start = made.table_offset(part.slot)
+        superblock = arena.read_superblock(memory)
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, arena.slot_lock(superblock, part.slot, fcntl.F_RDLCK))
+        self._locked = arena.slot_lock(superblock, part.slot, fcntl.F_UNLCK)
+        header = arena.read_header(memory, superblock, part.slot)  # a lease locks the slot, writes this, and unlocks it
+        start = superblock.table_offset(part.slot)
         encoded = memory[start : start + header.table_bytes]
         stated = (header.step, f"{header.seal:016x}", digest(encoded))
         if header.state is SlotState.LEASED or stated != (step, part.table_digest, part.table_digest):
             raise DaemonGone(f"slot {part.slot} of rank {part.rank} has been used for something else")
         self.table = slot_table.decode(encoded, header.data_bytes)
-        data = made.data_offset(part.slot)
+        data = superblock.data_offset(part.slot)
         self.data = np.frombuffer(memory[data : data + header.data_bytes], np.uint8)
 
     def _unlock(self) -> None:

@@ -19,7 +19,7 @@ from holdfast.read.requests import ExtentRun
 from holdfast.read.sources import Source
 from holdfast_files import direct
 from holdfast_formats import rounding
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box
 from holdfast_formats.staging import holdings, replica_claims
@@ -69,9 +69,9 @@ class HeldSlotsSource:
             for fragment in slot.table.fragments:
                 self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))
         self._apart: set[tuple[int, str, str]] = {
-            found
+            apart
             for name in manifest.tensors.get(replica_claims.HOME, {})
-            if (found := replica_claims.parse_apart(replica_claims.HOME, name))
+            if (apart := replica_claims.parse_apart(replica_claims.HOME, name))
         }
         self._files: dict[str, list[_Placed]] = {}
         for group, tensors in manifest.tensors.items():
@@ -110,11 +110,11 @@ class HeldSlotsSource:
                 break
             if at < end:
                 if not self._gather(group, tensor, entry, at - start, octets[at - offset : end - offset]):
-                    found = self._base.read_into(name, at, buffer[at - offset : end - offset])
+                    into = self._base.read_into(name, at, buffer[at - offset : end - offset])
                     with self._counting:
-                        self.bytes_beside += found
-                    if found < end - at:
-                        return at - offset + found
+                        self.bytes_beside += into
+                    if into < end - at:
+                        return at - offset + into
                 at = end
         return at - offset
 
@@ -157,14 +157,14 @@ class HeldSlotsSource:
         """The ranges to fetch from peers for these extents; None unless all of them are in memory."""
         spec = TensorSpec(run.group, run.name, run.entry.dtype, run.entry.shape)
         stop = run.offset + run.length
-        found: list[SlotRange] = []
+        slot_ranges: list[SlotRange] = []
         size = 0
         for piece in self._pieces(run.group, run.name, run.entry):
             for low, high in in_slot(spec, piece.origin, run.offset, stop):
                 size += piece.origin.of_tensor(spec, high - low)
                 if piece.slot.elsewhere:
-                    found.append(SlotRange(piece.origin.rank, low, high))
-        return found if size >= run.length else None
+                    slot_ranges.append(SlotRange(piece.origin.rank, low, high))
+        return slot_ranges if size >= run.length else None
 
     def _gather(self, group: str, name: str, entry: TensorEntry, offset: int, target: Bytes) -> bool:
         """False if it has to be read from the file."""
@@ -196,15 +196,15 @@ class HeldSlotsSource:
         return known
 
     def _find(self, spec: TensorSpec) -> tuple[HeldPiece, ...]:
-        found: dict[Box, HeldPiece] = {}
+        held_pieces: dict[Box, HeldPiece] = {}
         of_one = replica_claims.parse_apart(spec.group, spec.name)
         group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
-        said = self._fragments.get((group, name), [])
+        fragments = self._fragments.get((group, name), [])
         held_as = ""
-        if master := next((fragment.rounded_from for _, fragment in said if fragment.rounded_from), ""):
-            said, held_as = self._fragments.get((master, name), []), rounding.HELD_AS
+        if master := next((fragment.rounded_from for _, fragment in fragments if fragment.rounded_from), ""):
+            fragments, held_as = self._fragments.get((master, name), []), rounding.HELD_AS
         stored = spec if not held_as else TensorSpec(master, name, held_as, spec.shape)
-        for slot, fragment in said:
+        for slot, fragment in fragments:
             rank = slot.table.rank
             if rank != of_one[0] if of_one is not None else (rank, group, name) in self._apart:
                 continue  # its own is another one
@@ -215,11 +215,11 @@ class HeldSlotsSource:
             offset = fragment.slot_offset
             for box in fragment.boxes:
                 size = box_bytes(stored, box)
-                if size and box not in found:
+                if size and box not in held_pieces:
                     holding = holdings.hold(spec, box, slot.data[offset : offset + size], held_as)
-                    found[box] = HeldPiece(holding, slot, BoxOrigin(rank, box, offset, held_as))
+                    held_pieces[box] = HeldPiece(holding, slot, BoxOrigin(rank, box, offset, held_as))
                 offset += size
-        return tuple(found.values())
+        return tuple(held_pieces.values())
 
     def stamp(self, name: str) -> str:
         return self._base.stamp(name)
@@ -230,8 +230,8 @@ class HeldSlotsSource:
 
 def is_of(table: SlotTable, manifest: Manifest) -> bool:
     """Whether a slot's table belongs to the save of this manifest."""
-    said = (table.run, table.step, table.attempt, table.turn, table.world)
-    return said == (manifest.run, manifest.step, manifest.attempt, manifest.turn, manifest.world)
+    identity = (table.run, table.step, table.attempt, table.turn, table.world)
+    return identity == (manifest.run, manifest.step, manifest.attempt, manifest.turn, manifest.world)
 
 
 def _start(placed: _Placed) -> int:

@@ -13,7 +13,7 @@ from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.peer_slots import PeerSlots
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want, runs
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging.slot_ranges import SlotRange
 
@@ -36,7 +36,7 @@ class Filled(NamedTuple):
 Ask = Callable[[Manifest], PeerSlots]
 
 
-def no_peers(made: Manifest) -> PeerSlots:
+def no_peers(manifest: Manifest) -> PeerSlots:
     """For a daemon without other nodes."""
     return PeerSlots.none()
 
@@ -62,9 +62,9 @@ def fill(
                 slots = take(reader.manifest.step)
                 for slot in slots:
                     stack.callback(slot.close)
-                found = _Memory(reader, slots, rank, ask, stack).fill(wants, into)
-                if found is not None:
-                    return found
+                filled = _Memory(reader, slots, rank, ask, stack).fill(wants, into)
+                if filled is not None:
+                    return filled
     except CheckpointError as error:
         notes = (f"the in-memory checkpoint could not be used, restored from files instead: {error.detail}",)
     if into.prove_first:
@@ -80,20 +80,20 @@ class _Memory:
     """Locked slots of this node, so that verified bytes stay valid; and other nodes' slots for the rest."""
 
     def __init__(self, reader: CheckpointReader, slots: Sequence[HeldSlot], rank: int, ask: Ask, stack: ExitStack) -> None:
-        made = reader.manifest
+        manifest = reader.manifest
         self._reader, self._slots, self._rank = reader, slots, rank
-        self._complete = len({slot.table.rank for slot in slots}) == made.world
+        self._complete = len({slot.table.rank for slot in slots}) == manifest.world
         self._peers = PeerSlots.none()
         if not self._complete:
             try:
-                found = ask(made)
+                peer_slots = ask(manifest)
             except CheckpointError as error:  # what this node holds is read all the same
                 log.info("other nodes' memory is not read: %s", error.detail)
-                found = PeerSlots.none()
-            stack.callback(found.close)
+                peer_slots = PeerSlots.none()
+            stack.callback(peer_slots.close)
             here = {slot.table.rank for slot in slots}
-            found.slots = [one for one in found.slots if _fits(one, made) and one.table.rank not in here]
-            self._peers = found
+            peer_slots.slots = [one for one in peer_slots.slots if _fits(one, manifest) and one.table.rank not in here]
+            self._peers = peer_slots
 
     def fill(self, wants: Sequence[Want], into: Overwriting) -> Filled | None:
         """None if nothing of it is in memory."""
@@ -133,10 +133,10 @@ class _Memory:
         return inside, outside
 
 
-def _fits(slot: HeldSlot, made: Manifest) -> bool:
+def _fits(slot: HeldSlot, manifest: Manifest) -> bool:
     """Whether a slot of another node is of this save: its node's own statement is not trusted."""
-    specs = ((fragment.spec, made.tensors.get(fragment.spec.group, {})) for fragment in slot.table.fragments)
-    return is_of(slot.table, made) and all(
+    specs = ((fragment.spec, manifest.tensors.get(fragment.spec.group, {})) for fragment in slot.table.fragments)
+    return is_of(slot.table, manifest) and all(
         spec.name not in tensors or (tensors[spec.name].dtype, tensors[spec.name].shape) == (spec.dtype, spec.shape)
         for spec, tensors in specs
     )

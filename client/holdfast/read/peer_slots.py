@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from holdfast.read.held_slots import HeldSlot, take
 from holdfast.threads import own_threads
 from holdfast.transport import Transport
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
@@ -113,9 +113,9 @@ class PeerSlots:
             self._changed.notify_all()
 
 
-def take_peers(link: Transport, made: Manifest) -> PeerSlots:
+def take_peers(link: Transport, manifest: Manifest) -> PeerSlots:
     """Other nodes' slots of a checkpoint, as found by this node's daemon."""
-    step, attempt, turn, world = made.step, made.attempt, made.turn, made.world
+    step, attempt, turn, world = manifest.step, manifest.attempt, manifest.turn, manifest.world
     with ExitStack() as on_failure:
         slots: list[HeldSlot] = []
         more = True
@@ -123,11 +123,11 @@ def take_peers(link: Transport, made: Manifest) -> PeerSlots:
             after = max((slot.table.rank for slot in slots), default=-1)
             number = link.next_id()
             asked = wire.HeldElsewhere(id=number, step=step, attempt=attempt, turn=turn, world=world, after=after)
-            found = take(link, asked, step, LOOK_WAIT_S)
-            for slot in found:
+            taken = take(link, asked, step, LOOK_WAIT_S)
+            for slot in taken:
                 on_failure.callback(slot.close)
-            slots += found
-            more = len(found) == wire.HELD_RANKS_MAX
+            slots += taken
+            more = len(taken) == wire.HELD_RANKS_MAX
         on_failure.pop_all()
 
     def fetch(ranges: Sequence[SlotRange]) -> Collection[int]:

@@ -23,9 +23,8 @@ from holdfast_files import opened
 from holdfast_files.copying import NewFile, copy_files
 from holdfast_files.verifying import OnDamage, ReadControl, StoredCheckpoint, Take, VerifiedBatch, read_verified
 from holdfast_formats import dtypes, naming, transfer
-from holdfast_formats.disk import coded, verification
-from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import coded, manifests, verification
+from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import (
@@ -164,9 +163,9 @@ class CheckpointReader:
         with self._as_it_stands():
             for batch in coded_load.batches(self.manifest, small):
                 self._hand_over(coded_load.wants_of(batch))
-            found = self._touched(plain)
-            verified_load.prove(self.source, found.runs, self.cores)
-        found.proven = True
+            touched = self._touched(plain)
+            verified_load.prove(self.source, touched.runs, self.cores)
+        touched.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
         """Read and check the headers of these wants' files. Raises `CorruptExtent`."""
@@ -206,9 +205,9 @@ class CheckpointReader:
 
     def _hand_over(self, wants: list[Want]) -> int:
         """`load` of tensors that are stored as they were saved."""
-        found = self._touched(wants)
-        nbytes = sum(run.length for run in found.runs)
-        verified_load.hand_over(self.source, found.runs, self.cores, found.proven or self._overlap(found.runs, nbytes))
+        touched = self._touched(wants)
+        nbytes = sum(run.length for run in touched.runs)
+        verified_load.hand_over(self.source, touched.runs, self.cores, touched.proven or self._overlap(touched.runs, nbytes))
         return nbytes
 
     def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:

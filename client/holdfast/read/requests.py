@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
 from holdfast_formats import transfer
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import extents_of, resolve
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast_files import direct
 from holdfast_files.direct import PageCacheState
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.files import Files
 
@@ -61,12 +61,12 @@ class DirectorySource:
     def size(self, name: str) -> int | None:
         try:
             with self._translated(name):
-                found = os.stat(self._path(name), follow_symlinks=False)
+                status = os.stat(self._path(name), follow_symlinks=False)
         except NoSuchResource:
             return None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptManifest(f"{name} in {self.label} is not a regular file", file=name)
-        return found.st_size
+        return status.st_size
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         descriptor = self._open.get(name)

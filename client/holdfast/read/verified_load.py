@@ -21,7 +21,7 @@ from holdfast.read.sources import Source
 from holdfast_files import direct
 from holdfast_formats import digest
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Extent
+from holdfast_formats.disk.manifests import Extent
 from holdfast_formats.disk.verification import Piece
 
 # A reader of a disk or network keeps several requests in flight, long ones past the page cache: eight of 4 MiB take an
@@ -91,7 +91,7 @@ def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) ->
     A large run that can be read in place has its own jobs of up to `straight_bytes_max`, if `bytes_max` has room for one of
     its extents.
     """
-    found: deque[Job] = deque()
+    jobs: deque[Job] = deque()
     job: list[ReadPart] = []
     for run in runs:
         alone = run.octets is not None and len(run.octets) >= bytes_max
@@ -102,10 +102,10 @@ def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) ->
                 job.append(part)
             else:
                 job = [part]
-                found.append(job)
+                jobs.append(job)
         if alone:
             job = []
-    return found
+    return jobs
 
 
 def _parts(run: ExtentRun, bytes_max: int) -> Iterator[ReadPart]:
@@ -194,9 +194,9 @@ class _Reading:
         if self._manner.past_cache is not None:
             if len(self._memory) < room + 2 * direct.ALIGNMENT:
                 self._memory = direct.memory_for(room)
-            found = self._manner.past_cache(file, start, size, self._memory)
-            if found is not None:
-                return found
+            reader = self._manner.past_cache(file, start, size, self._memory)
+            if reader is not None:
+                return reader
         elif len(self._memory) < room:
             self._memory = np.empty(room, np.uint8).data
         buffer = self._memory[:size]
@@ -204,7 +204,7 @@ class _Reading:
 
     def check(self, piece: Piece, into: memoryview | None = None) -> None:
         """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
-        found, held, step = digest.running(), 0, self._manner.chunk_bytes
+        running, held, step = digest.running(), 0, self._manner.chunk_bytes
         for at in range(0, piece.length, step):
             size = min(step, piece.length - at)
             if into is None:
@@ -212,11 +212,11 @@ class _Reading:
             else:
                 part = into[at : at + size]
                 part = part[: self._source.read_into(piece.file, piece.start + at, part)]
-            found.update(part)
+            running.update(part)
             held += len(part)
             if len(part) < size:
                 break
-        verification.check_found(piece, held, found.hexdigest())
+        verification.check_found(piece, held, running.hexdigest())
 
 
 class _Prover:
@@ -299,14 +299,14 @@ def _check(part: ReadPart, data: memoryview, octets: memoryview | None = None) -
 
 def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
     """A job's extents, and the targets of contiguous ones; with `proven_only` without targets."""
-    found = native_verify.Extents()
+    extents = native_verify.Extents()
     for part in job:
         octets = None if proven_only else part.run.octets
         if octets is not None:
             at = part.extents[0].offset - part.run.offset
             octets = octets[at : at + part.stop - part.start]
-        found.add(part.extents, octets)
-    return found
+        extents.add(part.extents, octets)
+    return extents
 
 
 def _piece(part: ReadPart, extent: Extent) -> Piece:

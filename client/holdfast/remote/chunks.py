@@ -103,7 +103,7 @@ class ChunkSender:
 
     def send(self, save: OwnSave, part: Part, data: memoryview, received: int) -> Sent:
         """Send what the daemon has not `received` yet. Raises what interrupted it; chunks that arrived before stay there."""
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         first, wire_bytes = received, 0
         ahead = self._prepare(data, received)
         while received < len(data):
@@ -116,8 +116,8 @@ class ChunkSender:
             now = time.monotonic()
             self.pace.sent(len(chunk.body), now - before)
             wire_bytes += len(chunk.body)
-            if now - told > PROGRESS_EVERY_S:
-                told = now
+            if now - reported > PROGRESS_EVERY_S:
+                reported = now
                 log.info("upload %d: %d of %d bytes after %.0f s", save.number, received, len(data), now - began)
         return Sent(received - first, wire_bytes)
 

@@ -28,9 +28,9 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.messages import Room, SlotRequest, restate
-from holdfast_formats.whereabouts import RootMark
 
 REQUEST_TIMEOUT_S = 30.0
 
@@ -48,7 +48,7 @@ class RemoteLink:
         on_stop: Callable[[], object] = bool,
     ):
         self.url = url
-        self._tellers = (on_outcome, on_lost, on_stop)
+        self._link_events = (on_outcome, on_lost, on_stop)
         self._api = Api(url, REQUEST_TIMEOUT_S)
         self._ids, self._numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class RemoteLink:
     def _hello(self, message: wire.Hello) -> wire.Welcome:
         meant = None if message.root is None else message.root.id
         hello = restate(message, bodies.RankHello, root_id=meant)
-        self._courier = Uploader(self._api, uuid.uuid4().hex, hello, self._tellers)
+        self._courier = Uploader(self._api, uuid.uuid4().hex, hello, self._link_events)
         welcome = self._courier.welcome
         return restate(
             welcome,
@@ -217,8 +217,8 @@ class RemoteLink:
         return restate(self._known().ended(message), wire.Judged, reply_to=message.id)
 
     def _stopping(self, message: wire.Stopping) -> wire.StopAt:
-        found = self._known().stopping(restate(message, messages.PassedStep))
-        return restate(found, wire.StopAt, reply_to=message.id)
+        answer = self._known().stopping(restate(message, messages.PassedStep))
+        return restate(answer, wire.StopAt, reply_to=message.id)
 
     def _known(self) -> Uploader:
         if self._courier is None:

@@ -53,7 +53,7 @@ _PASSING = (DaemonGone, ArenaFull, DeadlineExceeded, StorageFailed)  # a later t
 
 _Result = TypeVar("_Result")
 # Of outcomes, of the daemon's loss, and that another rank of the launch is to stop.
-Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None], Callable[[], object]]
+LinkEvents = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None], Callable[[], object]]
 
 
 class _Patience:
@@ -70,10 +70,10 @@ class _Patience:
 class Uploader:
     """One rank's uploads to a daemon. One thread uploads the saves in order, one polls for their outcomes."""
 
-    def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, tellers: Tellers) -> None:
+    def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, link_events: LinkEvents) -> None:
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
-        self._on_outcome, self._on_lost, self._on_stop = tellers
+        self._on_outcome, self._on_lost, self._on_stop = link_events
         self.welcome = api.join(rank_id, hello)
         self.lost: CheckpointError | None = None
         self._lock = threading.Lock()
@@ -180,16 +180,16 @@ class Uploader:
         limit = time.monotonic() + said.wait_s
         return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
 
-    def stopping(self, said: messages.PassedStep) -> messages.LastStep:
+    def stopping(self, passed_step: messages.PassedStep) -> messages.LastStep:
         """Report how far this rank is, because its launch is to stop; repeated if the daemon does not answer."""
-        return self._api.stopping(self._rank_id, said, STOPPING_TIMEOUT_S)
+        return self._api.stopping(self._rank_id, passed_step, STOPPING_TIMEOUT_S)
 
-    def waits(self, said: messages.Waiting) -> None:
+    def waits(self, waiting: messages.Waiting) -> None:
         """Report that this rank begins no other save, once it has begun all of them there. The report may be lost."""
         if self._silent or not self.saves.all_open:
             return
         try:
-            self._api.waits(self._rank_id, said, OPEN_TIMEOUT_S)
+            self._api.waits(self._rank_id, waiting, OPEN_TIMEOUT_S)
         except CheckpointError as unheard:
             log.debug("could not tell %s what this rank waits for: %s", self._api.url, unheard.detail)
 
@@ -296,7 +296,7 @@ class Uploader:
         while not self._closing.is_set():
             seen = self._generation
             try:
-                found = self._api.outcomes(self._rank_id, after, POLL_S)
+                outcomes = self._api.outcomes(self._rank_id, after, POLL_S)
             except CheckpointError as error:
                 if self._closing.is_set():
                     return
@@ -305,13 +305,13 @@ class Uploader:
                 continue
             self._has_answered()
             patience = _Patience()
-            if found.stop:
+            if outcomes.stop:
                 self._on_stop()
-            for ended in found.items:
+            for ended in outcomes.items:
                 save = self.saves.find(ended.step)
                 if save is not None and save.number == ended.number:
                     self._tell(save, _problem_of(ended))
-            after = found.next if self._generation == seen else 0  # another daemon counts from the beginning
+            after = outcomes.next if self._generation == seen else 0  # another daemon counts from the beginning
 
     def _upload_loop(self) -> None:
         sender = ChunkSender(self._api, self._rank_id, self.welcome.chunk_bytes_max)
@@ -366,8 +366,8 @@ class Uploader:
                     patience.wait(self._closing)
             except AlreadyCommitted:
                 # The previous daemon may have committed it, and died before it reported.
-                found = self._api.checkpoint(self.run, save.step)
-                if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
+                checkpoint = self._api.checkpoint(self.run, save.step)
+                if (checkpoint.attempt, checkpoint.turn) != (self.welcome.attempt, save.wanted.turn):
                     raise
                 self._tell(save, None)
             except CheckpointError as error:

@@ -17,10 +17,10 @@ from holdfast import config
 from holdfast.rest import bounded, owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
-from holdfast.rest.patience import Patient
+from holdfast.rest.rate_limit_retry import RateLimitRetry
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
+from holdfast_formats.rest.measurements import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
 
 AGENT = "holdfast/1"  # the service's audit log distinguishes our client by it
@@ -82,7 +82,7 @@ class Api(JobsApi):
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            transport=bounded.Bounded(Patient(httpx.HTTPTransport(limits=limits, trust_env=False))),
+            transport=bounded.Bounded(RateLimitRetry(httpx.HTTPTransport(limits=limits, trust_env=False))),
             headers={"User-Agent": AGENT, "Accept-Encoding": "identity"}
             | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,
@@ -169,7 +169,7 @@ class Api(JobsApi):
 
     def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
         """The stored manifest."""
-        from holdfast_formats.disk.manifest import MANIFEST_BYTES_MAX  # with numpy, which lists do without
+        from holdfast_formats.disk.manifests import MANIFEST_BYTES_MAX  # with numpy, which lists do without
 
         bound = {bounded.BYTES_MAX: MANIFEST_BYTES_MAX}
         with self._translated():
@@ -278,13 +278,13 @@ class Api(JobsApi):
         """Abandon an upload and its step's save."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
-    def stopping(self, rank_id: str, said: messages.PassedStep, timeout_s: float) -> messages.LastStep:
-        return self._send("PUT", f"{_rank_path(rank_id)}/stopping", said, messages.LastStep, timeout_s)
+    def stopping(self, rank_id: str, passed_step: messages.PassedStep, timeout_s: float) -> messages.LastStep:
+        return self._send("PUT", f"{_rank_path(rank_id)}/stopping", passed_step, messages.LastStep, timeout_s)
 
-    def waits(self, rank_id: str, said: messages.Waiting, timeout_s: float) -> None:
+    def waits(self, rank_id: str, waiting: messages.Waiting, timeout_s: float) -> None:
         with self._translated():
             path = f"{_rank_path(rank_id)}/waiting"
-            self._checked(self._http.put(path, json=said.model_dump(mode="json"), timeout=timeout_s))
+            self._checked(self._http.put(path, json=waiting.model_dump(mode="json"), timeout=timeout_s))
 
     def outcomes(self, rank_id: str, after: int, wait_s: float) -> bodies.Outcomes:
         """Ended uploads, after waiting for one. The request also counts as a sign of life."""

@@ -6,7 +6,7 @@ import re
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 
@@ -48,14 +48,14 @@ def since(text: str | None, now: datetime | None = None) -> str | None:
         return None
     ago = _AGO.fullmatch(text)
     if ago is None:
-        return moments.write(_time(text), "auto")
+        return timestamps.write(_time(text), "auto")
     at = (now or datetime.now(timezone.utc)) - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]])
-    return moments.write(at, "seconds")
+    return timestamps.write(at, "seconds")
 
 
 def _time(text: str) -> datetime:
     try:
-        return moments.read(text)
+        return timestamps.read(text)
     except ValueError as error:
         raise InvalidRequest(
             f"{text!r} is not a time", hint="give 2030-01-31T12:00:00Z, or how long ago: 12h, 3d"

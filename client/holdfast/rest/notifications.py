@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from holdfast.rest.api import Api
-from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
+from holdfast_formats.rest.notifications import NotificationTarget, TestDelivery
 
 
 def targets(api: Api) -> list[NotificationTarget]:

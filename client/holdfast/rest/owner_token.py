@@ -64,12 +64,12 @@ class OwnersToken(httpx.Auth):
                 yield request
 
     def _show(self, request: httpx.Request) -> FoundToken | None:
-        found = self._found
-        if found is not None:
-            there = httpx.URL(found.url)
-            request.url = request.url.copy_with(host=there.host, port=there.port)
-            request.headers["Authorization"] = f"Bearer {found.token}"
-        return found
+        token = self._found
+        if token is not None:
+            url = httpx.URL(token.url)
+            request.url = request.url.copy_with(host=url.host, port=url.port)
+            request.headers["Authorization"] = f"Bearer {token.token}"
+        return token
 
 
 def _read(path: Path) -> OwnerKey | None:
@@ -79,9 +79,9 @@ def _read(path: Path) -> OwnerKey | None:
     except OSError:
         return None
     try:
-        found = os.fstat(descriptor)
-        ours = found.st_uid == os.geteuid() or os.geteuid() == 0
-        if not stat.S_ISREG(found.st_mode) or not ours or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(descriptor)
+        ours = status.st_uid == os.geteuid() or os.geteuid() == 0
+        if not stat.S_ISREG(status.st_mode) or not ours or stat.S_IMODE(status.st_mode) & 0o077:
             return None
         return OwnerKey.model_validate_json(os.read(descriptor, owner_key.BYTES_MAX))
     except (OSError, ValidationError):

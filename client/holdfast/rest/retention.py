@@ -14,15 +14,15 @@ from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, che
 FORCES: tuple[str, ...] = get_args(Force)
 
 
-class InForce(NamedTuple):
+class PolicyInForce(NamedTuple):
     policy: RetentionPolicy
     tag: str
 
 
-def policy(api: Api, run: str) -> InForce:
+def policy(api: Api, run: str) -> PolicyInForce:
     """The policy in force; the trainer's `keep_last` if none was set."""
     answer = api.request("GET", f"{_run(run)}/policy")
-    return InForce(api.parsed(answer.content, RetentionPolicy), answer.headers.get("etag", ""))
+    return PolicyInForce(api.parsed(answer.content, RetentionPolicy), answer.headers.get("etag", ""))
 
 
 def set_policy(api: Api, run: str, wanted: RetentionPolicy, tag: str) -> Preview:

@@ -7,7 +7,7 @@ from itertools import islice
 from urllib.parse import quote
 
 from holdfast.rest.api import Api
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.measurements import RunSummary
 
 PAGE_ITEMS = 100
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.offline import TokenWork
@@ -68,4 +68,4 @@ class RootTokens(NamedTuple):
                 "changing a root's tokens needs the service's dependencies",
                 hint="pip install 'holdfast-checkpoint[service]'",
             )
-        return delegated.offline(TokenWork(root=str(self.root), catalog=self.catalog, **work))
+        return service_jobs.offline(TokenWork(root=str(self.root), catalog=self.catalog, **work))

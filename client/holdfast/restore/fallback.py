@@ -10,7 +10,7 @@ import logging
 from typing import NamedTuple
 
 from holdfast.left_out import LeftOutNote
-from holdfast.link.session import Choice, Judgement, Session
+from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.reader import REPLACED_MAX
@@ -56,9 +56,9 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
             if damages:
                 raise damages[0][1]  # never start from nothing because of damage
             return None
-        made, own, judged = _load(rank, choice, asked)
-        if judged.error is None and made is not None:
-            return _told(rank.session, made, [*choice.notes, *_unsaid(damages, choice)])
+        report, own, judged = _load(rank, choice, asked)
+        if judged.error is None and report is not None:
+            return _told(rank.session, report, [*choice.notes, *_unsaid(damages, choice)])
         error = own or judged.error
         assert error is not None
         if own is None:  # this rank has all of a step that another one could not read
@@ -93,19 +93,19 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
 
 def _load(
     rank: RestoringRank, choice: Choice, asked: RestoreRequest
-) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
+) -> tuple[RestoreReport | None, Damaged | None, RestoreVerdictReply]:
     """Load, again if the daemon reports that the step is sound now. Returns the report, the damage and the verdict."""
     assert choice.step is not None
     session, named, replaced = rank.session, asked.step is not None, 0
     while True:
-        made: RestoreReport | None = None
+        restore_report: RestoreReport | None = None
         error: Damaged | None = None
         try:
             place = (choice.root, choice.url, rank.run, choice.step, choice.served)
             with gc_pause.paused(), open_checkpoint(*place) as reader:
                 if asked.part.strict:
                     thinned.refuse(reader.manifest, choice, asked.groups)
-                made = load(reader, rank, asked.part)
+                restore_report = load(reader, rank, asked.part)
         except Damaged as damage:
             error = damage
         except Exception as failure:
@@ -119,7 +119,7 @@ def _load(
             raise
         judged = session.ended(choice, error, alone=named)
         if not judged.again:
-            return made, error, judged
+            return restore_report, error, judged
 
 
 def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[str]:
@@ -129,8 +129,8 @@ def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[
     return [f"step {step} is damaged ({error.detail}): restored step {choice.step} instead" for step, error in damages]
 
 
-def _told(session: Session, made: RestoreReport, notes: list[str]) -> RestoreReport:
+def _told(session: Session, restore_report: RestoreReport, notes: list[str]) -> RestoreReport:
     for note in notes:
         if not isinstance(note, LeftOutNote):  # the restore reports these with its other notes
             session.say(note)
-    return made._replace(notes=(*made.notes, *notes))
+    return restore_report._replace(notes=(*restore_report.notes, *notes))

@@ -26,7 +26,7 @@ from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf, covers, is_ignored
 from holdfast.tensors.matching import LISTED_MAX
 from holdfast_formats.disk import coded, state_json
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.programs import remade
 from holdfast_formats.staging.average import GROUP as EMA
@@ -114,13 +114,13 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
             error.hint = OVERWRITTEN
         raise
     state.wholeness.mend(names)
-    said = () if average is None or (wanted.groups is not None and EMA not in wanted.groups) else average(reader)
+    average_notes = () if average is None or (wanted.groups is not None and EMA not in wanted.groups) else average(reader)
     origins = _origins(filled, cold)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *left_out_notes, *said),
+        notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *left_out_notes, *average_notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
@@ -142,8 +142,8 @@ def _nothing() -> None: ...
 
 def _changed(manifest: Manifest) -> list[str]:
     if manifest.compacted is not None:
-        told = coded.told(manifest.compacted)
-        return [LeftOutNote(told) if manifest.compacted.lossy else told]
+        text = coded.told(manifest.compacted)
+        return [LeftOutNote(text) if manifest.compacted.lossy else text]
     if manifest.thinned is None:
         return []
     return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]

@@ -9,10 +9,10 @@ from holdfast.state import rng
 from holdfast.state.state_tensors import GROUP as OPTIM
 from holdfast.tensors import optimizer_documents
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.layout import successors
 from holdfast_formats.layout.mesh import Mesh
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 from holdfast_formats.staging import replica_claims
 
 _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
@@ -26,7 +26,7 @@ class RankState(NamedTuple):
     """
 
     values: state_json.Values
-    stream: Heir | None
+    stream: SavedRankChoice | None
     notes: tuple[str, ...]
     position: int = 0
     place: int = 0
@@ -66,7 +66,7 @@ def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | Non
     return RankState(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
 
 
-def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:
+def _of_positions(names: Sequence[str], heir: SavedRankChoice, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:
     saved, now = meshes
     index, count = successors.index(now, now.coordinate(rank)), successors.indices(saved)
     notes = []

@@ -23,14 +23,14 @@ class RestoreTarget(NamedTuple):
 
 def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
     """The target of every leaf's bytes: live CPU memory, or a bounce buffer for a device tensor."""
-    found = []
+    targets = []
     for leaf in leaves:
         for piece in leaf.pieces:
             raw = as_integers(piece.tensor, UNSIGNED)
             bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype, device="cpu")
             array = (raw if bounce is None else bounce).numpy()
-            found.append(RestoreTarget(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
-    return found
+            targets.append(RestoreTarget(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
+    return targets
 
 
 def finish(targets: Sequence[RestoreTarget]) -> None:

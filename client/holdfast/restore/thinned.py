@@ -11,24 +11,24 @@ from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast_files.opened import read_placement
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.thinning import USABLE_FOR
 from holdfast_formats.errors import CheckpointError, CheckpointThinned, Damaged
 
 
-def refuse(made: Manifest, choice: Choice, groups: Collection[str]) -> None:
+def refuse(manifest: Manifest, choice: Choice, groups: Collection[str]) -> None:
     """`CheckpointThinned` if the checkpoint lost one of these groups, with the nearest step that has all."""
-    gone = [group for group in groups if made.thinned is not None and group in made.thinned.groups]
-    if not gone or made.thinned is None:
+    gone = [group for group in groups if manifest.thinned is not None and group in manifest.thinned.groups]
+    if not gone or manifest.thinned is None:
         return
     left = tuple(group for group in groups if group not in gone)
-    nearest = _nearest(made.run, made.step, choice, groups)
+    nearest = _nearest(manifest.run, manifest.step, choice, groups)
     whole = "no step still has all of them" if nearest is None else f"the nearest step that still has them is {nearest}"
     masters = ', masters="from-model"' if "master" in gone or "optim" in gone else ""
-    weights = f"restore(step={made.step}, groups={left}{masters}) takes its weights" if left else "its weights are there"
-    lost = f"was thinned at {made.thinned.at}, and no longer has {', '.join(gone)}"
+    weights = f"restore(step={manifest.step}, groups={left}{masters}) takes its weights" if left else "its weights are there"
+    lost = f"was thinned at {manifest.thinned.at}, and no longer has {', '.join(gone)}"
     raise CheckpointThinned(
-        f"{made.run}@{made.step} {lost}: it is for {USABLE_FOR}",
+        f"{manifest.run}@{manifest.step} {lost}: it is for {USABLE_FOR}",
         hint=f"{whole}; {weights}",
         groups=gone,
         nearest=nearest,
@@ -47,11 +47,13 @@ def _offers(run: str, step: int, choice: Choice) -> Iterator[tuple[int, Collecti
     if choice.root is None:
         if choice.url is not None:
             with Api(choice.url) as api:
-                yield from ((found.step, found.groups) for found in api.checkpoints(run) if found.damage is None)
+                yield from (
+                    (checkpoint.step, checkpoint.groups) for checkpoint in api.checkpoints(run) if checkpoint.damage is None
+                )
         return
-    for found in sorted(committed_steps(choice.root, run), key=lambda other: abs(other - step)):
-        with suppress(Damaged), closing(DirectorySource(choice.root / naming.checkpoint_path(run, found))) as source:
-            yield found, read_placement(source).groups
+    for checkpoint in sorted(committed_steps(choice.root, run), key=lambda other: abs(other - step)):
+        with suppress(Damaged), closing(DirectorySource(choice.root / naming.checkpoint_path(run, checkpoint))) as source:
+            yield checkpoint, read_placement(source).groups
 
 
 def _closest(steps: Iterable[int], step: int) -> int | None:

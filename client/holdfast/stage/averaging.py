@@ -18,14 +18,14 @@ from holdfast.memory.mapping import Mapping as MappedMemory
 from holdfast.read.memory_load import fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
-from holdfast.stage import average_layout, background_safe, cuda_copy, growth
+from holdfast.stage import average_layout, background_safe, cuda_copy, slot_growth
 from holdfast.stage.average_layout import AverageLayout
 from holdfast.stage.background_copy import BackgroundCopy
 from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.replica_claims import buffers_of
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.staging import AveragePart
-from holdfast.state.given import Given
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.state.train_state import EXTRA, MASTER, TrainState
 from holdfast.threads import background_requests
 from holdfast.threads.latch import Latch
@@ -186,7 +186,7 @@ class Averaging:
         """`InvalidRequest` if the state has a group `ema` of its own, or comes from an adapter, whose tensors are not
         visible.
         """
-        if any(isinstance(value, Given) for value in self._of.state.state.values()):
+        if any(isinstance(value, NamedSnapshot) for value in self._of.state.state.values()):
             raise InvalidRequest(
                 "ema= is not possible for a state that an adapter gives",
                 hint="use the framework's own average, if it has one",
@@ -229,10 +229,10 @@ class Averaging:
             return None
         layout = self._layout
         place = page_aligned(data_bytes)
-        said = AverageHandover(
+        average_handover = AverageHandover(
             place, layout.nbytes, self._number, layout.digest, self._skipped, self._lost, apart=layout.apart
         )
-        return average_layout.in_slot(layout, data_bytes, said)
+        return average_layout.in_slot(layout, data_bytes, average_handover)
 
     @property
     def decided(self) -> Latch:
@@ -380,9 +380,9 @@ class Averaging:
                 else f"groups of the state: {other}",
             )
         judge = background_safe.Judge(of.state.state, of.fenced)
-        made = average_layout.lay_out(held.leaves, held.aliases, buffers_of(of.state.state), judge, of.file_bytes_max)
-        if known is not None and made.digest != known.digest:
-            change = growth.compare(known.leaves, made.leaves)
+        layout = average_layout.lay_out(held.leaves, held.aliases, buffers_of(of.state.state), judge, of.file_bytes_max)
+        if known is not None and layout.digest != known.digest:
+            change = slot_growth.compare(known.leaves, layout.leaves)
             raise StateMismatch(
                 f"the group {self._ema.of!r} is not the one that is averaged any more ({change})",
                 hint="start a new launch, whose restore() gives the daemon the average of the last checkpoint",
@@ -390,8 +390,8 @@ class Averaging:
                 removed=list(change.removed),
                 changed=list(change.changed),
             )
-        self._layout = made
-        return made
+        self._layout = layout
+        return layout
 
     def _ready(self, layout: AverageLayout) -> _Memory:
         link, memory = self._of.session.link, self._memory
@@ -431,11 +431,11 @@ class Averaging:
             raise
         try:
             mapped = MappedMemory(fd, write=True)
-            made = average.read_superblock(mapped.memory)
+            superblock = average.read_superblock(mapped.memory)
         except (OSError, CheckpointError) as error:
             os.close(fd)
             raise DaemonGone(f"cannot map the daemon's memory for the average: {error}") from error
-        return _Memory(fd, mapped, made)
+        return _Memory(fd, mapped, superblock)
 
     def _seed(self, state: AverageState, reader: CheckpointReader) -> None:
         """Send the daemon the average to continue from: the checkpoint's, or nothing if its n is 0."""

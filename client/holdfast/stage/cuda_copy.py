@@ -115,11 +115,11 @@ class _Samples:
 
     def take(self, after: bool) -> None:
         """Enqueue on the current stream: note the present words of the live memory."""
-        found = [torch.cat(self._windows).view(-1)] if self._windows else []
+        parts = [torch.cat(self._windows).view(-1)] if self._windows else []
         plain = (view.clone(memory_format=torch.contiguous_format) for view in self._elements)
-        found += [elements.view(-1).view(torch.uint8) for elements in plain]
-        if found:
-            (self._after if after else self._before).copy_(torch.cat(found), non_blocking=True)
+        parts += [elements.view(-1).view(torch.uint8) for elements in plain]
+        if parts:
+            (self._after if after else self._before).copy_(torch.cat(parts), non_blocking=True)
 
     def changed(self) -> set[str]:
         """Names of tensors whose words changed, in live memory or in the slot. Call it when all enqueued work is done."""
@@ -258,8 +258,8 @@ def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> Check
 
 
 def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
-    found = dict.fromkeys(piece.tensor.device for leaf in leaves for piece in leaf.pieces)
-    return tuple(home for home in found if home.type in KINDS)
+    devices = dict.fromkeys(piece.tensor.device for leaf in leaves for piece in leaf.pieces)
+    return tuple(home for home in devices if home.type in KINDS)
 
 
 def pin(slots: Slots, devices: Sequence[torch.device]) -> None:

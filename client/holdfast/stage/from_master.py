@@ -73,9 +73,9 @@ class FromMasters:
             return
         new = [pair for key, pair in self._pairs.items() if key not in self._compared]
         with torch.no_grad():
-            found = {pair.weight.path: differing for pair in new if (differing := _differing(pair))}
-        if found:
-            raise _refusal(found)
+            mismatched = {pair.weight.path: differing for pair in new if (differing := _differing(pair))}
+        if mismatched:
+            raise _refusal(mismatched)
         self._compared |= self._pairs.keys()
 
     def restored(self) -> None:
@@ -120,13 +120,13 @@ def _spec(leaf: Leaf) -> TensorSpec:
     return TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape)
 
 
-def _refusal(found: Mapping[str, str]) -> StateMismatch:
-    texts = [f"{path} ({differing})" for path, differing in found.items()]
+def _refusal(mismatched: Mapping[str, str]) -> StateMismatch:
+    texts = [f"{path} ({differing})" for path, differing in mismatched.items()]
     return StateMismatch(
-        f"{len(found)} of the model's tensors are not their masters rounded to nearest even: {_listed(texts)}",
+        f"{len(mismatched)} of the model's tensors are not their masters rounded to nearest even: {_listed(texts)}",
         hint=f"{rounding.HINT}: a trainer that rounds in another way, or changes weights without their masters, needs that. "
         "If weights are set from masters after optimizer.step(), save after that",
-        tensors=list(found),
+        tensors=list(mismatched),
     )
 
 

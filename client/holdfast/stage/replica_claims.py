@@ -54,10 +54,10 @@ def _taken(
     octets: NDArray[Any], places: NDArray[np.uint64], wanted: NDArray[np.bool_], step: int | None
 ) -> NDArray[np.uint64]:
     """Digests of the selected boxes, of a sample for `step`, or of all bytes if it is None; 0 for the others."""
-    found = np.zeros(len(wanted), np.uint64)
+    arrangement = np.zeros(len(wanted), np.uint64)
     chosen = np.flatnonzero(wanted & (places[:, 1] != 0))
     if not len(chosen):
-        return found
+        return arrangement
     boxes = places[chosen]
     native = digest.native()
     if native_copy.available() and native is not None:
@@ -65,8 +65,8 @@ def _taken(
         values = native_copy.digests(boxes, native, step)
     else:
         values = np.array([_one(octets[at : at + size], step) for at, size in boxes.tolist()], np.uint64)
-    found[chosen] = values
-    return found
+    arrangement[chosen] = values
+    return arrangement
 
 
 def _one(box: NDArray[Any], step: int | None) -> int:
@@ -140,7 +140,7 @@ class Claims:
         boxes = self._ends[kept - 1] if kept else 0
         places: list[tuple[int, int]] = []
         kinds: list[int] = []
-        told: list[bool] = []
+        stated: list[bool] = []
         ends = self._ends[:kept]
         buffers = buffers_of(self._state) if kept < len(layout.leaves) else frozenset()
         for leaf, fragment in zip(layout.leaves[kept:], layout.fragments[kept:], strict=True):
@@ -148,10 +148,10 @@ class Claims:
             for piece in leaf.pieces:
                 places.append((at, piece.tensor.nbytes))
                 kinds.append(int(kind))
-                told.append(leaf.key in self._told)
+                stated.append(leaf.key in self._told)
                 at += piece.tensor.nbytes
             ends.append(boxes + len(places))
-        more = _Rows(np.array(places, np.uint64).reshape(-1, 2), np.array(kinds, np.uint8), np.array(told, np.bool_))
+        more = _Rows(np.array(places, np.uint64).reshape(-1, 2), np.array(kinds, np.uint8), np.array(stated, np.bool_))
         self._leaves, self._ends, self._rows = layout.leaves, ends, self._rows.first(boxes).joined(more)
 
 
@@ -166,5 +166,5 @@ def _kind(leaf: Leaf, buffers: frozenset[int]) -> Kind:
 def buffers_of(state: Mapping[str, Any]) -> frozenset[int]:
     """The memory of all buffers of the state's modules."""
     modules = [module for value in state.values() for module in modules_of(value)]
-    found = (local_tensor(buffer) for module in modules for buffer in module.buffers())
-    return frozenset(buffer.data_ptr() for buffer in found if buffer.numel())
+    buffers = (local_tensor(buffer) for module in modules for buffer in module.buffers())
+    return frozenset(buffer.data_ptr() for buffer in buffers if buffer.numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from holdfast.link.session import Session
-from holdfast.stage import cuda_copy, growth
+from holdfast.stage import cuda_copy, slot_growth
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.slots import AverageRoom, Slots
@@ -34,7 +34,7 @@ class Reservation:
         """This rank's slots at the current daemon, if any."""
         return self._slots if self._slots is not None and self._slots.link is self._session.link else None
 
-    def room_for(self, need: growth.Need, last: SaveTask | None = None) -> Slots:
+    def room_for(self, need: slot_growth.Need, last: SaveTask | None = None) -> Slots:
         """This rank's slots; larger ones, with a notice, if the state has outgrown them. The session must be connected.
 
         `last` is the save that may still be writing into the old slots.
@@ -42,7 +42,7 @@ class Reservation:
         link = self._session.link
         assert link is not None
         known = self.slots
-        change, self._leaves = growth.compare(self._leaves, need.leaves), need.leaves
+        change, self._leaves = slot_growth.compare(self._leaves, need.leaves), need.leaves
         if known is not None and known.fits(need.data_bytes, need.table_bytes):
             if any(change):
                 log.info("this save has other tensors than the last one and still fits its slots (%s)", change)
@@ -54,14 +54,14 @@ class Reservation:
         self._slots = None  # the old slots are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         averages = AverageRoom(need.average_bytes, self._peers)
-        made = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room, averages)
+        slots = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room, averages)
         assets_grew = need.spare_bytes > 0 and not need.expected
         if known is not None and (any(change) or assets_grew or need.table_bytes > known.geometry.table_bytes_max):
-            self._session.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
-        if made.notice:
-            self._session.say(made.notice)
-        self._touching = Preallocation(lambda: made, cuda_copy.homes(need.leaves))
-        return made
+            self._session.say(slot_growth.outgrown(change, known.geometry.slot_bytes, slots.geometry.slot_bytes))
+        if slots.notice:
+            self._session.say(slots.notice)
+        self._touching = Preallocation(lambda: slots, cuda_copy.homes(need.leaves))
+        return slots
 
     def close(self) -> None:
         """Stop touching memory, and unlock its pages. The memory itself is freed when the session ends."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 from holdfast.state.assets import NO_ASSETS
-from holdfast.threads.calls import CLOSE, RESTORE, Later
+from holdfast.threads.reentrancy import CLOSE, RESTORE, DeferredCall
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats import naming
 from holdfast_formats.errors import (
@@ -66,7 +66,7 @@ class SaveRequest(NamedTuple):
             return True
         return False
 
-    def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
+    def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> DeferredCall:
         """Postpone the save until the call that a signal handler interrupted has ended; raise if that is useless."""
         ticket = self.ticket
         handler = f"in a signal handler that interrupted {during}"
@@ -93,7 +93,7 @@ class SaveRequest(NamedTuple):
             tickets.fail(ticket, TornSnapshot(text, hint=_IN_THE_LOOP))
 
         ticket.awaits = during
-        return Later(during, make, give_up)
+        return DeferredCall(during, make, give_up)
 
 
 def check_choices(wait: object, existing: object) -> None:

@@ -162,7 +162,7 @@ class SaveTask:
 
     def _give_up(self, error: CheckpointError) -> None:
         """Abandon the slot in a background thread: the daemon may not answer."""
-        told = Latch()
+        latch = Latch()
 
         def tell() -> None:
             try:
@@ -170,7 +170,7 @@ class SaveTask:
             except CheckpointError as gone:
                 log.warning("could not tell the daemon that step %d is given up: %s", self._ticket.step, gone.detail)
             finally:
-                told.set()
+                latch.set()
 
         background_requests.start(tell)
-        told.wait(ABANDON_WAIT_S)
+        latch.wait(ABANDON_WAIT_S)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.stage import background_safe, staging
 from holdfast.stage.from_master import FromMasters
-from holdfast.stage.growth import Need
+from holdfast.stage.slot_growth import Need
 from holdfast.stage.staging import AveragePart, SaveIdentity, SlotLayout
 from holdfast.state.assets import NO_ASSETS, ROOM_BYTES_MIN
-from holdfast.state.given import Given
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging.slot_table import digests_bytes
@@ -43,7 +43,7 @@ class SlotContents:
         return taken if self._from_masters is None else self._from_masters.apply(taken)
 
     def _snapshot(self, groups: Collection[str] | None, exclude: Sequence[str]) -> Snapshot:
-        if any(isinstance(value, Given) for value in self._state.state.values()):
+        if any(isinstance(value, NamedSnapshot) for value in self._state.state.values()):
             return self._state.snapshot(groups, exclude)
         with self._state.random.kept():
             return self._state.snapshot(groups, exclude)

@@ -141,13 +141,13 @@ def places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[st
     """
     long = {(leaf.group, leaf.name): leaf.pieces[0].box for leaf in leaves if _is_long(leaf)}
     specs = [TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape) for leaf in leaves]
-    found = {}
+    places = {}
     for spec, start in chain.from_iterable(file.tensors for file in pack(specs, file_bytes_max)):
         box = long.get((spec.group, spec.name))
         span = None if box is None else span_of(spec, box)
         if span is not None:
-            found[spec.group, spec.name] = (start + span[0]) % PAGE_BYTES
-    return found
+            places[spec.group, spec.name] = (start + span[0]) % PAGE_BYTES
+    return places
 
 
 def _is_long(leaf: Leaf) -> bool:

@@ -30,11 +30,11 @@ def collect(assets: Any) -> dict[str, bytes]:
     """
     if assets is None:
         return {}
-    found = _collect(assets)
-    for name, content in found.items():
+    contents = _collect(assets)
+    for name, content in contents.items():
         naming.check_asset(name)
         _check_size(name, len(content))
-    return found
+    return contents
 
 
 def of_step(assets: Mapping[str, Any] | None, rank: int) -> dict[str, bytes]:
@@ -129,10 +129,10 @@ def _content_of(name: str, path: Path) -> bytes:
     """The content of a regular file. Its size is checked first: it may be larger than the memory."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidRequest(f"asset {name!r}: {path} is not a regular file", hint=_ACCEPTED)
-            _check_size(name, found.st_size)
+            _check_size(name, status.st_size)
             return file.read(ASSET_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"asset {name!r} cannot be read: {error}", hint=_ACCEPTED) from error

@@ -69,7 +69,8 @@ class ChangeWatch:
         return (
             self._modules.unchanged
             and all(
-                len(found := optimizer_wrappers.find(value).optimizers) == len(before) and all(map(is_, found, before))
+                len(optimizers := optimizer_wrappers.find(value).optimizers) == len(before)
+                and all(map(is_, optimizers, before))
                 for value, before in self._optimizers
             )
             and all(names() == before for names, before in self._names)
@@ -110,9 +111,9 @@ class ChangeWatch:
 
     def see_optimizers(self, value: object) -> None:
         """Record the optimizers of an entry, their parameters, and the state of each."""
-        found = optimizer_wrappers.find(value).optimizers
-        self._optimizers.append((value, found))
-        for optimizer in found:
+        optimizers = optimizer_wrappers.find(value).optimizers
+        self._optimizers.append((value, optimizers))
+        for optimizer in optimizers:
             for name in ("state", "param_groups"):  # load_state_dict replaces them
                 if name in vars(optimizer):
                     self._held.append((vars(optimizer), name, vars(optimizer)[name]))

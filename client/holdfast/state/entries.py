@@ -12,7 +12,6 @@ from holdfast.left_out import LeftOutNote
 from holdfast.state import extras, loaders, optimizer_wrappers, rng, state_tensors, streams
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
-from holdfast.state.given import Given
 from holdfast.state.modules import (
     EMA,
     MODEL,
@@ -24,6 +23,7 @@ from holdfast.state.modules import (
     module_state,
 )
 from holdfast.state.named import Named, modules_of
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.state.untracked import schedules, unsaved
 from holdfast.tensors.fragments import fragment_list
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
@@ -63,7 +63,7 @@ def check_key(key: object) -> None:
 
 def is_loose(key: str, value: object) -> bool:
     named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
-    return not (named or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value))
+    return not (named or isinstance(value, NamedSnapshot) or optimizer_wrappers.is_optimizer(value))
 
 
 def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[AskedEntry]:
@@ -92,9 +92,9 @@ def loose(state: Mapping[str, Any], rank: int, keeper: ContainerKeeper) -> list[
 def notes_of(state: Mapping[str, Any]) -> list[LeftOutNote]:
     """Notes on what a save of these entries leaves out: samplers' orders, and learning-rate schedules."""
     asked = {key: value for key, value in state.items() if not isinstance(value, Mapping)}  # which may have many tensors
-    found = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
-    given = any(isinstance(value, Given) for value in state.values())  # its adapter knows what else it saves
-    return [*(note for note in found if note is not None), *(() if given else schedules.notes_of(state))]
+    notes = [loaders.note_of(key, value) for key, value in asked.items() if is_loose(key, value)]
+    given = any(isinstance(value, NamedSnapshot) for value in state.values())  # its adapter knows what else it saves
+    return [*(note for note in notes if note is not None), *(() if given else schedules.notes_of(state))]
 
 
 def is_value(key: str, value: object) -> bool:

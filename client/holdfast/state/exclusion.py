@@ -28,11 +28,11 @@ def check(patterns: object, option: str) -> tuple[str, ...]:
         raise InvalidRequest(
             f"{option} must be a sequence of patterns, not the text {patterns!r}", hint=f"{option}=({patterns!r},)"
         )
-    found = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-    strange = [pattern for pattern in found if not isinstance(pattern, str)]
+    checked = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    strange = [pattern for pattern in checked if not isinstance(pattern, str)]
     if strange:
         raise InvalidRequest(f"{option} must be a sequence of patterns over group/name, and has {strange[0]!r}")
-    return found
+    return checked
 
 
 def trained(named: Sequence[NamedTensors], stepped: Iterable[str]) -> dict[Key, str]:

@@ -79,7 +79,7 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
     """
     by_name = {name: group for group in document["groups"].values() for name in group["params"]}
     began = {name: lr for name, lr in document.get(BEGAN, {}).items() if name in by_name}
-    found, replaced = [], list[str]()
+    chosen_values, replaced = [], list[str]()
     for position, (names, live) in enumerate(zip(of.names, of.hyper, strict=True)):
         where = f"{of.key}.param_groups[{position}]"
         groups = {id(by_name[name]): by_name[name] for name in names if name in by_name}.values()
@@ -90,17 +90,17 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
         if differing := sorted({name for hyper in hypers for name in _differing(hyper, hypers[0])}):
             plan.conflicts.append(f"{where}: its parameters were saved in groups that differ in {_shown(hypers, differing)}")
             plan.keepable += [f"{of.key}/{name}" for name in differing]
-        found.append(hypers[0] if hypers else {})
+        chosen_values.append(hypers[0] if hypers else {})
         firsts = {by_name[name]["params"][0] for name in names if name in by_name}
         by_hand = next((began[name] for name in firsts if name in began), None)
-        replaced += [f"{text} of {where}" for text in _replaced(live, found[-1], of.given, by_hand)]
+        replaced += [f"{text} of {where}" for text in _replaced(live, chosen_values[-1], of.given, by_hand)]
     if replaced:
         more = ", …" * (len(replaced) > LISTED_MAX)
         text = f"hyper-parameters of the checkpoint replace what was given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
         plan.notes.append(
             LeftOutNote(f"{text} (keep=('{of.key}/{replaced[0].partition(' ')[0]}',) would keep what is given)")
         )
-    return found
+    return chosen_values
 
 
 def is_kept(key: str, name: str, selection: Selection) -> bool:
@@ -128,7 +128,7 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: 
     """User values that the checkpoint replaces. A value that a scheduler or the user's loop has changed since is compared as
     it began.
     """
-    told = []
+    changes = []
     for name in sorted(given & live.keys() & stored.keys()):
         now, then = live[name], stored[name]
         began = [kept for kept in _MOVED.get(name, ()) if kept in stored]
@@ -140,8 +140,8 @@ def _replaced(live: Hyper, stored: Hyper, given: frozenset[str], began_by_hand: 
             then = began_by_hand
         now = _number(now)
         if not isinstance(then, torch.Tensor) and not _equal(now, then):
-            told.append(f"{name} {now} by {then}")
-    return told
+            changes.append(f"{name} {now} by {then}")
+    return changes
 
 
 def _number(value: Any) -> Any:

@@ -61,15 +61,15 @@ def beside(
 
     `weights` have their names in the group `model`, and others the name of their group in front.
     """
-    found = [MasterPair(*one) for optimizer in optimizers for one in optimizer.masters()]
-    found += [MasterPair(name, weights[name], masters[name]) for name in masters if name in weights]
+    pairs = [MasterPair(*one) for optimizer in optimizers for one in optimizer.masters()]
+    pairs += [MasterPair(name, weights[name], masters[name]) for name in masters if name in weights]
     stepped = {name for optimizer in optimizers for name in optimizer.parameter_names()}
     for name in (name for name in weights if name in stepped):
         weight = weights.get(inner := name.partition(".")[2])
         if weight is not None and inner not in stepped and is_wider(weights[name], weight):
-            found.append(MasterPair(inner, weight, weights[name]))
+            pairs.append(MasterPair(inner, weight, weights[name]))
     nameless = tuple(MasterPair(name, value, value) for name, value in masters.items() if name not in weights)
-    return BesideWeights(tuple(weights.values()), tuple(found), nameless, tuple(averages))
+    return BesideWeights(tuple(weights.values()), tuple(pairs), nameless, tuple(averages))
 
 
 def is_wider(copy: Storable, weight: Storable) -> bool:
@@ -118,8 +118,10 @@ def is_kept_by_fragments(name: str, weight: Storable, value: Storable) -> bool:
     pair = MasterPair(name, weight, value)
     if not is_wider(value, weight) or not all(map(has_memory, (*local_tensors(weight), *local_tensors(value)))):
         return False
-    found = [(copy, part) for copy, part in _copies(pair) or () if part.numel()]
-    return any(is_varied(part) and is_copy(copy, part) for copy, part in found) and all(_rounds_to(*one) for one in found)
+    overlapping = [(copy, part) for copy, part in _copies(pair) or () if part.numel()]
+    return any(is_varied(part) and is_copy(copy, part) for copy, part in overlapping) and all(
+        _rounds_to(*one) for one in overlapping
+    )
 
 
 def _can_hold(pair: MasterPair) -> bool:
@@ -128,20 +130,20 @@ def _can_hold(pair: MasterPair) -> bool:
     return master.is_floating_point and (master == weight or torch.promote_types(master, weight) == master)
 
 
-def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | None) -> MatchedLeaves:
+def settle(restoration: MatchedLeaves, beside_weights: BesideWeights, retention_request: Masters | None) -> MatchedLeaves:
     """The restoration, if every restored weight's copy is restored too; with "from-model", copies are set from the weights.
     An average that is not restored is noted.
 
     Raises `StateMismatch` with the names otherwise.
     """
-    if wish not in (None, "from-model"):
-        raise InvalidRequest(f"masters must be 'from-model' or None, not {wish!r}")
+    if retention_request not in (None, "from-model"):
+        raise InvalidRequest(f"masters must be 'from-model' or None, not {retention_request!r}")
     filled = _Spans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
-    weights_filled = any(_in(weight, filled) for weight in found.weights)
-    if weights_filled and any(_stays(average, filled) for average in found.averages):
+    weights_filled = any(_in(weight, filled) for weight in beside_weights.weights)
+    if weights_filled and any(_stays(average, filled) for average in beside_weights.averages):
         text = "the group ema was not restored with the weights: it still averages those of before"
         restoration = restoration._replace(notes=[*restoration.notes, LeftOutNote(text)])
-    nameless = [pair.name for pair in found.nameless if weights_filled and _stays(pair.master, filled)]
+    nameless = [pair.name for pair in beside_weights.nameless if weights_filled and _stays(pair.master, filled)]
     if nameless:
         raise StateMismatch(
             f"{len(nameless)} tensors of the group master ({_listed(nameless)}) would not be restored with the weights, and "
@@ -149,14 +151,14 @@ def settle(restoration: MatchedLeaves, found: BesideWeights, wish: Masters | Non
             hint="restore the group master as well, or name the masters as the weights",
             stale=nameless,
         )
-    stale = [pair for pair in found.pairs if _in(pair.weight, filled) and _stays(pair.master, filled)]
+    stale = [pair for pair in beside_weights.pairs if _in(pair.weight, filled) and _stays(pair.master, filled)]
     lacking = [MasterPair(*one) for one in restoration.lacking]
     if not stale and not lacking:
-        if wish is None:
+        if retention_request is None:
             return restoration
         text = "no full-precision master was set from the weights: the state has none, or they were restored"
         return restoration._replace(notes=[*restoration.notes, text])
-    return _renewing(restoration, stale, lacking) if wish else _refuse(stale, lacking)
+    return _renewing(restoration, stale, lacking) if retention_request else _refuse(stale, lacking)
 
 
 def _refuse(stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> NoReturn:
@@ -217,13 +219,13 @@ def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     if global_shape(pair.weight) != global_shape(pair.master):
         return None
     held = live_pieces.pieces(pair.weight, pair.name).pieces
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    overlapping: list[tuple[torch.Tensor, torch.Tensor]] = []
     for box, copy in live_pieces.pieces(pair.master, pair.name).pieces:
         common = [(inner, piece) for piece in held if (inner := intersect(box, piece.box)) is not None]
         if sum(inner.volume for inner, _ in common) != box.volume:
             return None
-        found += [(copy[i.within(box).slices], piece.tensor[i.within(piece.box).slices]) for i, piece in common]
-    return found
+        overlapping += [(copy[i.within(box).slices], piece.tensor[i.within(piece.box).slices]) for i, piece in common]
+    return overlapping
 
 
 class _Spans:

@@ -87,10 +87,10 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
         return inner._replace(tensors={**inner.tensors, "n_averaged": module.n_averaged})
     module = unwrap(module)
     if fsdp1.is_flat(module):
-        found = fsdp1.flat_state(module, path)
-        cleaned = {clean(name): value for name, value in found.tensors.items()}
-        values = {clean(name): value for name, value in found.extras.items()}
-        return ModuleState(cleaned, values, found.release, _made_by_itself(module, cleaned))
+        flat_state = fsdp1.flat_state(module, path)
+        cleaned = {clean(name): value for name, value in flat_state.tensors.items()}
+        values = {clean(name): value for name, value in flat_state.extras.items()}
+        return ModuleState(cleaned, values, flat_state.release, _made_by_itself(module, cleaned))
     owners = {clean(_below(name, EXTRA_STATE)): child for name, child in module.named_modules(remove_duplicate=False)}
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
@@ -117,9 +117,11 @@ def _made_by_itself(module: nn.Module, tensors: Mapping[str, Storable]) -> froze
         named = None
     if not isinstance(named, list | tuple | set | frozenset):
         return frozenset()
-    found = frozenset(name for name in named if isinstance(name, str) and name in tensors and not is_trained(tensors[name]))
-    aliases = tied(tensors) if found else {}
-    return found - aliases.keys() - set(aliases.values())
+    self_referring = frozenset(
+        name for name in named if isinstance(name, str) and name in tensors and not is_trained(tensors[name])
+    )
+    aliases = tied(tensors) if self_referring else {}
+    return self_referring - aliases.keys() - set(aliases.values())
 
 
 def is_trained(value: Storable) -> bool:
@@ -187,10 +189,10 @@ def _refuse_cycles(module: nn.Module, path: str, above: tuple[int, ...]) -> None
         _refuse_cycles(child, f"{path}.{name}", (*above, id(module)))
 
 
-def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
+def _refuse_temporaries(module: nn.Module, values: Mapping[str, Any], path: str) -> None:
     """Refuse tensors that the module created for its `state_dict`: restored values would not reach it."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
-    foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
+    foreign = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and id(value) not in own}
     if not foreign:
         return
     held = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]

@@ -56,22 +56,22 @@ class Named:
         Raises `InvalidRequest` for two different tensors with one stored name, for an invalid stored name, for keys of
         `rename` that name nothing, and if `only` selects nothing.
         """
-        found = [module_state(module, path) for module in self.modules]
-        self._check_keys(path, found)
+        states = [module_state(module, path) for module in self.modules]
+        self._check_keys(path, states)
         merged = _Merged(path)
-        for one in found:
+        for one in states:
             for name in filter(self._keeps, one.tensors):
                 merged.add_tensor(name, self._stored(path, name), self._shard(path, name, one.tensors[name]))
             for name in filter(self._keeps, one.extras):
                 merged.add_value(name, self._stored(path, name), *one.extras[name])
-        if not merged.tensors and not merged.values and any(one.tensors or one.extras for one in found):
-            examples = _listed([name for one in found for name in one.tensors])
+        if not merged.tensors and not merged.values and any(one.tensors or one.extras for one in states):
+            examples = _listed([name for one in states for name in one.tensors])
             raise InvalidRequest(
                 f"{path}: only= of Named keeps none of the names of its modules ({examples})",
                 hint="patterns match the whole name: write '*lora_*' rather than 'lora_'",
             )
-        unsaved = frozenset(self._stored(path, name) for one in found for name in one.unsaved if self._keeps(name))
-        release = tuple(action for one in found for action in one.release)
+        unsaved = frozenset(self._stored(path, name) for one in states for name in one.unsaved if self._keeps(name))
+        release = tuple(action for one in states for action in one.release)
         return ModuleState(merged.tensors, merged.values, release, unsaved)
 
     def left_out(self, path: str) -> Iterator[tuple[str, Storable]]:
@@ -91,8 +91,8 @@ class Named:
 
     def own_names(self, path: str) -> list[str]:
         """The names of all tensors of the modules, stored or not."""
-        found = [module_state(module, path) for module in self.modules]
-        return [name for one in found for name in (*one.tensors, *one.extras)]
+        states = [module_state(module, path) for module in self.modules]
+        return [name for one in states for name in (*one.tensors, *one.extras)]
 
     def stored_names(self, path: str, own: Iterable[str]) -> list[str | None]:
         """The stored names of these names now, None for excluded ones."""
@@ -107,22 +107,22 @@ class Named:
         if self._shards is None:
             return value
         given = self._shards(name, value)
-        found = fragment_list(given, f"{path}.{name}") or given
-        if name not in self._kept_for_good and isinstance(found, torch.Tensor | Fragment | FragmentList):
+        tensor = fragment_list(given, f"{path}.{name}") or given
+        if name not in self._kept_for_good and isinstance(tensor, torch.Tensor | Fragment | FragmentList):
             once_more = self._shards(name, value)
             again = fragment_list(once_more, f"{path}.{name}") or once_more
-            if not isinstance(again, torch.Tensor | Fragment | FragmentList) or not same_memory(found, again):
+            if not isinstance(again, torch.Tensor | Fragment | FragmentList) or not same_memory(tensor, again):
                 raise InvalidRequest(
                     f"{path}.{name}: shards= of Named returns other memory at every call, so that a restore would be lost",
                     hint="return the tensors that the framework keeps, or views of them: no copies, casts or concatenations",
                 )
             self._kept_for_good.add(name)
-        if not isinstance(found, torch.Tensor | Fragment | FragmentList):
+        if not isinstance(tensor, torch.Tensor | Fragment | FragmentList):
             raise InvalidRequest(
                 f"{path}.{name}: shards= of Named must return a tensor, a Fragment or a list of Fragments, not a "
                 f"{type(given).__name__}"
             )
-        return found
+        return tensor
 
     def _keeps(self, name: str) -> bool:
         return self._only is None or bool(self._only(name))
@@ -138,9 +138,9 @@ class Named:
             )
         return stored
 
-    def _check_keys(self, path: str, found: Sequence[ModuleState]) -> None:
+    def _check_keys(self, path: str, module_states: Sequence[ModuleState]) -> None:
         if isinstance(self._rename, Mapping):
-            known = {name for one in found for name in (*one.tensors, *one.extras)}
+            known = {name for one in module_states for name in (*one.tensors, *one.extras)}
             unknown = [name for name in self._rename if name not in known]
             if unknown:
                 raise InvalidRequest(

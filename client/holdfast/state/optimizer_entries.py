@@ -29,7 +29,7 @@ def optimizers_of(
 
     Refuses a parameter with two owners or no name.
     """
-    found: list[OptimizerEntry] = []
+    optimizer_entries: list[OptimizerEntry] = []
     owners: dict[str, str] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module) or is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
@@ -44,8 +44,8 @@ def optimizers_of(
             if name in owners:
                 raise InvalidRequest(f"the parameter {name} is in two optimizers: {owners[name]} and {key}")
             owners[name] = key
-        found.append(optimizer)
-    return found
+        optimizer_entries.append(optimizer)
+    return optimizer_entries
 
 
 def _torch_optimizers(
@@ -61,9 +61,9 @@ def _torch_optimizers(
     stored = [tensor for part in collections for tensor in part.tensors()]
     innermost = optimizer_wrappers.check(key, value, state, stored).optimizers
     refuse_left_out(key, innermost, names, state)
-    found = OptimizerState(key, innermost, names, rates)
-    rates.look(found.groups_of_parameters())
-    return found
+    optimizer_state = OptimizerState(key, innermost, names, rates)
+    rates.look(optimizer_state.groups_of_parameters())
+    return optimizer_state
 
 
 def _weights(collections: Sequence[NamedTensors]) -> Iterator[tuple[str, Mapping[str, Storable]]]:
@@ -74,11 +74,11 @@ def _weights(collections: Sequence[NamedTensors]) -> Iterator[tuple[str, Mapping
 
 
 def _by_name(collections: Sequence[NamedTensors]) -> dict[str, Storable]:
-    found: dict[str, Storable] = {}
+    storables: dict[str, Storable] = {}
     for prefix, tensors in _weights(collections):
         aliases = tied(tensors)
-        found = {**{prefix + name: value for name, value in tensors.items() if name not in aliases}, **found}
-    return found
+        storables = {**{prefix + name: value for name, value in tensors.items() if name not in aliases}, **storables}
+    return storables
 
 
 def _refuse_layout(key: str, declared: bool) -> None:

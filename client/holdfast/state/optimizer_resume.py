@@ -34,14 +34,14 @@ def plan(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, kee
     The optimizer does not change before the plan's actions run. A parameter with neither stored nor live state (frozen,
     never stepped) stays as it is.
     """
-    made = PartPlan()
+    part_plan = PartPlan()
     if selection.takes(GROUP, state.key):
-        made.documents.append((GROUP, state.key))
+        part_plan.documents.append((GROUP, state.key))
     text = stored.value(GROUP, state.key)
     if text is None or not selection.takes(GROUP, state.key):
-        want_live(state.entries(), made, selection, ())
-        return made
-    return _Resumption(state, stored, selection, made, keeper).prepare(text)
+        want_live(state.entries(), part_plan, selection, ())
+        return part_plan
+    return _Resumption(state, stored, selection, part_plan, keeper).prepare(text)
 
 
 def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
@@ -50,10 +50,10 @@ def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
 
     Only if there is one optimizer in both, because nothing else matches them.
     """
-    there = stored.values.get(GROUP, {})
-    if not stored.imported or len(keys) != 1 or len(there) != 1 or keys[0] in there:
+    groups = stored.values.get(GROUP, {})
+    if not stored.imported or len(keys) != 1 or len(groups) != 1 or keys[0] in groups:
         return stored
-    ((key, text),) = there.items()
+    ((key, text),) = groups.items()
     note = f"{GROUP}/{keys[0]} is what the checkpoint, which was imported, has as {GROUP}/{key}"
     return stored._replace(values={**stored.values, GROUP: {keys[0]: text}}, notes=(*stored.notes, note))
 
@@ -111,17 +111,17 @@ class _Resumption:
         for name, kept in stored.items():
             for key, found in kept.items():
                 path = f"{self.state.key}: {name}/{key}"
-                said = wrapped.check_description(found, path)
-                inner = [(GROUP, f"{name}/{key}.{attribute}") for attribute in said["inner"]]
+                description = wrapped.check_description(found, path)
+                inner = [(GROUP, f"{name}/{key}.{attribute}") for attribute in description["inner"]]
                 if name not in self.kept or not any(self.selection.takes(*one) for one in inner):
                     continue
                 live = wrappers.get((name, key), self.kept[name].get(key))
                 if live is not None:
-                    wrapped.check_alike(live, said, path)
+                    wrapped.check_alike(live, description, path)
                 elif lacking := [one for one in inner if not self.selection.takes(*one) or self.stored.spec(*one) is None]:
                     raise StateMismatch(f"{path} is not restored as a whole: {lacking[0][1]} is left out, or not there")
                 else:
-                    self.wrapping[name, key] = _Wrapping(wrapped.find_class(said, path), said, {})
+                    self.wrapping[name, key] = _Wrapping(wrapped.find_class(description, path), description, {})
         for (name, key), value in wrappers.items():
             plain = (GROUP, f"{name}/{key}")
             if self.stored.spec(*plain) is not None and self.selection.takes(*plain):
@@ -148,8 +148,10 @@ class _Resumption:
             text = f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
             self.plan.notes.append(LeftOutNote(text))
         elif not parameter.is_elsewhere:
-            made = self._create(name, key, dtype, global_shape(parameter.value), kind)
-            self.plan.lacking.append(LackingCopy(name, parameter.weight, made.value if made.local is None else made.local))
+            tensor = self._create(name, key, dtype, global_shape(parameter.value), kind)
+            self.plan.lacking.append(
+                LackingCopy(name, parameter.weight, tensor.value if tensor.local is None else tensor.local)
+            )
 
     def _create(self, name: str, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> NewTensor:
         made = self.parameters[name].fresh(key, dtype, whole, kind)
@@ -176,8 +178,8 @@ class _Resumption:
             self.numbers.append((name, key, torch.zeros((), dtype=dtype)))
             self.plan.want(*target, self.numbers[-1][2])
         else:
-            made = self._create(name, key, self._dtype_to_make(parameter, *spec, target), spec[1], kind)
-            self.plan.want(*target, made.value, made.local)
+            claimed = self._create(name, key, self._dtype_to_make(parameter, *spec, target), spec[1], kind)
+            self.plan.want(*target, claimed.value, claimed.local)
 
     def _dtype_to_make(self, parameter: Parameter | ShardParameter, stored: str, shape: Shape, target: Key) -> torch.dtype:
         """The stored dtype. With `cast`, state that torch's optimizers keep in their parameter's dtype has the live one's:

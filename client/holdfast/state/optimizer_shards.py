@@ -232,9 +232,9 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
     Raises `InvalidRequest` for a parameter that belongs to no module of the state or has two groups, for state outside of
     all groups, and for tensors made only for this call.
     """
-    said = _groups(key, shards)
+    groups = _groups(key, shards)
     kept: dict[str, dict[str, Any]] = {}
-    for position, group in enumerate(said):
+    for position, group in enumerate(groups):
         for name in group["params"]:
             if name not in weights:
                 raise InvalidRequest(
@@ -256,7 +256,7 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
             )
         kept[name] = _checked(key, name, values)
     _refuse_temporaries(key, shards, kept)
-    return ShardedOptimizer(key, shards, said, kept, {name: dict(values) for name, values in given.items()}, weights)
+    return ShardedOptimizer(key, shards, groups, kept, {name: dict(values) for name, values in given.items()}, weights)
 
 
 def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Kept]) -> None:
@@ -276,10 +276,10 @@ def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Ke
 
 def checked(value: Any, path: str) -> Storable:
     """A tensor, Fragment or list of Fragments; `InvalidRequest` with the path for anything else."""
-    found = fragment_list(value, path) or value
-    if not is_storable(found):
+    checked_value = fragment_list(value, path) or value
+    if not is_storable(checked_value):
         raise InvalidRequest(f"{path} must be a tensor, a Fragment or a list of Fragments, not a {type(value).__name__}")
-    return found
+    return checked_value
 
 
 def _groups(key: str, shards: OptimizerShards) -> list[Group]:
@@ -297,7 +297,7 @@ def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
     path = f"{optimizer}.state()[{name!r}]"
     if not isinstance(values, Mapping):
         raise InvalidRequest(f"{path} must be a mapping of keys to values, not a {type(values).__name__}")
-    found: dict[str, Any] = {}
+    checked_values: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise InvalidRequest(f"{path} has the key {key!r}, which is not a valid name")
@@ -306,8 +306,8 @@ def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
                 f"{path}[{key!r}]: an empty list does not say which tensor this rank has no part of",
                 hint="if it has none, list an empty Fragment: Fragment(torch.empty(0, dtype=…), shape, flat=(0, 0))",
             )
-        found[key] = fragment_list(value, f"{path}[{key!r}]") or value
-    return found
+        checked_values[key] = fragment_list(value, f"{path}[{key!r}]") or value
+    return checked_values
 
 
 def _is_master(weight: Storable, key: str, value: Storable) -> bool:

@@ -60,41 +60,41 @@ def find(value: object) -> FoundOptimizers:
 
 def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
     """All optimizers of a state whose steps change it."""
-    found = {id(inner): inner for value in state.values() if is_optimizer(value) for inner in find(value).optimizers}
-    return list(found.values())
+    by_id = {id(inner): inner for value in state.values() if is_optimizer(value) for inner in find(value).optimizers}
+    return list(by_id.values())
 
 
 def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> FoundOptimizers:
     """The innermost optimizers of an entry. Refuse an entry without any, and a wrapper with state that would be lost.
     `known` are tensors that are stored anyway.
     """
-    found = find(value)
-    if not found.optimizers:
+    located = find(value)
+    if not located.optimizers:
         raise InvalidRequest(
             f"{key}: {type(value).__name__} has param_groups, but is not a torch optimizer and does not wrap one",
             hint="pass the torch.optim.Optimizer that takes the steps, or an object with only state_dict() and "
             "load_state_dict() that passes both on to it",
         )
-    for optimizer in found.optimizers:
+    for optimizer in located.optimizers:
         _refuse_more(key, optimizer)
-    holding = [optimizer for optimizer in found.optimizers if any(_attribute_tensors(optimizer))]
-    if found.wrappers or holding:
-        inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
+    holding = [optimizer for optimizer in located.optimizers if any(_attribute_tensors(optimizer))]
+    if located.wrappers or holding:
+        inner = {id(kept) for optimizer in located.optimizers for kept in optimizer.state.values()}
         stored = (part for value in known for part in parts_of(value))
-        memory = {address(tensor) for tensor in (*stored, *_tensors_of(found.optimizers))}
+        memory = {address(tensor) for tensor in (*stored, *_tensors_of(located.optimizers))}
         for optimizer in holding:
             _refuse_copies(key, optimizer, memory)
-        for wrapper in found.wrappers:
+        for wrapper in located.wrappers:
             _refuse_own(key, wrapper, (inner, memory), state)
-    return found
+    return located
 
 
 def _attribute_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """The first tensors of each attribute of an optimizer itself, by the attribute's name."""
     for name, item in vars(optimizer).items():
         if name not in _OF_EVERY_OPTIMIZER:
-            found = (tensor for tensor in _tensors(item) if tensor.numel() > 1)
-            yield from ((name, tensor) for tensor in islice(found, COMPARED_MAX))
+            attributes = (tensor for tensor in _tensors(item) if tensor.numel() > 1)
+            yield from ((name, tensor) for tensor in islice(attributes, COMPARED_MAX))
 
 
 def _refuse_copies(key: str, optimizer: torch.optim.Optimizer, memory: set[int]) -> None:

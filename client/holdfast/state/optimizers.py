@@ -169,8 +169,8 @@ class OptimizerState(NamedTuple):
         for parameter, values in kept:
             for key, value in values:
                 local = masters.in_form_of(local_tensor(value), parameter.local)
-                found = key in keys and local.shape == parameter.local.shape and masters.is_wider(local, parameter.local)
-                if is_master(parameter, key, value) or found or (not keys and masters.is_copy(local, parameter.local)):
+                is_named = key in keys and local.shape == parameter.local.shape and masters.is_wider(local, parameter.local)
+                if is_master(parameter, key, value) or is_named or (not keys and masters.is_copy(local, parameter.local)):
                     yield parameter.name, parameter.weight, value if is_dtensor(value) else local
 
     def tensors(self) -> Iterator[Storable]:
@@ -212,8 +212,8 @@ class OptimizerState(NamedTuple):
         elsewhere = {parameter.name for parameter in self.parameters() if parameter.is_elsewhere}
         document = collect_state(content, self.kept, self.entries(), elsewhere)
         for name, key, value in self.wrappers():
-            said = wrapped.describe(value, f"{self.key}: {name}/{key}")
-            document.setdefault(WRAPPED, {}).setdefault(name, {})[key] = said
+            description = wrapped.describe(value, f"{self.key}: {name}/{key}")
+            document.setdefault(WRAPPED, {}).setdefault(name, {})[key] = description
         return OptimizerDocument(self, document)
 
     def install(self, groups: Sequence[Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -253,7 +253,7 @@ class OptimizerState(NamedTuple):
         return state
 
     def _unwrapped(self, parameter: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for key, value in state.items():
             path = f"{self.key}: {parameter.name}/{key}"
             if is_dtensor(value) and wrapped.is_wrapped(local_tensor(value)):
@@ -266,10 +266,10 @@ class OptimizerState(NamedTuple):
                 )
             else:
                 parts = {f"{key}.{name}": tensor for name, tensor in wrapped.inner(value, path).items()}
-            if taken := parts.keys() & (found.keys() | (state.keys() - {key})):
+            if taken := parts.keys() & (merged.keys() | (state.keys() - {key})):
                 raise InvalidRequest(f"{path}: the name {min(taken)} is taken", hint="rename one of the optimizer's keys")
-            found |= parts
-        return found
+            merged |= parts
+        return merged
 
     def _refuse_ownerless(self) -> None:
         """Refuse state that belongs to anything but the parameters: it would have no name in the checkpoint."""
@@ -289,8 +289,8 @@ class OptimizerState(NamedTuple):
     def began(self) -> dict[str, float]:
         """Initial learning rates of groups whose rate the user's own loop has changed, by the first parameter."""
         first = {self.names[id(group["params"][0])][0]: group for group in self.groups_of_parameters() if group["params"]}
-        found = {name: self.rates.moved(group) for name, group in first.items()}
-        return {name: lr for name, lr in found.items() if lr is not None}
+        rates = {name: self.rates.moved(group) for name, group in first.items()}
+        return {name: lr for name, lr in rates.items() if lr is not None}
 
 
 def _inside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

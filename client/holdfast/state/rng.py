@@ -24,7 +24,7 @@ from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPla
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 
 GROUP = "extra"
 KEY = "rng"
@@ -185,10 +185,10 @@ def _equal(a: RandomStreams, b: RandomStreams) -> bool:
     return same and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 
 
-def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
+def _heir(rank: int, known: SavedRankChoice | None, saved: Sequence[int]) -> SavedRankChoice:
     if known is not None and known.rank in saved:
         return known
-    return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)
+    return SavedRankChoice(rank, True) if rank in saved else SavedRankChoice(saved[rank % len(saved)], False)
 
 
 def _words(words: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from holdfast.tensors.fragments import Fragment, FragmentList, Storable, global_
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
 from holdfast.tensors.optimizer_documents import BEGAN
 from holdfast.tensors.torch_dtypes import has_memory, memory_span
-from holdfast_formats.foreign import optimizer_state
+from holdfast_formats.mapping import optimizer_state
 
 GROUP = "optim"
 MASTER_GROUP = masters.MASTER_GROUP

@@ -75,8 +75,8 @@ def stateful(key: str, value: object) -> Any | None:
         return HeldGenerator(key, value)
     if _has(value, "state_dict", "load_state_dict"):
         return value
-    found = next((pair for pair in TRACKER_METHODS if _has(value, *pair)), None)
-    return None if found is None else HeldTracker(key, value, *found)
+    methods = next((pair for pair in TRACKER_METHODS if _has(value, *pair)), None)
+    return None if methods is None else HeldTracker(key, value, *methods)
 
 
 def _has(value: object, *methods: str) -> bool:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.state import optimizer_wrappers, streams
-from holdfast.state.given import Given, Taken
 from holdfast.state.named import modules_of
+from holdfast.state.named_entries import NamedEntry, NamedSnapshot
 from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.json_values import DEPTH_MAX, Trail, render
 from holdfast.tensors.torch_dtypes import has_memory
@@ -92,7 +92,9 @@ class Temporaries:
 
 def _is_plain(key: str, value: object) -> bool:
     """Whether an entry is stored as a plain value, not through a method."""
-    asked = bool(modules_of(value)) or isinstance(value, Given | Taken) or optimizer_wrappers.is_optimizer(value)
+    asked = (
+        bool(modules_of(value)) or isinstance(value, NamedSnapshot | NamedEntry) or optimizer_wrappers.is_optimizer(value)
+    )
     return not asked and streams.stateful(key, value) is None
 
 
@@ -173,8 +175,8 @@ def _owned(owner: Any) -> Iterator[torch.Tensor]:
 
 def _refuse_made_by(owner: Any, shared: Mapping[_Place, _Held], stored: set[int]) -> None:
     """Refuse views of a module's tensors, and an optimizer's state."""
-    found = (shared.get(_place(tensor)) for tensor in _owned(owner) if id(tensor) not in stored)
-    held = next((held for held in found if held is not None), None)
+    places = (shared.get(_place(tensor)) for tensor in _owned(owner) if id(tensor) not in stored)
+    held = next((held for held in places if held is not None), None)
     if held is None:
         return
     kind = "module" if isinstance(owner, nn.Module) else "optimizer"

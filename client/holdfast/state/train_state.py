@@ -44,7 +44,6 @@ from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.entries import AskedEntry, StatePart
 from holdfast.state.exclusion import Exclusion, is_extra_alone, keep_trained, trained
-from holdfast.state.given import Given
 from holdfast.state.hyper_parameters import FirstRates, check_keep
 from holdfast.state.masters import BesideWeights, Masters, settle
 from holdfast.state.modules import (
@@ -54,6 +53,7 @@ from holdfast.state.modules import (
     refuse_empty_lists,
 )
 from holdfast.state.named import Named, modules_of
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.rng import RandomState
@@ -197,26 +197,26 @@ class TrainState:
         return self._without(whole, parts, exclude) if exclude else whole
 
     def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:
-        if any(isinstance(part, Given) for part in parts.others):
+        if any(isinstance(part, NamedSnapshot) for part in parts.others):
             raise InvalidRequest("exclude= does not go with a state that an adapter gives", hint="leave it out there")
         stepped = (name for optimizer in parts.optimizers for name in optimizer.parameter_names())
-        found = Exclusion(exclude, whole.leaves, whole.values, whole.aliases, trained(parts.named, stepped))
-        if self.declared is not None and not is_extra_alone(found):
+        exclusion = Exclusion(exclude, whole.leaves, whole.values, whole.aliases, trained(parts.named, stepped))
+        if self.declared is not None and not is_extra_alone(exclusion):
             raise InvalidRequest(
                 "exclude= beside layout= can leave out entries of the group extra alone: names are those of whole tensors",
                 hint="leave tensors out of the state, or save without them by groups=",
             )
-        kept = [leaf for leaf in whole.leaves if leaf.key not in found.leaves]
-        steady = sum(leaf.key not in found.leaves for leaf in whole.leaves[: whole.steady])
+        kept = [leaf for leaf in whole.leaves if leaf.key not in exclusion.leaves]
+        steady = sum(leaf.key not in exclusion.leaves for leaf in whole.leaves[: whole.steady])
         values = {
-            group: {key: text for key, text in held.items() if (group, key) not in found.texts}
+            group: {key: text for key, text in held.items() if (group, key) not in exclusion.texts}
             for group, held in whole.values.items()
         }
         aliases = {
-            group: {alias: name for alias, name in tied.items() if (group, name) not in found.leaves}
+            group: {alias: name for alias, name in tied.items() if (group, name) not in exclusion.leaves}
             for group, tied in whole.aliases.items()
         }
-        notes = (*whole.notes, *found.notes())
+        notes = (*whole.notes, *exclusion.notes())
         return whole._replace(leaves=tuple(kept), values=values, aliases=aliases, steady=steady, notes=notes)
 
     def _snapshot_of_all(self) -> SnapshotOf:
@@ -230,7 +230,7 @@ class TrainState:
         aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
         values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
         mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
-        given = any(isinstance(part, Given) for part in walk.parts.others)
+        given = any(isinstance(part, NamedSnapshot) for part in walk.parts.others)
         steady = len(leaves if given else walk.content.leaves)
         return SnapshotOf(walk.parts, Snapshot(walk.parts.groups, leaves, values, aliases, mesh, steady))
 
@@ -245,7 +245,7 @@ class TrainState:
                 part.collect(content)
         kept = tuple(group for group in parts.groups if group in wanted)
         content = content if self.declared is None else self.declared.outward(content, _live(parts.named))
-        made = Snapshot(
+        snapshot = Snapshot(
             kept,
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
             self._values(kept, content.values),
@@ -253,7 +253,7 @@ class TrainState:
             content.mesh,
             0,
         )
-        return SnapshotOf(parts, made)
+        return SnapshotOf(parts, snapshot)
 
     def _walked(self) -> _Walk:
         """Walk through everything, and record what detects later changes."""
@@ -341,10 +341,10 @@ class TrainState:
         return parts.keeper.noting(land(found, shown.held, shown.notes, shown.wholes))
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
-        found = _by_group(groups, values)
-        if self.declared is not None and OPTIM in found:
-            found[OPTIM] = {key: self.declared.outward_text(key, text) for key, text in found[OPTIM].items()}
-        return found
+        by_group = _by_group(groups, values)
+        if self.declared is not None and OPTIM in by_group:
+            by_group[OPTIM] = {key: self.declared.outward_text(key, text) for key, text in by_group[OPTIM].items()}
+        return by_group
 
     def _parts(self, stored: OfferedLeaves | None = None) -> Parts:
         """The present entries of the state: modules and tensors, then optimizers, then loaded objects, then random
@@ -362,7 +362,7 @@ class TrainState:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = optimizers_of(self.state, tensors, self.declared is not None, self._rates)
         tensors = keep_trained(tensors, (name for one in optimizers_now for name in one.parameter_names()))
-        given = [value for value in self.state.values() if isinstance(value, Given)]
+        given = [value for value in self.state.values() if isinstance(value, NamedSnapshot)]
         others: list[AskedEntry] = [LoadHooks(self.state, self.unsaved), *given]
         keeper = ContainerKeeper()
         others += entries.loose(self.state, self.rank, keeper)
@@ -382,11 +382,11 @@ class TrainState:
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {group: {} for group in groups}
+    by_group: dict[str, dict[str, str]] = {group: {} for group in groups}
     for (group, key), text in values.items():
-        if group in found:
-            found[group][key] = text
-    return found
+        if group in by_group:
+            by_group[group][key] = text
+    return by_group
 
 
 def _live(named: Sequence[NamedTensors]) -> Live:

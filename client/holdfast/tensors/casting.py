@@ -79,8 +79,8 @@ def notes(casts: Sequence[Cast]) -> list[str]:
         names[f"{stored.dtype} to {live.dtype}"][live.path] = None
     return [
         LeftOutNote(
-            f"{len(found)} {'tensor was' if len(found) == 1 else 'tensors were'} cast from {kinds} "
-            f"({', '.join(list(found)[:LISTED_MAX])}{', …' if len(found) > LISTED_MAX else ''})"
+            f"{len(tensors)} {'tensor was' if len(tensors) == 1 else 'tensors were'} cast from {kinds} "
+            f"({', '.join(list(tensors)[:LISTED_MAX])}{', …' if len(tensors) > LISTED_MAX else ''})"
         )
-        for kinds, found in names.items()
+        for kinds, tensors in names.items()
     ]

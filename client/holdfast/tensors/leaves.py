@@ -14,7 +14,7 @@ from holdfast.tensors.fragments import Fragment, FragmentList, Storable
 from holdfast.tensors.live_pieces import LivePiece, PlacedPieces, pieces, pieces_like
 from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -56,13 +56,13 @@ class OfferedLeaves(NamedTuple):
     aliases: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     config: Mapping[str, Any] | None = None  # the model's config.json, if a layout needs it
-    stream: Heir | None = None  # the saved rank whose random streams this rank continues, if layouts determine it
+    stream: SavedRankChoice | None = None  # the saved rank whose random streams this rank continues, if layouts determine it
     imported: bool = False  # converted from another program's checkpoint, of which no state needs to have every key
     notes: tuple[str, ...] = ()  # what was renamed for the live state
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
-        found = self.specs.get(group, {}).get(name)
-        return None if found is None else (found[0], tuple(found[1]))
+        dtype_and_shape = self.specs.get(group, {}).get(name)
+        return None if dtype_and_shape is None else (dtype_and_shape[0], tuple(dtype_and_shape[1]))
 
     def value(self, group: str, key: str) -> str | None:
         return self.values.get(group, {}).get(key)

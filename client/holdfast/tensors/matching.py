@@ -143,30 +143,30 @@ class _Comparison:
     def _take_leaf(self, leaf: Leaf, aliases: Iterable[str]) -> None:
         """Find the stored tensor: under the leaf's name, a name stored as its alias, or a name tied to it in this state."""
         names = (self.stored.canonical(leaf.group, name) for name in (leaf.name, *aliases))
-        found = next((name for name in names if name is not None), None)
+        other_name = next((name for name in names if name is not None), None)
         self.claimed.add(leaf.key)
-        if found is None:
+        if other_name is None:
             self.missing.append(leaf.path)
             return
-        self.claimed.add((leaf.group, found))
-        dtype, shape = self.stored.spec(leaf.group, found) or ("nothing", ())
+        self.claimed.add((leaf.group, other_name))
+        dtype, shape = self.stored.spec(leaf.group, other_name) or ("nothing", ())
         cast = self.selection.cast and shape == leaf.shape and casting.possible(dtype, leaf.dtype)
         if (dtype, shape) != (leaf.dtype, leaf.shape) and not cast:
             self.castable += shape == leaf.shape and casting.possible(dtype, leaf.dtype)
             self.mismatched.append(f"{leaf.path}: stored {dtype} {list(shape)}, live {leaf.dtype} {list(leaf.shape)}")
             return
         memory = tuple((piece.box, piece.tensor.data_ptr()) for piece in leaf.pieces)
-        if (leaf.group, found, memory) not in self.leaves:
-            live = leaf._replace(name=found)
+        if (leaf.group, other_name, memory) not in self.leaves:
+            live = leaf._replace(name=other_name)
             place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
             first = self._places.setdefault(place, live) if place else live
             if first is not live:  # another stored tensor goes into this memory
-                self._tie(first, (leaf.group, found))
+                self._tie(first, (leaf.group, other_name))
                 return
             if cast:
                 self.casts.append(casting.apart(live, dtype))
-            self.leaves[leaf.group, found, memory] = self.casts[-1].stored if cast else live
-            self._taken[leaf.group, found] = live
+            self.leaves[leaf.group, other_name, memory] = self.casts[-1].stored if cast else live
+            self._taken[leaf.group, other_name] = live
 
     def _tie(self, live: Leaf, other: Key) -> None:
         specs = [self.stored.spec(*key) for key in (live.key, other)]
@@ -249,13 +249,13 @@ def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Seque
     state has one.
     """
     ties = {alias: name for plan in plans for alias, name in plan.aliases.get(_WEIGHTS, {}).items()}
-    found = []
+    paths = []
     for path in unexpected:
         group, _, name = path.partition("/")
         alias = next((alias for alias in ties if name == alias or name.startswith(f"{alias}/")), None)
         if alias is not None and group != _WEIGHTS and (group, ties[alias] + name[len(alias) :]) in comparison.claimed:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:

@@ -43,8 +43,8 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
             groups[params[0] if params else first] = {**group, "params": params}
         if first in began and params:
             began[params[0]] = began.pop(first)
-    found = {"groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)}
-    return _text({**document, **found, **({BEGAN: _ordered(began)} if began else {})})
+    renamed_parts = {"groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)}
+    return _text({**document, **renamed_parts, **({BEGAN: _ordered(began)} if began else {})})
 
 
 def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
@@ -53,13 +53,13 @@ def conflict(text: str, names: Mapping[str, Sequence[str]]) -> str | None:
     if document is None or len({new for news in names.values() for new in news}) == sum(map(len, names.values())):
         return None
     state, masters = dict(_items(document["state"])), dict(_items(document["masters"]))
-    said: dict[str, tuple[Any, ...]] = {}
+    settings: dict[str, tuple[Any, ...]] = {}
     for _, group in _items(document["groups"]):
         hyper = _hyper(group)
         for name in group["params"]:
             mine = hyper, state.get(name), [key for key, listed in masters.items() if name in listed]
             for new in map(str, names.get(name, (name,))):
-                if said.setdefault(new, mine) != mine:
+                if settings.setdefault(new, mine) != mine:
                     return new
     return None
 
@@ -92,11 +92,11 @@ def merged(texts: Sequence[str]) -> str:
             seen.update(params)
             _join(groups, first, {**group, "params": params})
     listed = {key: list(names) for key, names in masters.items()}
-    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
-    found |= {part: held for part, held in ((WRAPPED, wrapped), (BEGAN, began)) if held}
-    made = {**known[0], **{part: _ordered(held) for part, held in found.items()}}
+    parts = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
+    parts |= {part: held for part, held in ((WRAPPED, wrapped), (BEGAN, began)) if held}
+    made = {**known[0], **{part: _ordered(held) for part, held in parts.items()}}
     if "$keys" in made:  # others may have parts that the first one lacks
-        made["$keys"] = [*made["$keys"], *(part for part in found if part not in made["$keys"])]
+        made["$keys"] = [*made["$keys"], *(part for part in parts if part not in made["$keys"])]
     return _text(made)
 
 

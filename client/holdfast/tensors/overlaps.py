@@ -43,13 +43,13 @@ class Overlap(NamedTuple):
 def overlaps(filled: Iterable[Cast]) -> list[Overlap]:
     """All pairs of pieces of different leaves that share some bytes of live memory."""
     placed = [(cast, number) for cast in filled for number in range(len(cast.live.pieces))]
-    found = []
+    overlapping = []
     for pair in sharing(cast.live.pieces[number].tensor for cast, number in placed):
         (first, one), (second, other) = placed[pair.first], placed[pair.second]
         if first is not second:
             live = first.live.pieces[one].tensor, second.live.pieces[other].tensor
-            found.append(Overlap(_apart(first.stored, one), _apart(second.stored, other), live))
-    return found
+            overlapping.append(Overlap(_apart(first.stored, one), _apart(second.stored, other), live))
+    return overlapping
 
 
 def _apart(leaf: Leaf, number: int) -> Leaf:

@@ -87,9 +87,9 @@ def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None]
     `unknown` lists referenced names that the checkpoint does not have.
     """
     kinds = json_values.referred(text)
-    found = {name: spec(name) for name in kinds}
+    specs = {name: spec(name) for name in kinds}
     tensors: dict[str, Storable] = {}
-    for name, known in found.items():
+    for name, known in specs.items():
         if known is not None:
             dtype = torch_dtype(known[0], name)
             tensors[name] = (
@@ -104,6 +104,6 @@ def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None]
 
     return Regrown(
         tensors,
-        tuple(name for name, known in found.items() if known is None),
+        tuple(name for name, known in specs.items() if known is None),
         lambda: json_values.loads(text, path, fetch),
     )

@@ -34,14 +34,14 @@ def is_wrapped(value: object) -> bool:
 def inner(value: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
     """The plain tensors inside, by attribute; `InvalidRequest`, with the path, for one that is no plain memory."""
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    found = {str(name): getattr(value, name) for name in names}
-    for name, tensor in found.items():
+    inner_tensors = {str(name): getattr(value, name) for name in names}
+    for name, tensor in inner_tensors.items():
         if not name.isidentifier() or not isinstance(tensor, torch.Tensor) or not has_memory(tensor):
             raise InvalidRequest(
                 f"{path}: a {type(value).__name__} whose {name} is a {type(tensor).__name__} cannot be stored",
                 hint="only wrappers of plain tensors can; save without this optimizer: save(groups=…)",
             )
-    return found
+    return inner_tensors
 
 
 def describe(value: torch.Tensor, path: str) -> Description:
@@ -61,62 +61,67 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def check_alike(live: object, said: Description, path: str) -> None:
+def check_alike(live: object, description: Description, path: str) -> None:
     """`StateMismatch` unless the live tensor has the stored class and context."""
-    stored = f"{_words(said)} was stored"
+    stored = f"{_words(description)} was stored"
     if not is_wrapped(live):
         raise StateMismatch(f"{path}: {stored}, but the live one is a {type(live).__name__}", hint=_SAME)
     assert isinstance(live, torch.Tensor)
     now = describe(live, path)
-    if {**now, "stride": None} != {**said, "stride": None}:
+    if {**now, "stride": None} != {**description, "stride": None}:
         raise StateMismatch(f"{path}: {stored}, but the live one is {_words(now)}", hint=_SAME)
 
 
 _SAME = "use the optimizer that was saved, with the same options; or leave its state out: restore(groups=…)"
 
 
-def find_class(said: Description, path: str) -> type[torch.Tensor]:
+def find_class(description: Description, path: str) -> type[torch.Tensor]:
     """The stored class, among the loaded ones; `StateMismatch` if it is not loaded, or not such a class."""
-    module, _, name = str(said.get("class")).partition(":")
-    found: Any = sys.modules.get(module)
+    module, _, name = str(description.get("class")).partition(":")
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    offers = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
-    if not offers or class_name(found) != said.get("class"):
+        kind = getattr(kind, part, None)
+    offers = isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")
+    if not offers or class_name(kind) != description.get("class"):
         raise StateMismatch(
-            f"{path} was stored as a {said.get('class')}, which is not loaded in this process",
+            f"{path} was stored as a {description.get('class')}, which is not loaded in this process",
             hint="create the optimizer that was saved, which imports it, before restore()",
         )
-    return found  # type: ignore[no-any-return]
+    return kind  # type: ignore[no-any-return]
 
 
-def build(kind: type[torch.Tensor], said: Description, tensors: Mapping[str, torch.Tensor], path: str) -> torch.Tensor:
+def build(
+    kind: type[torch.Tensor], description: Description, tensors: Mapping[str, torch.Tensor], path: str
+) -> torch.Tensor:
     """Rebuild a tensor from the plain ones inside; `StateMismatch` if its class makes another one of them."""
-    shape, stride = torch.Size(said["shape"]), tuple(said["stride"])
+    shape, stride = torch.Size(description["shape"]), tuple(description["stride"])
     try:
-        made = kind.__tensor_unflatten__(dict(tensors), _decoded(said["context"], path), shape, stride)  # type: ignore[attr-defined]
+        tensor = kind.__tensor_unflatten__(dict(tensors), _decoded(description["context"], path), shape, stride)  # type: ignore[attr-defined]
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
         raise StateMismatch(f"{path}: {kind.__name__} refuses what was stored: {error}", hint=_SAME) from error
-    check_alike(made, said, path)
-    return made  # type: ignore[no-any-return]
+    check_alike(tensor, description, path)
+    return tensor  # type: ignore[no-any-return]
 
 
-def check_description(said: object, path: str) -> Description:
+def check_description(description: object, path: str) -> Description:
     """A checkpoint's description of a wrapper; `CorruptManifest` if it is invalid."""
     sound = (
-        isinstance(said, dict)
-        and said.keys() >= {"class", "context", "shape", "stride", "inner"}
-        and all(isinstance(said[one], list) and all(type(n) is int for n in said[one]) for one in ("shape", "stride"))
-        and isinstance(said["inner"], list)
-        and all(isinstance(name, str) and name.isidentifier() for name in said["inner"])
+        isinstance(description, dict)
+        and description.keys() >= {"class", "context", "shape", "stride", "inner"}
+        and all(
+            isinstance(description[one], list) and all(type(n) is int for n in description[one])
+            for one in ("shape", "stride")
+        )
+        and isinstance(description["inner"], list)
+        and all(isinstance(name, str) and name.isidentifier() for name in description["inner"])
     )
     if not sound:
         raise CorruptManifest(f"{path}: the stored description of a wrapper tensor is not valid", file="state.json")
-    return said  # type: ignore[return-value]
+    return description  # type: ignore[return-value]
 
 
-def _words(said: Description) -> str:
-    return f"a {str(said['class']).rpartition(':')[2]} of shape {said['shape']} with context {said['context']}"
+def _words(description: Description) -> str:
+    return f"a {str(description['class']).rpartition(':')[2]} of shape {description['shape']} with context {description['context']}"
 
 
 def _encoded(value: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer import Context
 
-from holdfast.read.library import open_library
+from holdfast.read.checkpoint_index import open_library
 from holdfast_formats.errors import CheckpointError
 
 OFFERED_MAX = 50
@@ -55,16 +55,16 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
 
 def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
     """Completions found in time. A thread that is still asking ends with the process."""
-    found: list[str] = []
+    offered: list[str] = []
 
     def asking() -> None:
         with suppress(CheckpointError, OSError):
-            found.extend(islice((one for one in ask() if one.startswith(incomplete)), OFFERED_MAX))
+            offered.extend(islice((one for one in ask() if one.startswith(incomplete)), OFFERED_MAX))
 
     thread = threading.Thread(target=asking, name="holdfast-completion", daemon=True)
     thread.start()
     thread.join(WAIT_S)
-    return list(found)
+    return list(offered)
 
 
 def _where(context: Context) -> tuple[Path | None, str | None]:

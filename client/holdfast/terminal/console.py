@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from holdfast.rest.silence import silence_told
+from holdfast.rest.waiting_notice import silence_reported
 from holdfast.terminal.tables import Table
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import CheckpointError, exit_status
-from holdfast_formats.visible import visible_json, visible_lines
+from holdfast_formats.printable import visible_json, visible_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def reporting(as_json: bool) -> Iterator[None]:
     stderr.
     """
     try:
-        with silence_told(lambda text: err().print(text, markup=False)):
+        with silence_reported(lambda text: err().print(text, markup=False)):
             yield
     except CheckpointError as error:
         if as_json:
@@ -110,7 +110,7 @@ def human_bytes(count: float) -> str:
 def human_age(created: str, now: datetime | None = None) -> str:
     """How long ago an RFC 3339 time was; the text itself if it cannot be parsed."""
     try:
-        then = moments.read(created)
+        then = timestamps.read(created)
     except ValueError:
         return created
     seconds = max(((now or datetime.now(timezone.utc)) - then).total_seconds(), 0)

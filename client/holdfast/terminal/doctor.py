@@ -17,7 +17,7 @@ from pathlib import Path
 from holdfast import __version__
 from holdfast.config import DEFAULT_ROOT, default_socket, default_url, given_url
 from holdfast.memory import native_copy
-from holdfast.read.library import PROBE_TIMEOUT_S
+from holdfast.read.checkpoint_index import PROBE_TIMEOUT_S
 from holdfast.rest.api import Api
 from holdfast.terminal import holders, probes
 from holdfast.terminal.console import human_bytes

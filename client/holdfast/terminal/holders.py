@@ -13,8 +13,8 @@ from typing import Any
 from holdfast.terminal.console import human_bytes
 from holdfast.terminal.probes import Finding
 from holdfast_formats.errors import CheckpointError, StorageFailed
-from holdfast_formats.moments import span
 from holdfast_formats.staging.socket_paths import addressable
+from holdfast_formats.timestamps import span
 
 ASK_S = 2.0
 ANSWER_BYTES_MAX = 1_000_000
@@ -45,24 +45,24 @@ def _about(path: Path) -> dict[str, Any]:
         if uid not in (0, os.geteuid()):
             raise StorageFailed(f"it is a process of user {uid}")
         link.send(b"about")
-        told = json.loads(link.recv(ANSWER_BYTES_MAX))
-    if not isinstance(told, dict):
+        document = json.loads(link.recv(ANSWER_BYTES_MAX))
+    if not isinstance(document, dict):
         raise ValueError("its answer is not an object")
-    return told
+    return document
 
 
-def _shown(told: dict[str, Any]) -> Finding:
-    saves = [str(save) for save in told["saves"]]
+def _shown(report: dict[str, Any]) -> Finding:
+    saves = [str(save) for save in report["saves"]]
     named = ", ".join(saves[:SAVES_NAMED_MAX]) + (" and more" if len(saves) > SAVES_NAMED_MAX else "")
     what = (
-        f"process {int(told['pid'])} holds {human_bytes(int(told['bytes']))} of {told['root'] or 'an unknown root'} for "
-        f"{span(float(told['age_s']))}"
+        f"process {int(report['pid'])} holds {human_bytes(int(report['bytes']))} of {report['root'] or 'an unknown root'} for "
+        f"{span(float(report['age_s']))}"
     )
-    if told["supervises"]:
+    if report["supervises"]:
         what += ", and starts its daemon again if that is killed"
-    if told["alone_s"] is None or not int(told["segments"]):
+    if report["alone_s"] is None or not int(report["segments"]):
         return Finding("holder", "ok", what)
-    what += f"; no daemon has asked for it for {span(float(told['alone_s']))}"
+    what += f"; no daemon has asked for it for {span(float(report['alone_s']))}"
     if saves:
         advice = f"staged and not committed: {named}. Start the daemon of that root; the holder tries to do so by itself"
         return Finding("holder", "warn", what, advice)

@@ -38,13 +38,13 @@ class LazyGroup(TyperGroup):
 
     def load(self, name: str) -> Any:
         entry = self.entries[name]
-        found = getattr(import_module(entry.module), entry.attribute)
+        loaded = getattr(import_module(entry.module), entry.attribute)
         app = typer.Typer(add_completion=False)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, epilog=self.epilog_of_each)
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, epilog=self.epilog_of_each)
             group = typer.main.get_group(app)
             return _dressed(group.commands[name])
-        app.command(name, epilog=self.epilog_of_each, **entry.settings)(found)
+        app.command(name, epilog=self.epilog_of_each, **entry.settings)(loaded)
         return _dressed(typer.main.get_command(app))
 
 

@@ -61,9 +61,9 @@ def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda 
     on_step("preparing random bytes")
     source, target = _touched(size), _touched(size)
     np.frombuffer(source, np.uint64)[:] = np.random.Generator(np.random.SFC64()).integers(0, 2**64, size // 8, np.uint64)
-    octets, there = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    octets, target_octets = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     on_step("copying in memory")
-    copied = _median(lambda: np.copyto(there, octets))
+    copied = _median(lambda: np.copyto(target_octets, octets))
     on_step("digesting")
     digested = _median(lambda: [digest(octets[at : at + EXTENT_BYTES]) for at in range(0, size, EXTENT_BYTES)])
     with _file(directory) as path:

@@ -35,13 +35,13 @@ def render(found: list[Node]) -> list[Table | Text]:
 def _behind(node: Node) -> str:
     if not node.live:
         return "-"
-    said = []
+    texts = []
     if node.heard_s is not None and node.heard_s > LATE_S:
-        said.append(f"not heard of for {console.human_seconds(node.heard_s)}")
+        texts.append(f"not heard of for {console.human_seconds(node.heard_s)}")
     if node.sealed:
-        said.append(f"{node.sealed} saves sealed")
+        texts.append(f"{node.sealed} saves sealed")
     if node.catalog_waiting:
-        said.append(f"{node.catalog_waiting} records wait for the catalog")
+        texts.append(f"{node.catalog_waiting} records wait for the catalog")
     elif node.catalog:
-        said.append("the catalog does not answer")
-    return "; ".join(said) or "nothing"
+        texts.append("the catalog does not answer")
+    return "; ".join(texts) or "nothing"

@@ -15,7 +15,7 @@ SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@
 
 def _local(path: Path | None) -> Path | None:
     if path is not None:
-        from holdfast_formats.whereabouts import check_local  # pydantic, which completion does not wait for
+        from holdfast_formats.root_files import check_local  # pydantic, which completion does not wait for
 
         try:
             check_local(path)

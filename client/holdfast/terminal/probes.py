@@ -115,12 +115,12 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         began = time.perf_counter()
         api.health()
         times.append(time.perf_counter() - began)
-    told = (
+    text = (
         "it answers; the version is shown only with a token"
         if health.version is None
         else f"version {health.version}{f', {health.root}' if health.root else ''}"
     )
-    yield Finding("service", "ok", f"{api.url}: {told}")
+    yield Finding("service", "ok", f"{api.url}: {text}")
     if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
         advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.terminal.tables import Table
-from holdfast_formats.visible import visible_lines
+from holdfast_formats.printable import visible_lines
 
 
 class SafeConsole(Console):

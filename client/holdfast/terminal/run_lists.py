@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from holdfast.read.library import Library, ServiceLibrary
+from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.measurements import RunSummary
 
 METRIC = "metric:"
 
@@ -21,11 +21,11 @@ class ExtraColumn(NamedTuple):
     values: Mapping[str, str]
 
 
-def runs(library: Library, sort: str) -> list[bodies.Run]:
+def runs(library: CheckpointIndex, sort: str) -> list[bodies.Run]:
     """All runs of a library, sorted; `InvalidRequest` for an order that a directory alone cannot provide."""
     if sort == "name":
         return library.runs()
-    if isinstance(library, ServiceLibrary):
+    if isinstance(library, ServiceIndex):
         return list(library.api.runs(sort=sort))
     key = _OF_A_DIRECTORY.get(sort.removeprefix("-"))
     if key is None:
@@ -33,15 +33,15 @@ def runs(library: Library, sort: str) -> list[bodies.Run]:
             f"runs of a directory cannot be sorted by {sort!r}",
             hint=f"one of {', '.join(_OF_A_DIRECTORY)}; or ask a service: --url",
         )
-    found = sorted(library.runs(), key=lambda run: run.name)
-    return sorted(found, key=key, reverse=sort.startswith("-"))
+    runs_by_name = sorted(library.runs(), key=lambda run: run.name)
+    return sorted(runs_by_name, key=key, reverse=sort.startswith("-"))
 
 
-def extra(library: Library, sort: str) -> ExtraColumn | None:
+def extra(library: CheckpointIndex, sort: str) -> ExtraColumn | None:
     """The column that a service sorts by, if lists do not have it already."""
     name = sort.removeprefix("-")
     metric = name.removeprefix(METRIC) if name.startswith(METRIC) else None
-    if not isinstance(library, ServiceLibrary) or (metric is None and name not in _SHOWN):
+    if not isinstance(library, ServiceIndex) or (metric is None and name not in _SHOWN):
         return None
     from holdfast.rest.summaries import summaries
 

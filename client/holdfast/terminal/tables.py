@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast_formats.visible import visible
+from holdfast_formats.printable import visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -107,20 +107,20 @@ class _Fitted:
             for level in range(max([len(parts[number]) for number in self.shown], default=0)):
                 yield self._line([part[level] if level < len(part) else _Styled("") for part in parts])
         if self.dropped:
-            said = f"left out: {', '.join(self.dropped)} (a wider terminal, a pipe and --json have them)"
-            yield self._text(said, "dim")
+            text = f"left out: {', '.join(self.dropped)} (a wider terminal, a pipe and --json have them)"
+            yield self._text(text, "dim")
 
     def _line(self, cells: Sequence[_Styled]) -> Text:
-        made = self._text(no_wrap=True, end="\n")
+        line = self._text(no_wrap=True, end="\n")
         for place, number in enumerate(self.shown):
             text, style = cells[number]
             room = " " * max(self.widths[number] - _cells(text), 0)
             gap = " " * GAP if place else ""
-            made.append(gap + room if self._table.is_right(number) else gap)
-            made.append(text, style)
+            line.append(gap + room if self._table.is_right(number) else gap)
+            line.append(text, style)
             if not self._table.is_right(number) and place < len(self.shown) - 1:
-                made.append(room)
-        return made
+                line.append(room)
+        return line
 
     def _parts(self, number: int, cell: _Styled) -> list[_Styled]:
         width = self.widths[number]

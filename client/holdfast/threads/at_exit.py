@@ -13,7 +13,7 @@ from holdfast.threads import own_threads
 EXIT_WAIT_S = 60.0  # for one save without progress: a daemon that does not answer must not keep the process from ending
 
 _unfinished: dict[int, Unfinished] = {}
-_tickets: weakref.WeakSet[Told] = weakref.WeakSet()
+_tickets: weakref.WeakSet[FailureSource] = weakref.WeakSet()
 
 
 class Unfinished(Protocol):
@@ -34,7 +34,7 @@ class FailedSave(Protocol):
     def error(self) -> Exception | None: ...
 
 
-class Told(Protocol):
+class FailureSource(Protocol):
     """A source of failed saves, each reported once."""
 
     def take_failure(self) -> FailedSave | None:
@@ -49,7 +49,7 @@ def forget(save: Unfinished) -> None:
     _unfinished.pop(id(save), None)
 
 
-def tell_failures_of(tickets: Told) -> None:
+def report_failures_of(tickets: FailureSource) -> None:
     """At exit, report failures of this source that were not reported yet."""
     _tickets.add(tickets)
 

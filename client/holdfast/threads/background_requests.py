@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from holdfast.threads import own_threads
+from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
-from holdfast.threads.pulse import Pulse
 from holdfast.transport import Reply, Transport
 from holdfast_formats.staging import wire
 
@@ -24,13 +24,13 @@ _BRINGS_DESCRIPTORS = (wire.Reserve, wire.ReserveAverage, wire.Held, wire.HeldEl
 
 
 class BackgroundRequests:
-    """A transport with the methods of the one it wraps. The main thread stops waiting when `pulse` finds the daemon
+    """A transport with the methods of the one it wraps. The main thread stops waiting when `heartbeat` finds the daemon
     silent.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.pulse = Pulse(lambda: transport.daemon, lambda within_s: done(lambda: transport.ping(within_s)))
+        self.heartbeat = DaemonHeartbeat(lambda: transport.daemon, lambda within_s: done(lambda: transport.ping(within_s)))
 
     @property
     def alive(self) -> bool:
@@ -51,7 +51,7 @@ class BackgroundRequests:
         return self._transport.next_id()
 
     def request(self, message: wire.Request, kind: type[Reply], *timeout_s: float) -> Reply:
-        wait = Latch.wait if isinstance(message, _BRINGS_DESCRIPTORS) else self.pulse.until
+        wait = Latch.wait if isinstance(message, _BRINGS_DESCRIPTORS) else self.heartbeat.until
         return done(lambda: self._transport.request(message, kind, *timeout_s), wait)
 
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), *timeout_s: float) -> Reply:
@@ -80,12 +80,12 @@ class BackgroundRequests:
 def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
     if threading.current_thread() is not threading.main_thread():
         return act()
-    errand = _Errand(act)
-    start(errand.run)
-    wait(errand.ended)
-    if errand.error is not None:
-        raise errand.error
-    result: _Result = errand.result
+    request = _Request(act)
+    start(request.run)
+    wait(request.ended)
+    if request.error is not None:
+        raise request.error
+    result: _Result = request.result
     return result
 
 
@@ -97,7 +97,7 @@ def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
         act()
 
 
-class _Errand:
+class _Request:
     def __init__(self, act: Callable[[], Any]) -> None:
         self._act = act
         self.ended = Latch()

@@ -15,7 +15,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import codings
 from holdfast_formats.disk.codings import MODEL, TIES
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox, resolve
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, whole
@@ -40,31 +40,32 @@ class StoredForm(NamedTuple):
         return f"{self.coding}, off by {self.error:.2g}" if self.error else self.coding
 
 
-def contents(made: Manifest) -> Manifest:
+def contents(manifest: Manifest) -> Manifest:
     """The manifest with every tensor as it was saved: for planning, not for reading. A coded tensor is in no file; its
     extents' digests are derived from those of its parts, so that equal ones are found.
 
     A checkpoint that is not compact is returned as it is.
     """
-    if made.compacted is None:
-        return made
-    tensors, aliases = dict(made.tensors), dict(made.aliases)
-    for group, coded in made.compacted.tensors.items():
-        owners = {part: name for name in coded for part in stored_names(made, group, name)}
-        shown = dict.fromkeys([*(owners.get(name, name) for name in made.tensors[group]), *coded])
+    if manifest.compacted is None:
+        return manifest
+    tensors, aliases = dict(manifest.tensors), dict(manifest.aliases)
+    for group, coded in manifest.compacted.tensors.items():
+        owners = {part: name for name in coded for part in stored_names(manifest, group, name)}
+        shown = dict.fromkeys([*(owners.get(name, name) for name in manifest.tensors[group]), *coded])
         tensors[group] = {
-            name: _as_saved(made, group, name, coded[name]) if name in coded else made.tensors[group][name] for name in shown
+            name: _as_saved(manifest, group, name, coded[name]) if name in coded else manifest.tensors[group][name]
+            for name in shown
         }
-        if known := {**made.aliases.get(group, {}), **made.compacted.aliases.get(group, {})}:
+        if known := {**manifest.aliases.get(group, {}), **manifest.compacted.aliases.get(group, {})}:
             aliases[group] = known
-    return msgspec.structs.replace(made, tensors=tensors, aliases=aliases, compacted=None)
+    return msgspec.structs.replace(manifest, tensors=tensors, aliases=aliases, compacted=None)
 
 
-def _as_saved(made: Manifest, group: str, name: str, one: CodedTensor) -> TensorEntry:
+def _as_saved(manifest: Manifest, group: str, name: str, one: CodedTensor) -> TensorEntry:
     parts: dict[str, TensorEntry] = {}
     if one.coding in codings.PARTS:  # else its reader refuses it
-        wanted = needs(made, group, name, whole(one.shape))
-        parts = {role: resolve(made, need.group, need.name)[1] for role, need in wanted.items()}
+        wanted = needs(manifest, group, name, whole(one.shape))
+        parts = {role: resolve(manifest, need.group, need.name)[1] for role, need in wanted.items()}
     size = prod(one.shape) * 4
     if parts and all(is_zeros(parts[role]) for role in parts.keys() & {"codes", MODEL}) and TIES not in parts:
         cuts = [(at, min(EXTENT_BYTES_MAX, size - at)) for at in range(0, size, EXTENT_BYTES_MAX)]
@@ -86,46 +87,46 @@ def digest_of_zeros(length: int) -> str:
     return digest(bytes(length))
 
 
-def count(made: Manifest) -> int:
-    found = sum(map(len, made.tensors.values()))
-    for group, held in made.compacted.tensors.items() if made.compacted is not None else ():
-        found += len(held) - sum(len(stored_names(made, group, name)) for name in held)
-    return found
+def count(manifest: Manifest) -> int:
+    total = sum(map(len, manifest.tensors.values()))
+    for group, held in manifest.compacted.tensors.items() if manifest.compacted is not None else ():
+        total += len(held) - sum(len(stored_names(manifest, group, name)) for name in held)
+    return total
 
 
-def find(made: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:
+def find(manifest: Manifest, group: str, name: str) -> tuple[str, CodedTensor] | None:
     """The stored name and the coding of a tensor, aliases resolved; None for one stored as saved."""
-    if made.compacted is None:
+    if manifest.compacted is None:
         return None
-    coded = made.compacted.tensors.get(group, {})
-    name = made.compacted.aliases.get(group, {}).get(name, name)
+    coded = manifest.compacted.tensors.get(group, {})
+    name = manifest.compacted.aliases.get(group, {}).get(name, name)
     return (name, coded[name]) if name in coded else None
 
 
-def stored_names(made: Manifest, group: str, name: str) -> list[str]:
+def stored_names(manifest: Manifest, group: str, name: str) -> list[str]:
     """The stored tensors of the group that are parts of a coded one."""
-    coding = _of(made)[group][name].coding
+    coding = _of(manifest)[group][name].coding
     names = [name + part.suffix for part in codings.PARTS.get(coding, {}).values()]
     ties = name + codings.TIES_PART.suffix
-    return [*names, ties] if coding == "low16" and ties in made.tensors[group] else names
+    return [*names, ties] if coding == "low16" and ties in manifest.tensors[group] else names
 
 
-def stored_form(made: Manifest, group: str, name: str) -> StoredForm | None:
+def stored_form(manifest: Manifest, group: str, name: str) -> StoredForm | None:
     """How a tensor is stored, aliases resolved; None for one stored as saved."""
-    found = find(made, group, name)
-    if found is None:
+    located = find(manifest, group, name)
+    if located is None:
         return None
-    stored, one = found
-    parts = tuple(stored_names(made, group, stored))
-    return StoredForm(one.coding, parts, sum(made.tensors[group][part].nbytes for part in parts), one.error)
+    stored, one = located
+    parts = tuple(stored_names(manifest, group, stored))
+    return StoredForm(one.coding, parts, sum(manifest.tensors[group][part].nbytes for part in parts), one.error)
 
 
-def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBox]:
+def needs(manifest: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBox]:
     """The boxes of stored tensors from which a box of a coded one is decoded, by part.
 
     Raises `StateMismatch` for a coding of a later version, and for a master without its weight.
     """
-    one = _of(made)[group][name]
+    one = _of(manifest)[group][name]
     parts = codings.PARTS.get(one.coding)
     if parts is None:
         raise StateMismatch(
@@ -133,29 +134,29 @@ def needs(made: Manifest, group: str, name: str, box: Box) -> dict[str, WantedBo
             hint="update holdfast, or take the tensor from another step",
             tensor=name,
         )
-    found = {role: WantedBox(group, name + part.suffix, codings.part_box(part, box)) for role, part in parts.items()}
+    boxes = {role: WantedBox(group, name + part.suffix, codings.part_box(part, box)) for role, part in parts.items()}
     if one.coding == "low16":
-        _, weight = resolve(made, MODEL, name)
+        _, weight = resolve(manifest, MODEL, name)
         if (weight.dtype, weight.shape) != ("BF16", one.shape):
             raise StateMismatch(f"the weight of master {name!r} is {weight.dtype}{list(weight.shape)}", tensor=name)
-        found[MODEL] = WantedBox(MODEL, name, box)
-        ties = made.tensors[group].get(name + codings.TIES_PART.suffix)
+        boxes[MODEL] = WantedBox(MODEL, name, box)
+        ties = manifest.tensors[group].get(name + codings.TIES_PART.suffix)
         if ties is not None:
-            found[TIES] = WantedBox(group, name + codings.TIES_PART.suffix, whole(ties.shape))
-    return found
+            boxes[TIES] = WantedBox(group, name + codings.TIES_PART.suffix, whole(ties.shape))
+    return boxes
 
 
-def decoded(made: Manifest, group: str, name: str, box: Box, parts: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+def decoded(manifest: Manifest, group: str, name: str, box: Box, parts: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
     """The values of a box of a coded tensor, from the boxes of `needs`; integers and BF16 as numpy has them."""
-    one = _of(made)[group][name]
+    one = _of(manifest)[group][name]
     arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in parts.items()}
     return codings.decode(one.coding, box, one.shape, arrays)
 
 
-def stored_boxes(made: Manifest, wanted: WantedBox) -> list[WantedBox]:
+def stored_boxes(manifest: Manifest, wanted: WantedBox) -> list[WantedBox]:
     """The stored boxes to read for a box of a tensor as saved."""
-    found = find(made, wanted.group, wanted.name)
-    return [wanted] if found is None else list(needs(made, wanted.group, found[0], wanted.box).values())
+    located = find(manifest, wanted.group, wanted.name)
+    return [wanted] if located is None else list(needs(manifest, wanted.group, located[0], wanted.box).values())
 
 
 def told(compacted: Compacted) -> str:
@@ -171,6 +172,6 @@ def told(compacted: Compacted) -> str:
     )
 
 
-def _of(made: Manifest) -> Mapping[str, Mapping[str, CodedTensor]]:
-    assert made.compacted is not None
-    return made.compacted.tensors
+def _of(manifest: Manifest) -> Mapping[str, Mapping[str, CodedTensor]]:
+    assert manifest.compacted is not None
+    return manifest.compacted.tensors

@@ -76,8 +76,8 @@ def encode(coding: str, values: Floats) -> dict[str, NDArray[Any]]:
     scale = np.empty((*values.shape[:-1], -(-values.shape[-1] // BLOCK), size), np.float32)
     one = _signed if coding == "int8" else _logarithmic
     for elements, blocks, block in _blocks(values):
-        made, scale[..., blocks, :] = one(block)
-        codes[..., elements] = made.reshape(*values.shape[:-1], -1)
+        block_codes, scale[..., blocks, :] = one(block)
+        codes[..., elements] = block_codes.reshape(*values.shape[:-1], -1)
     return {"codes": codes, "scale": scale[..., 0] if size == 1 else scale}
 
 
@@ -171,8 +171,8 @@ def join(low: NDArray[np.uint16], weight: NDArray[np.uint16], ties: NDArray[np.b
     high = weight.astype(np.uint32) - (low > _HALF)
     if ties is not None:
         high -= ties
-    made: NDArray[np.uint32] = (high.astype(np.uint32) << np.uint32(16)) | low.astype(np.uint32)
-    return made
+    array: NDArray[np.uint32] = (high.astype(np.uint32) << np.uint32(16)) | low.astype(np.uint32)
+    return array
 
 
 def _marked(box: Box, shape: Shape, ties: NDArray[Any] | None) -> NDArray[np.bool_] | None:

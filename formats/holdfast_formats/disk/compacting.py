@@ -19,7 +19,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk import codings, index
 from holdfast_formats.disk.codings import MODEL, PARTS, TIES_PART, part_shape
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
-from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
 from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.errors import StateMismatch
@@ -68,16 +68,16 @@ class Encoded(NamedTuple):
     left: str = ""
 
 
-def candidates(made: Manifest, rule: str) -> Iterator[CodingCandidate]:
+def candidates(manifest: Manifest, rule: str) -> Iterator[CodingCandidate]:
     """The tensors that the rule is for, in the manifest's order."""
-    if made.thinned is not None or made.compacted is not None:
+    if manifest.thinned is not None or manifest.compacted is not None:
         return
-    held = made.tensors.get(OPTIM, {})
-    chosen = _moments(made, rule)
+    held = manifest.tensors.get(OPTIM, {})
+    chosen = _moments(manifest, rule)
     for name in filter(chosen.__contains__, held):
         yield CodingCandidate(OPTIM, name, chosen[name], held[name])
-    for name, entry in made.tensors.get(MASTER, {}).items():
-        if _weight(made, name, entry) and _free(made, MASTER, name, "low16"):
+    for name, entry in manifest.tensors.get(MASTER, {}).items():
+        if _weight(manifest, name, entry) and _free(manifest, MASTER, name, "low16"):
             yield CodingCandidate(MASTER, name, "low16", entry)
 
 
@@ -86,24 +86,24 @@ def parameter_of(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _moments(made: Manifest, rule: str) -> dict[str, str]:
+def _moments(manifest: Manifest, rule: str) -> dict[str, str]:
     """A rule's codings of optimizer states, by name: all of a parameter's, or none.
 
     A lone first moment is in none of the sets: Lion takes its sign, and Muon scales its smallest directions up to its
     largest, so rounding errors dominate what they see (measured: 2 and 8 % of an update by bfloat16).
     """
     states: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in made.tensors.get(OPTIM, {}).items() if rule != "exact" else ():
+    for name, entry in manifest.tensors.get(OPTIM, {}).items() if rule != "exact" else ():
         if prod(entry.shape) > 1 and entry.dtype not in COUNTS:
             states.setdefault(parameter_of(name), {})[name.rpartition("/")[2]] = entry
-    found: dict[str, str] = {}
+    moments: dict[str, str] = {}
     for parameter, kept in states.items():
         if kept.keys() not in TOGETHER or any(one.dtype != "F32" or one.nbytes < BYTES_MIN for one in kept.values()):
             continue
         wanted = {f"{parameter}/{key}": _coding(key, rule, entry, kept) for key, entry in kept.items()}
-        if all(_free(made, OPTIM, name, coding) for name, coding in wanted.items()):
-            found |= wanted
-    return found
+        if all(_free(manifest, OPTIM, name, coding) for name, coding in wanted.items()):
+            moments |= wanted
+    return moments
 
 
 def _coding(key: str, rule: str, entry: TensorEntry, kept: Collection[str]) -> str:
@@ -112,9 +112,9 @@ def _coding(key: str, rule: str, entry: TensorEntry, kept: Collection[str]) -> s
     return "int8" if key in FIRST else "int8-log"
 
 
-def together(found: Sequence[Encoded]) -> list[Encoded]:
+def together(encoded: Sequence[Encoded]) -> list[Encoded]:
     """The candidates, without those beside an uncoded state of the same parameter."""
-    left = {parameter_of(one.candidate.name): one for one in found if one.left and one.candidate.group == OPTIM}
+    left = {parameter_of(one.candidate.name): one for one in encoded if one.left and one.candidate.group == OPTIM}
 
     def kept(one: Encoded) -> Encoded:
         beside = left.get(parameter_of(one.candidate.name)) if one.candidate.group == OPTIM else None
@@ -122,47 +122,47 @@ def together(found: Sequence[Encoded]) -> list[Encoded]:
             return one
         return Encoded(one.candidate, left=f"{beside.candidate.name.rpartition('/')[2]} beside it stays: {beside.left}")
 
-    return [kept(one) for one in found]
+    return [kept(one) for one in encoded]
 
 
-def milder(made: Manifest, one: CodingCandidate) -> CodingCandidate | None:
+def milder(manifest: Manifest, one: CodingCandidate) -> CodingCandidate | None:
     """The same tensor by the coding that rounds each value for itself; None if it is that, or a name is taken."""
-    if one.coding not in ("int8", "int8-log") or not _free(made, one.group, one.name, "bf16"):
+    if one.coding not in ("int8", "int8-log") or not _free(manifest, one.group, one.name, "bf16"):
         return None
     return one._replace(coding="bf16")
 
 
-def _weight(made: Manifest, name: str, entry: TensorEntry) -> bool:
+def _weight(manifest: Manifest, name: str, entry: TensorEntry) -> bool:
     """Whether a master's BF16 weight exists."""
     try:
-        _, weight = resolve(made, MODEL, name)
+        _, weight = resolve(manifest, MODEL, name)
     except StateMismatch:
         return False
     large = entry.dtype == "F32" and len(entry.shape) > 0 and entry.nbytes >= BYTES_MIN
     return large and (weight.dtype, weight.shape) == ("BF16", entry.shape)
 
 
-def _free(made: Manifest, group: str, name: str, coding: str) -> bool:
+def _free(manifest: Manifest, group: str, name: str, coding: str) -> bool:
     """Whether no part's name is taken."""
     parts = [*PARTS[coding].values(), *([TIES_PART] if coding == "low16" else [])]
-    taken = made.tensors[group].keys() | made.aliases.get(group, {}).keys()
+    taken = manifest.tensors[group].keys() | manifest.aliases.get(group, {}).keys()
     return not any(name + part.suffix in taken for part in parts)
 
 
-def small_bytes(made: Manifest) -> dict[str, int]:
+def small_bytes(manifest: Manifest) -> dict[str, int]:
     """About how many bytes each rule would leave, if all its candidates can be coded; without rules that save nothing."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for rule in RULES:
-        saved = sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in candidates(made, rule))
+        saved = sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in candidates(manifest, rule))
         if saved > 0:
-            found[rule] = made.bytes - saved
-    return found
+            sizes[rule] = manifest.bytes - saved
+    return sizes
 
 
-def least_new_bytes(made: Manifest, chosen: Sequence[CodingCandidate]) -> int:
+def least_new_bytes(manifest: Manifest, chosen: Sequence[CodingCandidate]) -> int:
     """About how many bytes must be rewritten to code these, if all can be."""
     groups = {one.group for one in chosen}
-    whole = sum(entry.nbytes for group in groups for entry in made.tensors[group].values())
+    whole = sum(entry.nbytes for group in groups for entry in manifest.tensors[group].values())
     return whole - sum(one.entry.nbytes - _nbytes(one.coding, one.entry.shape) for one in chosen)
 
 
@@ -252,9 +252,9 @@ def _told(one: Encoded) -> CodedTensor:
     return CodedTensor(one.candidate.coding, entry.dtype, entry.shape, one.error, entry.placement)
 
 
-def _left(found: Sequence[Encoded]) -> dict[str, dict[str, str]]:
+def _left(encoded: Sequence[Encoded]) -> dict[str, dict[str, str]]:
     left: dict[str, dict[str, str]] = {}
-    for one in found:
+    for one in encoded:
         if one.left:
             left.setdefault(one.candidate.group, {})[one.candidate.name] = one.left
     return left
@@ -270,14 +270,14 @@ def finish(planned: CompactPlan, files: Sequence[FileEntry], tensors: Mapping[st
     aliases = {
         group: {alias: to for alias, to in names.items() if to in held[group]} for group, names in full.aliases.items()
     }
-    made = msgspec.structs.replace(
+    compact = msgspec.structs.replace(
         full, files=(*planned.stays, *files), tensors=held, aliases=aliases, compacted=planned.compacted
     )
-    if made.bytes >= full.bytes:
+    if compact.bytes >= full.bytes:
         raise StateMismatch(
-            f"{full.run}@{full.step} would have {made.bytes} bytes for {full.bytes}", hint="it stays as it is"
+            f"{full.run}@{full.step} would have {compact.bytes} bytes for {full.bytes}", hint="it stays as it is"
         )
-    return made
+    return compact
 
 
 def indexes(planned: CompactPlan) -> dict[str, bytes]:

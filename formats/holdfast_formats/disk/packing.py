@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from holdfast_formats.disk import safetensors
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.naming import shard_file_name

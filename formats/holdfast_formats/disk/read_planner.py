@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import (
@@ -132,16 +132,16 @@ def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tupl
     gap = widest_gap(box, view.shape, view.itemsize)
     if gap == 0 or gap < min(extent.length for extent in extents[first + 1 : last]):
         return [(first, last + 1)]  # too long to be between two runs
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     at: int | None = start // view.itemsize
     while at is not None:
         index = _index(extents, at * view.itemsize)
-        if found and found[-1][1] == index:
-            found[-1] = (found[-1][0], index + 1)
+        if ranges and ranges[-1][1] == index:
+            ranges[-1] = (ranges[-1][0], index + 1)
         else:
-            found.append((index, index + 1))
+            ranges.append((index, index + 1))
         at = next_inside(box, view.shape, (extents[index].offset + extents[index].length) // view.itemsize)
-    return found
+    return ranges
 
 
 def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
@@ -158,7 +158,7 @@ def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
     if len(inside) == 1:
         return extents_of(extents, inside[0], view), needed
     merged: list[tuple[int, int]] = []
-    for first, stop in sorted(found for box in inside for found in extents_of(extents, box, view)):
+    for first, stop in sorted(extent for box in inside for extent in extents_of(extents, box, view)):
         if merged and first <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:

@@ -68,10 +68,10 @@ def without_groups(encoded: bytes, groups: Collection[str]) -> bytes:
 def source_of(encoded: bytes) -> Mapping[str, Any] | None:
     """The source of an imported checkpoint; None for a saved one. `CorruptManifest` for an invalid document."""
     with _read(encoded):
-        found = json.loads(encoded).get(SOURCE)
-        if found is not None and not isinstance(found, dict):
+        source = json.loads(encoded).get(SOURCE)
+        if source is not None and not isinstance(source, dict):
             raise ValueError("its source is not an object")
-        return found
+        return source
 
 
 def _no_constant(text: str) -> None:

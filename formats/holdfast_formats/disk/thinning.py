@@ -15,7 +15,7 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import FileEntry, Manifest, Thinned
+from holdfast_formats.disk.manifests import FileEntry, Manifest, Thinned
 from holdfast_formats.errors import StateMismatch
 
 GONE = frozenset({"optim", "master", "extra"})  # all others stay: weights of any kind, and groups that we do not know
@@ -40,12 +40,12 @@ def can_be_thinned(groups: Collection[str]) -> bool:
     return bool(GONE & set(groups)) and bool(set(groups) - GONE)
 
 
-def thin_bytes(made: Manifest) -> int | None:
+def thin_bytes(manifest: Manifest) -> int | None:
     """The bytes that would stay, except for a shorter state.json; None if nothing can be removed."""
-    if made.thinned is not None or not can_be_thinned(made.groups):
+    if manifest.thinned is not None or not can_be_thinned(manifest.groups):
         return None
-    gone = _files_of(made, GONE & made.tensors.keys())
-    return sum(file.bytes for file in made.files if file.name not in gone)
+    gone = _files_of(manifest, GONE & manifest.tensors.keys())
+    return sum(file.bytes for file in manifest.files if file.name not in gone)
 
 
 def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoint:
@@ -76,25 +76,25 @@ def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoin
         before, sha256 = full.compacted.bytes, full.compacted.manifest_sha256
     thinned = Thinned(at, tuple(sorted(gone)), before, sha256)
     entries = (*stays, FileEntry(naming.STATE, len(left), 0, digest(left)))
-    made = msgspec.structs.replace(proof, files=entries, thinned=thinned)
-    return ThinCheckpoint(made, left, stays, proof)
+    thinned_manifest = msgspec.structs.replace(proof, files=entries, thinned=thinned)
+    return ThinCheckpoint(thinned_manifest, left, stays, proof)
 
 
-def _files_of(made: Manifest, groups: Collection[str]) -> set[str]:
-    tensors: Mapping[str, Mapping[str, object]] = made.tensors
+def _files_of(manifest: Manifest, groups: Collection[str]) -> set[str]:
+    tensors: Mapping[str, Mapping[str, object]] = manifest.tensors
     assert tensors.keys() >= set(groups)
-    shards = {tensor.file for group in groups for tensor in made.tensors[group].values()}
+    shards = {tensor.file for group in groups for tensor in manifest.tensors[group].values()}
     return shards | {naming.index_file_name(group) for group in groups}
 
 
-def origin_sha256(made: Manifest, sha256: str) -> str:
+def origin_sha256(manifest: Manifest, sha256: str) -> str:
     """The SHA-256 of the manifest before thinning or compaction; `sha256` is that of the present one."""
-    for changed in (made.thinned, made.compacted):
+    for changed in (manifest.thinned, manifest.compacted):
         if changed is not None:
             return changed.manifest_sha256
     return sha256
 
 
-def lost(made: Manifest) -> int:
+def lost(manifest: Manifest) -> int:
     """What was removed: 0 nothing, 1 it is compact, 2 only its weights are left."""
-    return 2 if made.thinned is not None else int(made.compacted is not None)
+    return 2 if manifest.thinned is not None else int(manifest.compacted is not None)

@@ -14,7 +14,7 @@ import msgspec
 from holdfast_formats import decoding, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import safetensors
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 
 _HINT = "restore another step; `holdfast verify` lists every damaged range"
@@ -43,11 +43,11 @@ def tensor_piece(group: str, name: str, entry: TensorEntry, extent: Extent) -> P
 
 def pieces(manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
     """Every file's pieces in file order; together they tile the file exactly, as `manifest.validate` has checked."""
-    found = {file.name: [Piece(file.name, 0, file.header_bytes or file.bytes, file.digest)] for file in manifest.files}
+    by_file = {file.name: [Piece(file.name, 0, file.header_bytes or file.bytes, file.digest)] for file in manifest.files}
     for group, tensors in manifest.tensors.items():
         for name, entry in tensors.items():
-            found[entry.file] += [tensor_piece(group, name, entry, extent) for extent in entry.extents]
-    return {name: tuple(sorted(listed, key=lambda piece: piece.start)) for name, listed in found.items()}
+            by_file[entry.file] += [tensor_piece(group, name, entry, extent) for extent in entry.extents]
+    return {name: tuple(sorted(listed, key=lambda piece: piece.start)) for name, listed in by_file.items()}
 
 
 def check(piece: Piece, data: Any) -> None:
@@ -55,12 +55,12 @@ def check(piece: Piece, data: Any) -> None:
     check_found(piece, memoryview(data).nbytes, digest(data))
 
 
-def check_found(piece: Piece, held: int, found: str, expected: str | None = None) -> None:
+def check_found(piece: Piece, held: int, text: str, expected: str | None = None) -> None:
     """`check` for bytes that came in parts: their number, and their digest.
 
     If only a part of the piece was read, `expected` is that part's digest, taken when the whole piece was verified.
     """
-    if held == piece.length and found == (expected or piece.digest):
+    if held == piece.length and text == (expected or piece.digest):
         return
     what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
     how = "do not match their digest" if held == piece.length else f"are cut off after {held}"
@@ -96,11 +96,11 @@ def check_size(manifest: Manifest, name: str, size: int | None) -> None:
 
 
 def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
-    found: dict[str, dict[str, TensorEntry]] = {file.name: {} for file in manifest.files if file.header_bytes}
+    by_file: dict[str, dict[str, TensorEntry]] = {file.name: {} for file in manifest.files if file.header_bytes}
     for tensors in manifest.tensors.values():
         for name, entry in tensors.items():
-            found[entry.file][name] = entry
-    return found
+            by_file[entry.file][name] = entry
+    return by_file
 
 
 def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> None:

@@ -12,9 +12,9 @@ from holdfast_formats import dtypes
 from holdfast_formats.disk import coded, codings
 from holdfast_formats.disk.codings import BLOCK, MODEL, PARTS
 from holdfast_formats.disk.compacted import CodedTensor
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 
@@ -41,12 +41,12 @@ class PartEncoder(NamedTuple):
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         part = PARTS[self.coding][self.role]
-        made: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(part.dtype))
+        array: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(part.dtype))
         for slab in codings.slabs(box, max(SLAB_ELEMENTS // (BLOCK if part.a_block else 1), 1)):
             inside = slab.within(box)
             place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
-            made[place] = self._scales(slab, fetch) if part.a_block else self._codes(slab, fetch)
-        return made
+            array[place] = self._scales(slab, fetch) if part.a_block else self._codes(slab, fetch)
+        return array
 
     def _codes(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         if self.weight is not None:
@@ -107,29 +107,29 @@ class CodedValues(NamedTuple):
         return self.one.coding
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        made = np.empty(box.shape, np.float32)
+        values = np.empty(box.shape, np.float32)
         for slab in codings.slabs(box, SLAB_ELEMENTS):
             inside = slab.within(box)
             place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
-            found = {role: fetch(self.parts[role], wanted) for role, wanted in self.boxes(slab).items()}
-            arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in found.items()}
-            made[place] = codings.decode(self.one.coding, slab, self.one.shape, arrays)
-        return made
+            fetched = {role: fetch(self.parts[role], wanted) for role, wanted in self.boxes(slab).items()}
+            arrays = {role: array.view(np.uint16) if role == MODEL else array for role, array in fetched.items()}
+            values[place] = codings.decode(self.one.coding, slab, self.one.shape, arrays)
+        return values
 
 
-def decoded(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
+def decoded(manifest: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
     """A coded tensor of a compact checkpoint, whose `stored` tensors are those of its files.
 
     Raises `StateMismatch` for a coding of a later version.
     """
-    found = coded.find(made, key.group, key.name)
-    assert found is not None
-    name, one = found
-    wanted = coded.needs(made, key.group, name, Box((0,) * len(one.shape), (0,) * len(one.shape)))
+    located = coded.find(manifest, key.group, key.name)
+    assert located is not None
+    name, one = located
+    wanted = coded.needs(manifest, key.group, name, Box((0,) * len(one.shape), (0,) * len(one.shape)))
     parts = {role: stored[TensorKey(box.group, box.name)] for role, box in wanted.items()}
 
     def boxes(box: Box) -> dict[str, Box]:
-        return {role: need.box for role, need in coded.needs(made, key.group, name, box).items()}
+        return {role: need.box for role, need in coded.needs(manifest, key.group, name, box).items()}
 
     spec = TensorSpec(key.group, key.name, one.dtype, one.shape)
     return ForeignTensor(spec, (), decoder=CodedValues(one, parts, boxes))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports import weights
-from holdfast_formats.exports.arranged import arrange, renamed_documents
+from holdfast_formats.exports.ordered_tensors import arrange, renamed_documents
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, LeftOut, copied_assets
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import said, tied
+from holdfast_formats.exports.tied_tensors import said, tied
 from holdfast_formats.foreign.dcp.export import target_files
 from holdfast_formats.foreign.dcp.export_names import LAYOUTS
 
@@ -31,10 +31,10 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
         groups[group] = tied(groups[group], ties)  # torch loads every name of a state dict
         notes += said(ties, f"tied tensors of group {group} are stored under both names")
     tensors = [mapped for held in groups.values() for mapped in held.values()]
-    made = target_files(tensors, renamed_documents(source, arranged), options.layout or DEFAULT_LAYOUT)
-    left_out = [LeftOut(what, why) for what, why in made.left_out]
+    dcp_export = target_files(tensors, renamed_documents(source, arranged), options.layout or DEFAULT_LAYOUT)
+    left_out = [LeftOut(what, why) for what, why in dcp_export.left_out]
     left_out += [LeftOut(name, "it differs between ranks") for name in source.ranked]
-    return ExportPlan((*made.files, *copied_assets(source)), tuple(notes), tuple(left_out))
+    return ExportPlan((*dcp_export.files, *copied_assets(source)), tuple(notes), tuple(left_out))
 
 
 KIND = ExportKind("dcp", "a directory of torch.distributed.checkpoint", plan)

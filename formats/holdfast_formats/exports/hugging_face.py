@@ -8,7 +8,7 @@ from typing import Any
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports import weights
-from holdfast_formats.exports.arranged import arrange, config_of
+from holdfast_formats.exports.ordered_tensors import arrange, config_of
 from holdfast_formats.exports.plan import (
     FLOATS,
     ExportKind,
@@ -21,8 +21,8 @@ from holdfast_formats.exports.plan import (
 )
 from holdfast_formats.exports.safetensors_files import shard_set
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import said, tied
-from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_formats.exports.tied_tensors import said, tied
+from holdfast_formats.mapping.target_files import TargetFile
 
 CONFIG = "config.json"
 _DTYPE_KEYS = ("torch_dtype", "dtype")  # transformers' names, before version 5 and since
@@ -39,13 +39,13 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     if options.layout is not None:
         raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
     chosen = weights.choose(source, arrange(source, options.program), options)
-    again, told = ({}, []) if options.program is not None else _ties(source)
+    again, tie_notes = ({}, []) if options.program is not None else _ties(source)
     files = shard_set(weights.GROUP, tied(chosen.tensors, again).values(), "pt")
     index = files.index_file(naming.index_file_name(weights.GROUP))
     assets, notes = configured(source, options.dtype, frozenset({_OF_ADAPTERS}))
     used = frozenset({weights.GROUP, options.weights})
     left_out = other_groups(source, used, "a Hugging Face directory holds only a model") + values_of_weights(source, used)
-    return ExportPlan((*files.files, index, *assets), (*chosen.notes, *told, *notes), (*chosen.left_out, *left_out))
+    return ExportPlan((*files.files, index, *assets), (*chosen.notes, *tie_notes, *notes), (*chosen.left_out, *left_out))
 
 
 def _ties(source: ExportSource) -> tuple[dict[str, str], list[str]]:
@@ -66,8 +66,8 @@ def configured(source: ExportSource, dtype: str | None, without: frozenset[str])
     changed = with_dtype(source.read_asset(CONFIG), FLOATS[dtype])
     if changed is None:
         return assets, [f"{CONFIG} was copied as it is: it names no dtype"]
-    made = [small_file(CONFIG, changed) if asset.name == CONFIG else asset for asset in assets]
-    return made, [f"the dtype in {CONFIG} is now {FLOATS[dtype]}"]
+    files = [small_file(CONFIG, changed) if asset.name == CONFIG else asset for asset in assets]
+    return files, [f"the dtype in {CONFIG} is now {FLOATS[dtype]}"]
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes | None:
@@ -84,10 +84,10 @@ def with_dtype(config: bytes, dtype: str) -> bytes | None:
 def _set_dtype(document: Any, dtype: str) -> bool:
     if not isinstance(document, dict):
         return False
-    found = [key for key in _DTYPE_KEYS if isinstance(document.get(key), str)]
-    document.update(dict.fromkeys(found, dtype))
+    keys = [key for key in _DTYPE_KEYS if isinstance(document.get(key), str)]
+    document.update(dict.fromkeys(keys, dtype))
     inner = [_set_dtype(value, dtype) for key, value in document.items() if key.endswith("_config")]
-    return bool(found) or any(inner)
+    return bool(keys) or any(inner)
 
 
 KIND = ExportKind("hf", "a Hugging Face directory", plan)

@@ -18,11 +18,11 @@ from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
 from holdfast_formats.exports.safetensors_files import KnownTensor
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import renamed
+from holdfast_formats.exports.tied_tensors import renamed
 from holdfast_formats.foreign import pickle_writer
-from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 
 NAME = "paddle-flex"
 SETS = ("model_state", "optimizer_state", "master_weight")
@@ -164,11 +164,13 @@ def _object(kind: str, attributes: Mapping[str, Any]) -> MadeObject:
 
 
 def _optimizer(state: PaddleState) -> list[Held]:
-    made: list[Held] = []
+    helds: list[Held] = []
     for name, one in state.optimizer.items():
-        made += [renamed(tensor, SETS[1], f"{name}.{kind}") for kind, tensor in one.moments.items()]
-        made += [paddle_state.power_tensor(SETS[1], f"{name}.{kind}", p) for kind, p in zip(POWERS, one.powers, strict=True)]
-    return made
+        helds += [renamed(tensor, SETS[1], f"{name}.{kind}") for kind, tensor in one.moments.items()]
+        helds += [
+            paddle_state.power_tensor(SETS[1], f"{name}.{kind}", p) for kind, p in zip(POWERS, one.powers, strict=True)
+        ]
+    return helds
 
 
 KIND = ExportKind(NAME, "a FlexCheckpoint of Paddle", plan)

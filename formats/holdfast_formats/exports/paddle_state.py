@@ -14,16 +14,16 @@ import numpy as np
 
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.exports import weights
-from holdfast_formats.exports.arranged import Arranged, arrange, config_of
+from holdfast_formats.exports.ordered_tensors import Arranged, arrange, config_of
 from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut, other_groups, values_of_weights
 from holdfast_formats.exports.safetensors_files import KnownTensor
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import renamed, said, tied
-from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.filling import elements
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.exports.tied_tensors import renamed, said, tied
 from holdfast_formats.foreign.paddle.transposition import linears
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.reading import elements
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 
@@ -157,13 +157,13 @@ def power(beta: float, step: int) -> float:
 
 def model_config(source: ExportSource) -> Mapping[str, Any]:
     """config.json; `NoSuchResource` if it is missing or no object: Paddle's layout follows from it."""
-    found = config_of(source)
-    if not found:
+    config = config_of(source)
+    if not config:
         raise NoSuchResource(
             "the checkpoint has no config.json, which says by the model's class which weights Paddle transposes",
             hint="pass it as an asset when you save: Checkpointer(assets=…)",
         )
-    return found
+    return config
 
 
 def full(mapped: MappedTensor, key: TensorKey) -> MappedTensor:
@@ -189,7 +189,7 @@ def _optimizer(
     documents = source.listing.documents if by_parameter else {}
     betas = _of_groups(documents, arranged, lambda group: _pair(group.get("betas")))
     counts = _of_groups(documents, arranged, lambda group: _count(group.get("step")))
-    made = {}
+    parameters = {}
     for name, held in by_parameter.items():
         missing = [key for key in MOMENTS if key not in held]
         if missing:
@@ -199,8 +199,8 @@ def _optimizer(
         step = _step(source, held[STEP]) if STEP in held else counts.get(name)
         if step is None:
             raise StateMismatch(f"the optimizer state of {name!r} lacks {STEP!r}", hint=_HINT, tensor=name)
-        made[name] = _parameter(name, held, betas[name], step, layout)
-    return made
+        parameters[name] = _parameter(name, held, betas[name], step, layout)
+    return parameters
 
 
 def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
@@ -243,15 +243,15 @@ def _of_groups(
     """A hyper-parameter of every parameter that has it, by its new name; `StateMismatch` for one made of parameters
     with different values.
     """
-    found: dict[str, Known] = {}
+    knowns: dict[str, Known] = {}
     for group in parameter_groups(documents):
         value, params = of(group), group.get("params")
         if value is None or not isinstance(params, list):
             continue
         for name in (new for old in params if isinstance(old, str) for new in arranged.became(old)):
-            if found.setdefault(name, value) != value:
+            if knowns.setdefault(name, value) != value:
                 raise StateMismatch(f"{name!r} is made of parameters with different betas or steps", tensor=name)
-    return found
+    return knowns
 
 
 def parameter_groups(documents: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -278,13 +278,13 @@ def _count(value: Any) -> int | None:
 
 
 def _left_out(source: ExportSource) -> list[LeftOut]:
-    found = other_groups(source, _USED, "PaddleFormers' trainer has no place for it")
+    left_outs = other_groups(source, _USED, "PaddleFormers' trainer has no place for it")
     kept = {f"extra/{key}" for key in TRAINER_KEYS}
-    told = []
-    for one in found:
+    notes = []
+    for one in left_outs:
         if not one.what.startswith("values "):
-            told.append(one)
+            notes.append(one)
             continue
         names = [name for name in one.what.removeprefix("values ").split(", ") if name not in kept]
-        told += [one._replace(what="values " + ", ".join(names))] if names else []
-    return told
+        notes += [one._replace(what="values " + ", ".join(names))] if names else []
+    return notes

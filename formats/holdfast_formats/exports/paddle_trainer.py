@@ -11,7 +11,7 @@ from holdfast_formats.exports.plan import small_file
 from holdfast_formats.exports.source import ExportSource
 from holdfast_formats.foreign import pickle_writer
 from holdfast_formats.foreign.pickle_writer import MadeObject, NamedGlobal
-from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_formats.mapping.target_files import TargetFile
 
 STATE_FILE, SCHEDULER_FILE = "trainer_state.bin", "scheduler.pdparams"
 FILES = frozenset({STATE_FILE, SCHEDULER_FILE})

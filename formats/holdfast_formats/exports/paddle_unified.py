@@ -12,8 +12,8 @@ from holdfast_formats.exports.paddle_trainer import FILES, trainer_files
 from holdfast_formats.exports.plan import ExportKind, ExportOptions, ExportPlan
 from holdfast_formats.exports.safetensors_files import KnownTensor, shard_set
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.foreign.moves import MappedTensor
-from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.target_files import TargetFile
 
 NAME = "paddle-uc"
 MODEL, MASTERS, OPTIMIZER = "model", "master_weights", "optimizer"
@@ -44,13 +44,13 @@ def _training(state: PaddleState) -> list[TargetFile]:
 
 
 def _optimizer(state: PaddleState) -> list[MappedTensor | KnownTensor]:
-    made: list[MappedTensor | KnownTensor] = []
+    tensors: list[MappedTensor | KnownTensor] = []
     for name, one in state.optimizer.items():
-        made += one.moments.values()
-        made += [
+        tensors += one.moments.values()
+        tensors += [
             paddle_state.power_tensor(OPTIMIZER, f"{name}/{kind}", p) for kind, p in zip(POWERS, one.powers, strict=True)
         ]
-    return made
+    return tensors
 
 
 KIND = ExportKind(NAME, "a unified checkpoint of PaddleFormers", plan)

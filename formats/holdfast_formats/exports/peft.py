@@ -15,11 +15,11 @@ from holdfast_formats.exports.plan import (
 )
 from holdfast_formats.exports.safetensors_files import shard_set
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import said, tied
+from holdfast_formats.exports.tied_tensors import said, tied
 from holdfast_formats.exports.weights import roundings
-from holdfast_formats.foreign.committed import refuse_sub_byte
-from holdfast_formats.foreign.listing import TensorKey, is_of_rank
-from holdfast_formats.foreign.moves import same
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.committed_files import refuse_sub_byte
+from holdfast_formats.mapping.listing import TensorKey, is_of_rank
 
 GROUPS = ("adapter", "adapter_model")  # an imported adapter, and one that a trainer saved
 CONFIG = "adapter_config.json"
@@ -56,8 +56,8 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
         same(tensor, TensorKey(STEM, name), options.dtype if options.dtype and tensor.spec.dtype in FLOATS else None)
         for name, tensor in tensors.items()
     ]
-    made = tied({one.spec.name: one for one in mapped}, ties)
-    files = shard_set(STEM, made.values(), "pt", file_bytes_max=_FILE_BYTES_MAX)
+    with_ties = tied({one.spec.name: one for one in mapped}, ties)
+    files = shard_set(STEM, with_ties.values(), "pt", file_bytes_max=_FILE_BYTES_MAX)
     notes = [*roundings(source, mapped), *said(ties)]
     left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
     left_out += values_of_weights(source, frozenset({group}))

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.foreign.listing import is_of_rank
-from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
+from holdfast_formats.mapping.listing import is_of_rank
+from holdfast_formats.mapping.target_files import LiteralBytes, TargetFile
 from holdfast_formats.programs.compiled import CompiledProgram
 
 Weights = Literal["model", "ema", "master"]
@@ -62,10 +62,10 @@ class ExportKind(NamedTuple):
 def dtype_named(text: str) -> str:
     """The safetensors name of a float dtype: `bf16`, `bfloat16`, `BF16`. `InvalidRequest` for others."""
     upper = text.upper()
-    found = _SPELLED.get(upper, upper)
-    if found not in FLOATS:
+    dtype = _SPELLED.get(upper, upper)
+    if dtype not in FLOATS:
         raise InvalidRequest(f"weights cannot be exported as {text!r}", hint=f"one of {', '.join(FLOATS.values())}")
-    return found
+    return dtype
 
 
 def weights_named(text: str) -> Weights:
@@ -88,13 +88,13 @@ def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({
     held = {f"{group}/{key}" for group in groups for key in source.listing.documents.get(group, {})}
     held |= {name for name in source.ranked if name.partition("/")[0] in groups}
     apart = sorted(f"{group}/{name}" for group in groups for name in source.group(group) if is_of_rank(name))
-    found = [LeftOut("values " + ", ".join(sorted(held)), "only tensors are stored there")] if held else []
-    return [*found, *(LeftOut(name, "it belongs to a value, or to one rank") for name in apart)]
+    left_out = [LeftOut("values " + ", ".join(sorted(held)), "only tensors are stored there")] if held else []
+    return [*left_out, *(LeftOut(name, "it belongs to a value, or to one rank") for name in apart)]
 
 
 def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> list[LeftOut]:
     """Groups that an export cannot hold, and their values that are not tensors."""
-    found = [
+    left_out = [
         LeftOut(f"group {group} ({len(named)} tensors)", reason)
         for group, named in ((group, source.group(group)) for group in sorted(source.groups))
         if group not in used and named
@@ -103,4 +103,4 @@ def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> lis
         {f"{group}/{key}" for group, held in source.listing.documents.items() for key in held if group not in used}
         | {name for name in source.ranked if name.partition("/")[0] not in used}
     )
-    return [*found, LeftOut("values " + ", ".join(values), reason)] if values else found
+    return [*left_out, LeftOut("values " + ", ".join(values), reason)] if values else left_out

@@ -10,8 +10,8 @@ from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, FilePlan, pack
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.exports.plan import small_file
-from holdfast_formats.foreign.moves import MappedTensor
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.tensors import TensorSpec
 
 

@@ -11,16 +11,16 @@ import numpy as np
 
 from holdfast_formats import dtypes, naming
 from holdfast_formats.disk import coded, state_json
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import pack
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.exports.coded_tensors import decoded
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.committed import CommittedFiles, same_bytes
-from holdfast_formats.foreign.filling import elements
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.foreign.moves import same
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.committed_files import CommittedFiles, same_bytes
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import elements
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -62,29 +62,29 @@ class ExportSource(NamedTuple):
         return (*self.listing.assets, *self.listing.made_assets)
 
     def read_asset(self, name: str) -> bytes:
-        made = self.listing.made_assets.get(name)
-        return self.files.read(name) if made is None else made
+        asset = self.listing.made_assets.get(name)
+        return self.files.read(name) if asset is None else asset
 
 
-def of_committed(verified: CommittedFiles, made: Manifest) -> ExportSource:
+def of_committed(verified: CommittedFiles, manifest: Manifest) -> ExportSource:
     """The checkpoint of this manifest; of its files only state.json is read."""
     documents: dict[str, dict[str, Any]] = {}
     ranked: tuple[str, ...] = ()
-    if made.file(naming.STATE) is not None:
+    if manifest.file(naming.STATE) is not None:
         values = state_json.for_rank(verified.read(naming.STATE), 0)
         ranked = values.ranked
         documents = {
             group: {key: json.loads(text) for key, text in held.items() if f"{group}/{key}" not in ranked}
             for group, held in values.values.items()
         }
-    uses = tuple(FileUse(file.name, _use(made, file.name)) for file in made.files)
-    stored, shown = {tensor.key: tensor for tensor in _tensors(made)}, coded.contents(made)
-    tensors = {key: _as_saved(made, key, stored) for key in _keys(shown)}
+    uses = tuple(FileUse(file.name, _use(manifest, file.name)) for file in manifest.files)
+    stored, shown = {tensor.key: tensor for tensor in _tensors(manifest)}, coded.contents(manifest)
+    tensors = {key: _as_saved(manifest, key, stored) for key in _keys(shown)}
     assets = tuple(use.file for use in uses if use.use == "asset")
-    listing = ForeignListing(KIND, tensors, uses, documents, assets, step=made.step)
+    listing = ForeignListing(KIND, tensors, uses, documents, assets, step=manifest.step)
 
     def equal(one: TensorKey, other: TensorKey) -> bool:
-        ones, others = (_stored_entries(made, key) for key in (one, other))
+        ones, others = (_stored_entries(manifest, key) for key in (one, other))
         return ones.keys() == others.keys() and all(same_bytes(ones[part], others[part]) for part in ones)
 
     return ExportSource(verified, listing, equal, shown.aliases, ranked)
@@ -131,37 +131,37 @@ def _equal(files: Files, tensors: Mapping[TensorKey, ForeignTensor], one: Tensor
     return True
 
 
-def _stored_entries(made: Manifest, key: TensorKey) -> dict[str, TensorEntry]:
+def _stored_entries(manifest: Manifest, key: TensorKey) -> dict[str, TensorEntry]:
     """The stored tensors from which a tensor is decoded, by part."""
-    found = coded.find(made, *key)
-    if found is None:
-        return {"": resolve(made, *key)[1]}
-    needed = coded.needs(made, key.group, found[0], whole(found[1].shape))
-    return {f"{found[1].coding} {role}": resolve(made, box.group, box.name)[1] for role, box in needed.items()}
+    located = coded.find(manifest, *key)
+    if located is None:
+        return {"": resolve(manifest, *key)[1]}
+    needed = coded.needs(manifest, key.group, located[0], whole(located[1].shape))
+    return {f"{located[1].coding} {role}": resolve(manifest, box.group, box.name)[1] for role, box in needed.items()}
 
 
-def _use(made: Manifest, file: str) -> Any:
-    entry = made.file(file)
+def _use(manifest: Manifest, file: str) -> Any:
+    entry = manifest.file(file)
     if entry is not None and entry.header_bytes:
         return "tensors"
-    ours = {naming.STATE} | {naming.index_file_name(group) for group in made.groups}
+    ours = {naming.STATE} | {naming.index_file_name(group) for group in manifest.groups}
     return "state" if file in ours else "asset"
 
 
-def _tensors(made: Manifest) -> list[ForeignTensor]:
-    found = [_tensor(group, name, entry) for group, named in made.tensors.items() for name, entry in named.items()]
-    for group, aliases in made.aliases.items():
-        found += [_tensor(group, alias, made.tensors[group][target]) for alias, target in aliases.items()]
-    return found
+def _tensors(manifest: Manifest) -> list[ForeignTensor]:
+    tensors = [_tensor(group, name, entry) for group, named in manifest.tensors.items() for name, entry in named.items()]
+    for group, aliases in manifest.aliases.items():
+        tensors += [_tensor(group, alias, manifest.tensors[group][target]) for alias, target in aliases.items()]
+    return tensors
 
 
 def _keys(shown: Manifest) -> list[TensorKey]:
-    found = [TensorKey(group, name) for group, named in shown.tensors.items() for name in named]
-    return found + [TensorKey(group, alias) for group, aliases in shown.aliases.items() for alias in aliases]
+    keys = [TensorKey(group, name) for group, named in shown.tensors.items() for name in named]
+    return keys + [TensorKey(group, alias) for group, aliases in shown.aliases.items() for alias in aliases]
 
 
-def _as_saved(made: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
-    return stored[key] if coded.find(made, *key) is None else decoded(made, key, stored)
+def _as_saved(manifest: Manifest, key: TensorKey, stored: Mapping[TensorKey, ForeignTensor]) -> ForeignTensor:
+    return stored[key] if coded.find(manifest, *key) is None else decoded(manifest, key, stored)
 
 
 def _tensor(group: str, name: str, entry: TensorEntry) -> ForeignTensor:

@@ -10,12 +10,12 @@ import msgspec
 
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
-from holdfast_formats.exports.arranged import Arranged
+from holdfast_formats.exports.ordered_tensors import Arranged
 from holdfast_formats.exports.plan import FLOATS, ExportOptions, LeftOut
 from holdfast_formats.exports.source import ExportSource
-from holdfast_formats.exports.ties import tied
-from holdfast_formats.foreign.listing import TensorKey, is_of_rank
-from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.exports.tied_tensors import tied
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey, is_of_rank
 
 GROUP = "model"
 NOT_WEIGHTS = frozenset({"n_averaged"})  # AveragedModel's count, among the averages
@@ -45,9 +45,9 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
         taken, missing, left_out = _instead(source, arranged, options.weights)
         if missing:
             notes.append(f"not in group {options.weights}, so taken from the model: {named(missing)}")
-    made = {name: _cast(taken[name], GROUP, name, tensor.spec.dtype, options.dtype) for name, tensor in model.items()}
-    notes += roundings(source, made.values())
-    return ChosenWeights(made, tuple(notes), tuple(left_out))
+    cast = {name: _cast(taken[name], GROUP, name, tensor.spec.dtype, options.dtype) for name, tensor in model.items()}
+    notes += roundings(source, cast.values())
+    return ChosenWeights(cast, tuple(notes), tuple(left_out))
 
 
 def named(names: list[str]) -> str:
@@ -55,20 +55,20 @@ def named(names: list[str]) -> str:
     return f"{shown} and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else shown
 
 
-def roundings(source: ExportSource, made: Iterable[MappedTensor]) -> list[str]:
+def roundings(source: ExportSource, mapped_tensors: Iterable[MappedTensor]) -> list[str]:
     """Notes on converted values; `StateMismatch` for types that cannot be converted."""
     counted: Counter[tuple[str, str]] = Counter()
-    for mapped in made:
+    for mapped in mapped_tensors:
         name, after = mapped.spec.name, mapped.spec.dtype
         for before in {source.listing.tensors[move.source].spec.dtype for move in mapped.moves} - {after}:
             if not {before, after} <= FLOATS.keys():
                 raise StateMismatch(f"tensor {name!r} cannot be converted from {before} to {after}", tensor=name)
             counted[before, after] += 1
-    told = []
+    notes = []
     for (before, after), count in sorted(counted.items()):
         how = "converted" if (before, after) in _EXACT else "rounded"
-        told.append(f"{count} tensors were {how} from {FLOATS[before]} to {FLOATS[after]}")
-    return told
+        notes.append(f"{count} tensors were {how} from {FLOATS[before]} to {FLOATS[after]}")
+    return notes
 
 
 def _instead(
@@ -82,7 +82,7 @@ def _instead(
         raise NoSuchResource(f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
     _check_ties(source, group)
     aliases = source.ties(GROUP)
-    found, missing = dict(model), list[str]()
+    replaced, missing = dict(model), list[str]()
     for name, tensor in model.items():
         second = next((alias for alias, target in aliases.items() if target == name and alias in held), None)
         other = held.get(name) or (held[second] if second else None)
@@ -94,11 +94,11 @@ def _instead(
                 f"{name!r} has shape {list(other.spec.shape)} in group {group} and {list(tensor.spec.shape)} in the model",
                 tensor=name,
             )
-        found[name] = other
+        replaced[name] = other
     left = sorted(held.keys() - model.keys() - aliases.keys(), key=natural_key)
     _check_names(arranged, group, left, sorted(missing, key=natural_key))
-    told = [LeftOut(f"{group}/{name}", "the model has no such tensor") for name in left]
-    return found, sorted(missing, key=natural_key), told
+    left_out = [LeftOut(f"{group}/{name}", "the model has no such tensor") for name in left]
+    return replaced, sorted(missing, key=natural_key), left_out
 
 
 def _weights(arranged: Arranged, group: str) -> dict[str, MappedTensor]:
@@ -133,5 +133,5 @@ def _check_ties(source: ExportSource, group: str) -> None:
 
 def _cast(mapped: MappedTensor, group: str, name: str, dtype: str, wanted: str | None) -> MappedTensor:
     """The tensor under this key, in the model's dtype, or if that is a float in the requested one."""
-    made = wanted if wanted is not None and dtype in FLOATS else dtype
-    return mapped._replace(spec=msgspec.structs.replace(mapped.spec, group=group, name=name, dtype=made))
+    target_dtype = wanted if wanted is not None and dtype in FLOATS else dtype
+    return mapped._replace(spec=msgspec.structs.replace(mapped.spec, group=group, name=name, dtype=target_dtype))

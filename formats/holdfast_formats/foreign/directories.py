@@ -33,10 +33,10 @@ def why_unused(files: Files, name: str) -> str:
         return "the weights once more, as another program stores them"
     if _TENSORS.fullmatch(name):
         raise _refused(name, "is no regular file, and may stand for state of the training", "copy the file that it links to")
-    found = _first(files, name)
-    if found is not None:
+    reason = _first(files, name)
+    if reason is not None:
         raise _refused(
-            found,
+            reason,
             "is in a directory that this kind of import does not read, and may hold weights or state of the training",
             f"import {name} by itself, and move it out of the directory to import the rest",
         )

@@ -17,8 +17,8 @@ from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceed
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import directories, file_signs, hugging_face_names, sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.region import whole
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 from holdfast_formats.tensors import TensorSpec
@@ -80,8 +80,10 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
-    found = {tensor.spec.name: tensor.pieces[0].file for tensor in tensors}
-    wrong = {name for name, file in found.items() if weight_map.get(name) != file} | (weight_map.keys() - found)
+    files_by_name = {tensor.spec.name: tensor.pieces[0].file for tensor in tensors}
+    wrong = {name for name, file in files_by_name.items() if weight_map.get(name) != file} | (
+        weight_map.keys() - files_by_name
+    )
     if wrong:
         raise StateMismatch(f"{index} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
 
@@ -90,15 +92,15 @@ def _weight_map(files: Files, index: str) -> Mapping[str, str]:
     if (files.size(index) or 0) > INDEX_BYTES_MAX:
         raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
     try:
-        found = _decode_index(files.read(index)).weight_map
+        weight_map = _decode_index(files.read(index)).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {index}: {error}", hint=_HINT, file=index) from error
-    for name, file in found.items():
+    for name, file in weight_map.items():
         if not naming.is_file_name(file) or not file.endswith(_ENDING):
             raise InvalidRequest(
                 f"{index} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
             )
-    return found
+    return weight_map
 
 
 class _Index(msgspec.Struct):
@@ -121,13 +123,13 @@ def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[
     except CorruptManifest as error:
         raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
     hugging_face_names.check_metadata(file, header.metadata)
-    found = []
+    tensors = []
     for tensor in header.tensors:
         spec = TensorSpec(group, tensor.name, tensor.dtype, tensor.shape)
         spec.check()
         piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
-        found.append(ForeignTensor(spec, (piece,)))
-    return found
+        tensors.append(ForeignTensor(spec, (piece,)))
+    return tensors
 
 
 class TakenTensors(NamedTuple):
@@ -149,7 +151,7 @@ def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], optio
 
 def assets_of(files: Files, names: Iterable[str]) -> tuple[str, ...]:
     """The plain files beside the weights, except names of the format itself."""
-    found = []
+    assets = []
     for name in names:
         size = files.size(name)
         if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
@@ -158,8 +160,8 @@ def assets_of(files: Files, names: Iterable[str]) -> tuple[str, ...]:
             raise LimitExceeded(
                 f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} bytes for a file other than the weights"
             )
-        found.append(name)
-    return tuple(found)
+        assets.append(name)
+    return tuple(assets)
 
 
 def why_unused(files: Files, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, Refused, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.listing import FileUse
+from holdfast_formats.mapping.listing import FileUse
 from holdfast_formats.tensors import TensorSpec
 
 CONFIG = "config.json"
@@ -100,10 +100,10 @@ def check_shards(files: Sequence[str]) -> None:
 
 def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
     """`StateMismatch` for weights in another framework's layout: Paddle, Flax and TensorFlow transpose them."""
-    found = (metadata or {}).get("format")
-    if found not in _FORMATS:
+    written_format = (metadata or {}).get("format")
+    if written_format not in _FORMATS:
         raise StateMismatch(
-            f"{file} has format {found!r}: its matrices may be transposed compared to a Hugging Face model",
+            f"{file} has format {written_format!r}: its matrices may be transposed compared to a Hugging Face model",
             hint="save it from PyTorch (format 'pt')",
             file=file,
         )
@@ -137,12 +137,12 @@ def read_config(source: Files) -> Mapping[str, Any]:
     if size > CONFIG_BYTES_MAX:
         raise CorruptManifest(f"{CONFIG} has {size} bytes, over the limit of {CONFIG_BYTES_MAX}", file=CONFIG)
     try:
-        found = json.loads(source.read(CONFIG, 0, CONFIG_BYTES_MAX))
+        document = json.loads(source.read(CONFIG, 0, CONFIG_BYTES_MAX))
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptManifest(f"{CONFIG} is not a JSON object", file=CONFIG)
-    return found
+    return document
 
 
 def _mismatch(name: str, file: str, what: str, hint: str) -> Refused:

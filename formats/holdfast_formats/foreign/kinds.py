@@ -13,7 +13,7 @@ from holdfast_formats.foreign import file_signs
 
 if TYPE_CHECKING:  # commands state options without what reads a checkpoint
     from holdfast_formats.files import Files
-    from holdfast_formats.foreign.listing import ForeignListing
+    from holdfast_formats.mapping.listing import ForeignListing
 
 
 Int16 = Literal["integers", "bfloat16"]  # what a checkpoint's 16-bit integers are
@@ -75,7 +75,7 @@ def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> 
             hint=f"say which: --from {fitting[0].name}, or --from {fitting[1].name}",
         )
     names = files.list("")
-    packed = next((said for name in names if (said := file_signs.archive(name))), None)
+    packed = next((archive for name in names if (archive := file_signs.archive(name))), None)
     raise StateMismatch(
         f"no known checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
         hint=packed or f"known are {', '.join(kind.title for kind in kinds)}",

@@ -9,8 +9,8 @@ from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face, hugging_face_names, torch_values
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing
 from holdfast_formats.foreign.pickles import read_torch
+from holdfast_formats.mapping.listing import FileUse, ForeignListing
 
 GROUP = "adapter"
 CONFIG = "adapter_config.json"
@@ -33,12 +33,12 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if file is None:
         raise StateMismatch(f"there is neither {SAFE} nor {PICKLED}", file=SAFE)
     if file == SAFE:
-        found, notes = hugging_face.as_bfloat16(hugging_face.in_file(files, file, GROUP), {}, options)
+        tensors, notes = hugging_face.as_bfloat16(hugging_face.in_file(files, file, GROUP), {}, options)
     else:
-        found, notes = tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)), ()
-    if not found:
+        tensors, notes = tuple(torch_values.state_dict(read_torch(files, file), file, GROUP)), ()
+    if not tensors:
         raise StateMismatch(f"{file} has no tensors", file=file)
-    hugging_face_names.check_tensors([(tensor.spec, file) for tensor in found], {})
+    hugging_face_names.check_tensors([(tensor.spec, file) for tensor in tensors], {})
     twice = [name for name in (PICKLED,) if name in names and name != file]
     copies = hugging_face_names.check_names(names, {file, *twice})
     assets = hugging_face.assets_of(files, [name for name in names if name != file])
@@ -46,7 +46,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     uses += [FileUse(name, "unused", f"the adapter once more; {file} is read") for name in twice]
     known = {use.file for use in uses}
     uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in names if name not in known]
-    return ForeignListing(KIND.name, {tensor.key: tensor for tensor in found}, tuple(uses), assets=assets, notes=notes)
+    return ForeignListing(KIND.name, {tensor.key: tensor for tensor in tensors}, tuple(uses), assets=assets, notes=notes)
 
 
 def _check_config(files: Files) -> None:
@@ -54,10 +54,10 @@ def _check_config(files: Files) -> None:
     if size is None:
         raise StateMismatch(f"there is no {CONFIG}, without which the base model of the adapter is unknown", file=CONFIG)
     try:
-        found: Any = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
+        config: Any = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
-    if not isinstance(found, dict) or not isinstance(found.get("peft_type"), str):
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
         raise CorruptManifest(f"{CONFIG} is no configuration of an adapter: it has no peft_type", file=CONFIG)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.mapping.listing import ForeignTensor
 
 INTEGERS, BFLOAT16 = "integers", "bfloat16"
 _UNSIGNED, _SIGNED = "U16", "I16"
@@ -44,11 +44,11 @@ def taken_for_bfloat16(
         if asked == _UNSIGNED and "BF16" in first:
             raise _doubtful(first[asked], f"and {first['BF16'].name!r} is BF16: Paddle writes the one or the other")
         return asked if asked == _UNSIGNED else None
-    narrow = _says_bfloat16(config)
+    narrow = _names_bfloat16(config)
     if "BF16" in first or (asked == _SIGNED and not narrow):
         return None
-    said = "config.json says bfloat16" if narrow else "no tensor is BF16"
-    raise _doubtful(first[asked], f"and {said}: it may be the bits of bfloat16, as numpy writes them")
+    evidence = "config.json says bfloat16" if narrow else "no tensor is BF16"
+    raise _doubtful(first[asked], f"and {evidence}: it may be the bits of bfloat16, as numpy writes them")
 
 
 def with_bfloat16(tensor: ForeignTensor, dtype: str | None) -> ForeignTensor:
@@ -63,7 +63,7 @@ def note(dtype: str) -> str:
     return f"bfloat16 was stored as {dtype}, its bits"
 
 
-def _says_bfloat16(config: Mapping[str, Any]) -> bool:
+def _names_bfloat16(config: Mapping[str, Any]) -> bool:
     """Whether config.json states bfloat16 for the model or one of its parts."""
     parts = [config, *(one for one in config.values() if isinstance(one, Mapping))]
     return any(str(one.get(key)).endswith(BFLOAT16) for one in parts for key in ("dtype", "torch_dtype"))

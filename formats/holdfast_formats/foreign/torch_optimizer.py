@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.foreign import json_values, optimizer_state, torch_values
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.foreign import json_values, torch_values
 from holdfast_formats.foreign.paddle.computed import scalar
 from holdfast_formats.foreign.pickles import PickledArray
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 _HINT = (
@@ -67,11 +68,11 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
         for group in groups
     ]
     name_of = dict(zip(labels, names, strict=True))
-    made = optimizer_state.document(
+    state_document = optimizer_state.document(
         [([name_of[label] for label in group[_PARAMS]], kept) for group, kept in zip(groups, hyper, strict=True)]
     )
-    tensors = _placed({known[name_of[label]]: state[label] for label in labels if label in state}, made, file, key)
-    return TorchOptimizer(tuple(tensors), made, note)
+    tensors = _placed({known[name_of[label]]: state[label] for label in labels if label in state}, state_document, file, key)
+    return TorchOptimizer(tuple(tensors), state_document, note)
 
 
 def _in_order(

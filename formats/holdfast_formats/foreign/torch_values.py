@@ -7,8 +7,8 @@ from typing import Any
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from holdfast_formats.foreign import json_values
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor
 from holdfast_formats.foreign.pickles import LatinArray, PickledArray, PickledBytes
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -24,15 +24,15 @@ def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
     """The tensors of a state dict; `StateMismatch` if it has anything but tensors by name."""
     if not isinstance(value, dict):
         raise mismatch(file, "", f"holds a {_kind(value)} and not a state dict")
-    found = []
+    tensors = []
     for name, array in value.items():
         if not isinstance(name, str) or not isinstance(array, PickledArray):
             raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)} and not a tensor by a name")
         if array.dtype == "U16" and not array.storage:
             what = f"has {name!r}, a numpy array of U16: numpy writes bfloat16 as such integers too"
             raise mismatch(file, name, what, "save it as a torch tensor: torch.uint16 and torch.bfloat16 are told apart")
-        found.append(tensor(array, group, name))
-    return found
+        tensors.append(tensor(array, group, name))
+    return tensors
 
 
 def plain(value: Any, file: str, key: str) -> Any:

@@ -12,11 +12,12 @@ from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import hugging_face, hugging_face_names, optimizer_state, torch_optimizer, torch_values
+from holdfast_formats.foreign import hugging_face, hugging_face_names, torch_optimizer, torch_values
 from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickles import read_torch
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 
 GROUP = "model"
 EXTRA_GROUP = "extra"
@@ -49,33 +50,33 @@ def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
     weights = sorted(set(index.values())) if index is not None else [name for name in names if _WEIGHTS.fullmatch(name)]
     if index is None:
         _check_numbers(weights)
-    found: dict[TensorKey, ForeignTensor] = {}
+    tensors: dict[TensorKey, ForeignTensor] = {}
     for file in weights:
         for tensor in torch_values.state_dict(read_torch(files, file), file, GROUP):
-            if tensor.key in found:
-                first = found[tensor.key].pieces[0].file
+            if tensor.key in tensors:
+                first = tensors[tensor.key].pieces[0].file
                 raise torch_values.mismatch(file, tensor.spec.name, f"has {tensor.spec.name!r}, which {first} has too")
-            found[tensor.key] = tensor
-    stored = {key.name: tensor.pieces[0].file for key, tensor in found.items()}
+            tensors[tensor.key] = tensor
+    stored = {key.name: tensor.pieces[0].file for key, tensor in tensors.items()}
     if index is not None and index != stored:
         wrong = min(name for name in index.keys() | stored if index.get(name) != stored.get(name))
         raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
     used = [*weights, INDEX] if index is not None else weights
-    return _listing(DIRECTORY_KIND, files, found, used)
+    return _listing(DIRECTORY_KIND, files, tensors, used)
 
 
 def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
     tensors and plain values, which become documents. Raises `StateMismatch` for anything else.
     """
-    found = _bare(files.list(""))
-    if len(found) != 1:
+    candidates = _bare(files.list(""))
+    if len(candidates) != 1:
         raise StateMismatch(
-            f"the directory has several torch files: {', '.join(found[:4])}",
+            f"the directory has several torch files: {', '.join(candidates[:4])}",
             hint="put the one with the model's state dict into a directory of its own, with config.json and tokenizer",
-            file=found[-1] if found else "",
+            file=candidates[-1] if candidates else "",
         )
-    (file,) = found
+    (file,) = candidates
     value = read_torch(files, file)
     nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
     if len(nested) > 1:
@@ -93,18 +94,18 @@ def _with_values(
     files: Files, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
 ) -> ForeignListing:
     """The listing with an optimizer, tensors and plain values that are beside the model."""
-    found = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
-    if len(found) > 1:
-        second = found[1][0]
+    optimizers = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
+    if len(optimizers) > 1:
+        second = optimizers[1][0]
         raise torch_values.mismatch(file, str(second), f"has several optimizers, {second!r} is the second")
     gathered = GatheredListing(files)
     gathered.tensors |= listing.tensors
-    for key, held in found:
-        made = torch_optimizer.read(held, weights, file, str(key))
-        gathered.tensors |= {tensor.key: tensor for tensor in made.tensors}
-        gathered.document(optimizer_state.GROUP, optimizer_state.KEY, made.document)
-        gathered.notes += [made.note] if made.note else []
-    others = {str(key): one for key, one in beside.items() if key not in dict(found)}
+    for key, held in optimizers:
+        optimizer = torch_optimizer.read(held, weights, file, str(key))
+        gathered.tensors |= {tensor.key: tensor for tensor in optimizer.tensors}
+        gathered.document(optimizer_state.GROUP, optimizer_state.KEY, optimizer.document)
+        gathered.notes += [optimizer.note] if optimizer.note else []
+    others = {str(key): one for key, one in beside.items() if key not in dict(optimizers)}
     for key, one in others.items():
         if key.startswith("optim") and isinstance(one, dict):
             raise torch_optimizer.refused(file, key, "is no state dict that torch writes")
@@ -178,13 +179,13 @@ def _weight_map(files: Files) -> dict[str, str]:
     if (files.size(INDEX) or 0) > hugging_face.INDEX_BYTES_MAX:
         raise LimitExceeded(f"{INDEX} is over the limit of {hugging_face.INDEX_BYTES_MAX} bytes", file=INDEX)
     try:
-        found = dict(_decode_index(files.read(INDEX)).weight_map)
+        weight_map = dict(_decode_index(files.read(INDEX)).weight_map)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {INDEX}: {error}", file=INDEX) from error
-    wrong = next((file for file in found.values() if not naming.is_file_name(file) or files.size(file) is None), None)
+    wrong = next((file for file in weight_map.values() if not naming.is_file_name(file) or files.size(file) is None), None)
     if wrong is not None:
         raise torch_values.mismatch(INDEX, "", f"names {wrong!r}, which is not there", "download it again")
-    return found
+    return weight_map
 
 
 DIRECTORY_KIND = ForeignKind(

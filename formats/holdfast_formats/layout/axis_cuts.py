@@ -71,10 +71,10 @@ class Cutter:
 
     def _at(self, element: Element, cuts: dict[int, Cut], at: Coordinate) -> Cut:
         index = at.etp if element.rule is not None and element.rule.axis == "etp" else at.tp
-        found = cuts.get(index)
-        if found is None:
-            found = cuts[index] = self._cut(element, index)
-        return found
+        cut = cuts.get(index)
+        if cut is None:
+            cut = cuts[index] = self._cut(element, index)
+        return cut
 
     def _cut(self, element: Element, index: int) -> Cut:
         rule, shape, mesh = element.rule, element.shape, self._layout.mesh

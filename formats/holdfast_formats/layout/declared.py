@@ -42,11 +42,11 @@ def declare(
     layout = with_forms(layout, (*parameters, *(split_key(name, keyed)[0] for name in local)), rules)
     specs = _stored_specs(layout, rules, local, parameters, keyed)
     held = {tensor.name: tensor for tensor in LayoutHoldings(layout, group, specs, rules).of(rank).tensors}
-    found: dict[str, DeclaredTensor] = {}
+    declared_tensors: dict[str, DeclaredTensor] = {}
     for name, (dtype, shape) in local.items():
         tensor = held.get(name)
         if tensor is None and 0 in shape:  # other ranks hold all of it
-            found[name] = DeclaredTensor(LocalTensor(name, dtype, shape, ()), {})
+            declared_tensors[name] = DeclaredTensor(LocalTensor(name, dtype, shape, ()), {})
             continue
         if tensor is None or tensor.shape != shape:
             where = "has no part of it" if tensor is None else f"should have {list(tensor.shape)}"
@@ -55,8 +55,8 @@ def declare(
                 hint="check the layout, its rank order and sharding, and that config.json is this model's",
             )
         named = dict.fromkeys(part.tensor for part in tensor.parts)
-        found[name] = DeclaredTensor(tensor, {n: TensorSpec(group, n, *specs[n]) for n in named})
-    return found
+        declared_tensors[name] = DeclaredTensor(tensor, {n: TensorSpec(group, n, *specs[n]) for n in named})
+    return declared_tensors
 
 
 def with_forms(layout: Layout, parameters: Iterable[str], rules: Rules) -> Layout:
@@ -103,9 +103,9 @@ def stored_shape(name: str, rules: Rules) -> Shape | None:
         rule = rules.rule(name)
         return None if rule is None else rule.shape
     count = len(fusion.of) // (rules.experts or 1) if fusion.stacked else len(fusion.of)
-    found = [rule.shape for part in fusion.of[:count] if (rule := rules.rule(part)) is not None and rule.shape is not None]
-    known = len(found) == count and fusion.groups
-    return compose(fusion, name, "", "F32", tuple(found)).shape if known else None
+    shapes = [rule.shape for part in fusion.of[:count] if (rule := rules.rule(part)) is not None and rule.shape is not None]
+    known = len(shapes) == count and fusion.groups
+    return compose(fusion, name, "", "F32", tuple(shapes)).shape if known else None
 
 
 def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[tuple[str, str, Shape | None]]:
@@ -113,14 +113,14 @@ def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[
     keys: dict[str, tuple[str, Shape | None]] = {}
     for name, (dtype, shape) in local.items():
         keys[split_key(name, keyed)[1]] = dtype, () if shape == () else None
-    told: set[str] = set()
+    names: set[str] = set()
     for parameter in parameters:
         for key, expected in keys.items():
             name = parameter + key
-            told.add(name)
+            names.add(name)
             yield (name, *local.get(name, expected))
     for name, (dtype, shape) in local.items():
-        if name not in told:
+        if name not in names:
             yield name, dtype, shape
 
 

@@ -46,12 +46,12 @@ def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
 
     Raises `StateMismatch`, with the tensor and the numbers, for a fused tensor that does not have the shape of its parts.
     """
-    found = Elements({}, {})
+    elements = Elements({}, {})
     for name, (dtype, shape) in specs.items():
         parameter, key = split_key(name, keyed)
         fusion = rules.fusion(parameter)
         if fusion is None:
-            found.by_name[name] = Element(name, parameter, key, dtype, shape, rules.rule(parameter))
+            elements.by_name[name] = Element(name, parameter, key, dtype, shape, rules.rule(parameter))
             continue
         shapes: tuple[Shape, ...] = ((),)
         if shape:
@@ -66,10 +66,10 @@ def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
             )
         source = Fused(name, shape, fused.parts)
         for position, part in enumerate(fusion.of):
-            found.sources.setdefault(part + key, []).append(source)
+            elements.sources.setdefault(part + key, []).append(source)
             element = Element(part + key, part, key, dtype, shapes[position % len(shapes)], rules.rule(part))
-            found.by_name.setdefault(element.name, element)
-    return found
+            elements.by_name.setdefault(element.name, element)
+    return elements
 
 
 def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[Shape, ...]:

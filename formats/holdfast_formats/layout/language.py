@@ -140,8 +140,8 @@ def parse(source: str | Mapping[str, Any]) -> Layout:
 def _of_text(source: str) -> dict[str, str]:
     parts: dict[str, str] = {}
     for part in source.split(",") if source else ():
-        key, found, value = (piece.strip() for piece in part.partition("="))
-        if not found or not key:
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator or not key:
             _refuse(f"the layout's part {_shown(part)} is not key=value")
         _add(parts, key, value)
     return parts
@@ -240,10 +240,10 @@ def _layout(parts: dict[str, str]) -> Layout:
 
 def _number(name: str, value: str, least: int, most: int) -> int:
     """Parse a whole number; `InvalidRequest` by name outside [least, most]."""
-    found = int(value) if _NUMBER.fullmatch(value) else -1
-    if not least <= found <= most:
+    number = int(value) if _NUMBER.fullmatch(value) else -1
+    if not least <= number <= most:
         _refuse(f"{name}={_shown(value)} must be a whole number from {least} to {most}")
-    return found
+    return number
 
 
 def _split(mesh: Mesh, value: str) -> tuple[int, ...]:
@@ -312,9 +312,9 @@ def _parts(layout: Layout) -> dict[str, str]:
 
 def _options(sharding: Sharding) -> list[str]:
     usual = Sharding()
-    said = [name for name in METHODS.get(sharding.method, ()) if getattr(sharding, name) != getattr(usual, name)]
-    method = [sharding.method] if sharding.method != USUAL_METHOD.get(sharding.stage, "") or said else []
-    return method + [f"{name}={getattr(sharding, name)}" for name in said]
+    options = [name for name in METHODS.get(sharding.method, ()) if getattr(sharding, name) != getattr(usual, name)]
+    method = [sharding.method] if sharding.method != USUAL_METHOD.get(sharding.stage, "") or options else []
+    return method + [f"{name}={getattr(sharding, name)}" for name in options]
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> NoReturn:

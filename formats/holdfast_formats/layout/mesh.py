@@ -161,10 +161,10 @@ def arrange(sizes: Mapping[str, int], order: Iterable[str] = ORDER) -> Mesh:
     return mesh
 
 
-def _check_experts(mesh: Mesh, said: bool) -> None:
+def _check_experts(mesh: Mesh, is_stated: bool) -> None:
     ranks = mesh.tp * mesh.cp * mesh.sharding * mesh.dp
     if ranks % (mesh.etp * mesh.ep):
-        default = "" if said else " (etp defaults to tp)"
+        default = "" if is_stated else " (etp defaults to tp)"
         raise InvalidRequest(
             f"etp={mesh.etp} with ep={mesh.ep} does not divide the {ranks} ranks of a stage{default}: "
             f"tp={mesh.tp}, cp={mesh.cp}, sharding={mesh.sharding}, dp={mesh.dp}",
@@ -195,11 +195,11 @@ def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
         raise InvalidRequest(
             f"the order {'-'.join(order)} lacks {lacking[0]}, which has {sizes[lacking[0]]} ranks", hint=f"add {lacking[0]}"
         )
-    found = [*order, *missing]
+    axes = [*order, *missing]
     for axis, outer in (("sharding", "dp"), ("ep", "sharding")):
-        if axis not in found:
-            found.insert(found.index(outer), axis)
-    return tuple(found)
+        if axis not in axes:
+            axes.insert(axes.index(outer), axis)
+    return tuple(axes)
 
 
 def _moving(mesh: Mesh) -> set[str]:
@@ -210,9 +210,9 @@ def _moving(mesh: Mesh) -> set[str]:
 
 def _canonical(mesh: Mesh) -> tuple[str, ...]:
     moving = _moving(mesh)
-    told = [axis for axis in mesh.order if axis in moving]
+    ordered = [axis for axis in mesh.order if axis in moving]
     usual = [axis for axis in ORDER if axis in moving]
-    return ORDER if told == usual else (*told, *(axis for axis in ORDER if axis not in moving))
+    return ORDER if ordered == usual else (*ordered, *(axis for axis in ORDER if axis not in moving))
 
 
 def told_order(mesh: Mesh) -> tuple[str, ...]:

@@ -104,14 +104,14 @@ def cut(part: Part, start: int, stop: int) -> list[Part]:
     whole_to = min((stop - low - span) // stride + 1, n)
     first = max((start - low - span) // stride + 1, 0)
     last = min(-(-(stop - low) // stride), n)
-    found: list[Part] = []
+    parts: list[Part] = []
     for step in range(first, min(whole_from, last)):
-        found += cut(_steps(part, outer, step, step + 1), start, stop)
+        parts += cut(_steps(part, outer, step, step + 1), start, stop)
     if whole_from < whole_to:
-        found += cut(_steps(part, outer, whole_from, whole_to), start, stop)
+        parts += cut(_steps(part, outer, whole_from, whole_to), start, stop)
     for step in range(max(whole_to, whole_from, first), last):
-        found += cut(_steps(part, outer, step, step + 1), start, stop)
-    return found
+        parts += cut(_steps(part, outer, step, step + 1), start, stop)
+    return parts
 
 
 def _steps(part: Part, dimension: int, first: int, last: int) -> Part:
@@ -197,13 +197,13 @@ def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> Local
         if held is None:
             parts.append(part)
             continue
-        found = [inner for source in held for inner in _inside(part, source)]
-        if sum(inner.box.volume for inner in found) != part.box.volume:
+        inner_parts = [inner for source in held for inner in _inside(part, source)]
+        if sum(inner.box.volume for inner in inner_parts) != part.box.volume:
             raise StateMismatch(
                 f"tensor {local.name!r} needs {list(part.box.offset)}+{list(part.box.shape)} of {part.tensor!r}, "
                 f"of which {', '.join(repr(source.name) for source in held)} do not hold everything"
             )
-        parts += found
+        parts += inner_parts
     return local._replace(parts=tuple(dict.fromkeys(parts)))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.layout import sharding
@@ -147,7 +147,7 @@ class LayoutHoldings:
         mesh = self.layout.mesh
         experts = self._rules.experts if self._rules.experts is not None else _count(self._elements, "expert")
         stages: dict[int | str, int] = {}
-        found: dict[tuple[int, int], list[tuple[int, Element]]] = {}
+        by_place: dict[tuple[int, int], list[tuple[int, Element]]] = {}
         for number, element in enumerate(self._elements.by_name.values()):
             if element.name in self._personal:
                 continue
@@ -162,8 +162,8 @@ class LayoutHoldings:
                         hint="choose an ep that divides the number of experts",
                     )
                 expert = rule.expert // (experts // mesh.ep)
-            found.setdefault((stage, expert), []).append((number, element))
-        return found
+            by_place.setdefault((stage, expert), []).append((number, element))
+        return by_place
 
     def _stage(self, stage: int | str, known: dict[int | str, int]) -> int:
         if stage == "every":
@@ -238,8 +238,8 @@ class LayoutHoldings:
             return one_for_all(name, dtype, [element.name for element, _ in held])
         if not fusion.stacked:
             if len(held) != len(fusion.of):
-                there = {element.parameter for element, _ in held}
-                missing = ", ".join(repr(part) for part in fusion.of if part not in there)
+                present = {element.parameter for element, _ in held}
+                missing = ", ".join(repr(part) for part in fusion.of if part not in present)
                 raise StateMismatch(f"tensor {name!r} cannot be fused: there is no {missing}")
             return self._joined(fusion, name, held, at)
         experts: dict[int, list[tuple[Element, Cut]]] = {}
@@ -300,15 +300,15 @@ class LayoutHoldings:
                 scalars.append(tensor)
             else:
                 by_key.setdefault(split_key(tensor.name, self._keyed)[1], []).append(tensor)
-        found = []
+        deals = []
         for listed in by_key.values() or [[]]:
             places = {split_key(tensor.name, self._keyed)[0]: i for i, tensor in enumerate(listed)}
             beside = [places.get(split_key(tensor.name, self._keyed)[0], -1) for tensor in scalars]
             bits = np.array([dtypes.bits(tensor.dtype) for tensor in listed], np.int64)
             cuts = sharding.cuts(listed, self.layout, count)
-            found.append(_Dealt(listed, cuts, bits, scalars, np.array(beside, np.int64)))
+            deals.append(_Dealt(listed, cuts, bits, scalars, np.array(beside, np.int64)))
             scalars = []
-        return found
+        return deals
 
 
 def of_manifest(

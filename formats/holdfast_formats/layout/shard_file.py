@@ -68,8 +68,8 @@ class ShardFile(NamedTuple):
 
 def describe(run: str, step: int, layout: str, rank: int, group: str, program: str = "") -> dict[str, str]:
     """The metadata in a shard's file; `layout` is the canonical text, `program` the name of one that made the tensors."""
-    said = {"run": run, "step": str(step), "layout": layout, "rank": str(rank), "group": group}
-    return {**said, "program": program} if program else said
+    metadata = {"run": run, "step": str(step), "layout": layout, "rank": str(rank), "group": group}
+    return {**metadata, "program": program} if program else metadata
 
 
 def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> ShardFile:

@@ -148,8 +148,8 @@ def _buffers(tensors: Sequence[Sized], sharding: Sharding) -> Iterator[NDArray[n
 
 def unit(name: str) -> str:
     """The FSDP1 unit of a tensor: its name up to the layer's number, "" if it has none."""
-    found = _LAYER.search(name)
-    return name[: found.end(1)] if found else ""
+    match = _LAYER.search(name)
+    return name[: match.end(1)] if match else ""
 
 
 def _fuse(
@@ -157,10 +157,10 @@ def _fuse(
     sizes: NDArray[np.int64],
     sharding: Sharding,
     count: int,
-    found: tuple[NDArray[np.int64], NDArray[np.int64]],
+    share_columns: tuple[NDArray[np.int64], NDArray[np.int64]],
 ) -> None:
     """Place tensors of one dtype one after the other, and close a buffer when it has its bucket's elements."""
-    at, shares = found
+    at, shares = share_columns
     align = sharding.align
     grain = count * align if sharding.method == "flat" and not sharding.pad else lcm(count, sharding.pad or 1)
     own = sizes[positions]

@@ -18,7 +18,7 @@ from holdfast_formats.layout.mesh import ORDER, Coordinate, Mesh, arrange
 _BEHIND = ("etp", "vpp")  # axes that number no ranks
 
 
-class Heir(NamedTuple):
+class SavedRankChoice(NamedTuple):
     """The saved rank that is continued. `exact`: it had the same index or place."""
 
     rank: int
@@ -51,21 +51,21 @@ def index(mesh: Mesh, at: Coordinate) -> int:
     return at.dp + at.sharding * mesh.dp
 
 
-def position(saved: Mesh, now: Mesh, rank: int) -> Heir:
+def position(saved: Mesh, now: Mesh, rank: int) -> SavedRankChoice:
     """The saved rank whose data position a rank of the mesh `now` continues."""
     at = now.coordinate(rank)
     wanted = index(now, at)
     same = {axis: getattr(at, axis) if getattr(at, axis) < getattr(saved, axis) else 0 for axis in ("tp", "cp", "pp")}
-    return Heir(_rank(saved, wanted % indices(saved), same), wanted < indices(saved))
+    return SavedRankChoice(_rank(saved, wanted % indices(saved), same), wanted < indices(saved))
 
 
-def stream(saved: Mesh, now: Mesh, rank: int) -> Heir:
+def stream(saved: Mesh, now: Mesh, rank: int) -> SavedRankChoice:
     """The saved rank whose streams a rank of the mesh `now` continues."""
     at = now.coordinate(rank)
     wanted = index(now, at)
     place = {axis: getattr(at, axis) % getattr(saved, axis) for axis in ("tp", "cp", "pp")}
     exact = wanted < indices(saved) and all(getattr(at, axis) == place[axis] for axis in place)
-    return Heir(_rank(saved, wanted % indices(saved), place), exact)
+    return SavedRankChoice(_rank(saved, wanted % indices(saved), place), exact)
 
 
 def left(saved: Mesh, now: Mesh) -> range:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import BoxMove
+from holdfast_formats.mapping.box_moves import BoxMove
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.region import Box, Shape, whole
 
 MOVES_MAX = 2**18  # of one tensor
@@ -126,7 +126,7 @@ def _extended(a: Box, b: Box, axis: int) -> Box | None:
 def picked(arranged: Arrangement, axis: int, start: int, count: int, step: int = 1) -> Arrangement:
     """Elements `start`, `start + step`, … of a dimension, `count` of them."""
     moves = tuple(
-        found for move in arranged.moves for found in _picked(move, axis, range(start, start + count * step, step))
+        box_move for move in arranged.moves for box_move in _picked(move, axis, range(start, start + count * step, step))
     )
     if not count and not moves:  # no element, and yet made of these tensors
         moves = tuple(_part(move, axis, range(0), 0, 1) for move in arranged.moves[:1])
@@ -194,8 +194,8 @@ def interleaved(parts: Sequence[Arrangement], axis: int, name: str) -> Arrangeme
             steps = move.target_step or (1,) * len(move.axes)
             step = steps[axis] * many if move.target.shape[axis] > 1 else 1
             target = Box(_with(move.target.offset, axis, move.target.offset[axis] * many + number), move.target.shape)
-            made = _with(steps, axis, step)
-            moves.append(move._replace(target=target, target_step=() if max(made) == 1 else made))
+            target_steps = _with(steps, axis, step)
+            moves.append(move._replace(target=target, target_step=() if max(target_steps) == 1 else target_steps))
     shape = _with(parts[0].shape, axis, parts[0].shape[axis] * many)
     same = tuple(dict.fromkeys(names for part in parts for names in part.same))
     return Arrangement(shape, tuple(moves), parts[0].dtype, any(part.padded for part in parts), same)
@@ -261,9 +261,9 @@ def unbraided(arranged: Arrangement, axis: int, times: int, lengths: Sequence[in
             tensor=name,
         )
     check_cuts(arranged, times * len(lengths), name)
-    found, at = [], 0
+    pieces_of, at = [], 0
     for length in lengths:
         pieces = [picked(arranged, axis, i * row + at, length) for i in range(times)]
-        found.append(joined(pieces, axis, name))
+        pieces_of.append(joined(pieces, axis, name))
         at += length
-    return found
+    return pieces_of

@@ -60,9 +60,9 @@ def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
 
 def _model_type(config: Mapping[str, Any]) -> str:
     nested = config.get("text_config")
-    said = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
+    named_kinds = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
     known = {kind for name in packaged() for kind in load(name).model_types}
-    found = [kind for kind in said if isinstance(kind, str)]
-    if not found:
+    kinds = [kind for kind in named_kinds if isinstance(kind, str)]
+    if not kinds:
         raise InvalidRequest("config.json has no model_type", hint="name the program instead")
-    return next((kind for kind in found if kind in known), found[0])
+    return next((kind for kind in kinds if kind in known), kinds[0])

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey, is_of_rank
-from holdfast_formats.foreign.moves import MappedTensor
-from holdfast_formats.foreign.optimizer_state import GROUP as OPTIMIZER
-from holdfast_formats.foreign.optimizer_state import MASTER_GROUP
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey, is_of_rank
+from holdfast_formats.mapping.optimizer_state import GROUP as OPTIMIZER
+from holdfast_formats.mapping.optimizer_state import MASTER_GROUP
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
 from holdfast_formats.programs.environment import SHOWN_MAX, Environment
@@ -57,12 +57,12 @@ def _compiled(
     parameters = _shapes(planes)
     wanted = None if targets is None else {key.name: spec for key, spec in targets.items() if key.group == "model"}
     around = arranged(program, parameters, sizes_for(program.sizes, config), ranks, wanted)
-    made = FollowingTensors(around, parameters).planes(planes)
+    compiled_program = FollowingTensors(around, parameters).planes(planes)
     kept = {key: _as_it_is(specs[key]) for key in others}
-    doubled = sorted(made.tensors.keys() & kept.keys())
+    doubled = sorted(compiled_program.tensors.keys() & kept.keys())
     if doubled:
         raise StateMismatch(f"{doubled[0].name!r} of group {doubled[0].group} is there already", tensor=doubled[0].name)
-    result = made._replace(program=program.name, tensors={**made.tensors, **kept})
+    result = compiled_program._replace(program=program.name, tensors={**compiled_program.tensors, **kept})
     if targets is not None:
         check_targets(result, targets)
     return result
@@ -104,17 +104,17 @@ def planes_of(specs: Mapping[TensorKey, TensorSpec]) -> tuple[Planes, list[Tenso
 
 def _shapes(planes: Planes) -> dict[str, Shape]:
     """The shape of every parameter: of its weight, else its master, else its largest optimizer state."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for group in (*PARAMETER_GROUPS, OPTIMIZER):
         taken: dict[str, Shape] = {}
         for plane, held in planes.items():
             if plane.group != group:
                 continue
             for name, spec in held.items():
-                if name not in found and len(spec.shape) >= len(taken.get(name, ())):
+                if name not in shapes and len(spec.shape) >= len(taken.get(name, ())):
                     taken[name] = spec.shape
-        found |= taken
-    return found
+        shapes |= taken
+    return shapes
 
 
 def _finish(around: Environment, wanted: Mapping[str, TensorSpec] | None) -> None:
@@ -140,16 +140,18 @@ def _as_it_is(spec: TensorSpec) -> MappedTensor:
     return MappedTensor(spec, tuple(move._replace(source=key) for move in one.moves))
 
 
-def check_targets(made: CompiledProgram, targets: Mapping[TensorKey, TensorSpec]) -> None:
+def check_targets(compiled_program: CompiledProgram, targets: Mapping[TensorKey, TensorSpec]) -> None:
     """`StateMismatch` unless exactly these tensors are made; groups that are not made at all are not checked."""
-    groups = {key.group for key in made.tensors}
-    missing = sorted(key for key in targets if key.group in groups and key not in made.tensors)
+    groups = {key.group for key in compiled_program.tensors}
+    missing = sorted(key for key in targets if key.group in groups and key not in compiled_program.tensors)
     if missing:
         raise StateMismatch(f"{_some(missing)} would not be made", tensor=missing[0].name)
-    over = sorted(key for key in made.tensors if key not in targets and key.group in {one.group for one in targets})
+    over = sorted(
+        key for key in compiled_program.tensors if key not in targets and key.group in {one.group for one in targets}
+    )
     if over:
         raise StateMismatch(f"{_some(over)} would be made, which the target does not have", tensor=over[0].name)
-    for key, mapped in made.tensors.items():
+    for key, mapped in compiled_program.tensors.items():
         wanted = targets.get(key)
         if wanted is not None and wanted.shape != mapped.spec.shape:
             raise StateMismatch(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 
 

@@ -105,12 +105,12 @@ def _compiled(written: ProgramText) -> Program:
 
 def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[ProgramStatement, ...]:
     try:
-        found = parse_statements(text, tuple(sizes))
+        program_statements = parse_statements(text, tuple(sizes))
     except InvalidRequest as problem:
         raise InvalidRequest(f"{place}{problem.detail}", hint=problem.hint, **problem.members) from None
-    if not found:
+    if not program_statements:
         raise InvalidRequest(f"{place}there are no statements")
-    return found
+    return program_statements
 
 
 def keys_of(program: Program) -> frozenset[str]:

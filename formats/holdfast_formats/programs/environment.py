@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import arrangement
 from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.programs.matching import STEPS_MAX, Surroundings, steps
@@ -51,17 +51,17 @@ class Environment:
             self.passing = True
             return
         around = Surroundings(self._index, self._shapes, self._sizes, self._ranks)
-        made: list[tuple[str, Arrangement]] = []
+        arrangements: list[tuple[str, Arrangement]] = []
         taken: dict[str, None] = {}
         for step in list(steps(statement, around)):
             self._steps += 1
             if self._steps > STEPS_MAX:
                 raise LimitExceeded(f"{statement.where}: more than {STEPS_MAX} steps")
-            made += zip(step.outputs, self._results(step, targets), strict=True)
+            arrangements += zip(step.outputs, self._results(step, targets), strict=True)
             taken.update(dict.fromkeys(step.inputs))
-        identity = statement.plain and [name for name, _ in made] == list(taken)
-        self._take(taken, {name for name, _ in made}, bool(made), statement)
-        self._put(made, statement)
+        identity = statement.plain and [name for name, _ in arrangements] == list(taken)
+        self._take(taken, {name for name, _ in arrangements}, bool(arrangements), statement)
+        self._put(arrangements, statement)
         if identity:
             self._kept |= taken.keys()
 
@@ -73,8 +73,8 @@ class Environment:
         return self._spent.get(name)
 
     def _results(self, step: Step, targets: Mapping[str, TensorSpec] | None) -> Sequence[Arrangement]:
-        said = step.statement
-        if said.left[0].nothing:
+        program_statement = step.statement
+        if program_statement.left[0].nothing:
             return [self._new(step, name, targets) for name in step.outputs]
         inputs = [self._read(name) for name in step.inputs]
         self._note(step, inputs)
@@ -99,13 +99,13 @@ class Environment:
 
     def _note(self, step: Step, inputs: Sequence[Arrangement]) -> None:
         """Record a step's losses and assumptions."""
-        said = step.statement
-        if step.outputs and said.slices is None and "src_dtype" not in said.texts:
+        program_statement = step.statement
+        if step.outputs and program_statement.slices is None and "src_dtype" not in program_statement.texts:
             return
-        if said.slices is not None:
+        if program_statement.slices is not None:
             self.sliced.update((source, step.where) for one in inputs for source in one.sources)
         dtype = step.dtype("src_dtype")
-        zeros = not step.outputs and "zeros" in said.words
+        zeros = not step.outputs and "zeros" in program_statement.words
         if dtype is not None:
             self.asserted += (Asserted(source, dtype, step.where) for one in inputs for source in one.sources)
         if zeros:
@@ -113,20 +113,20 @@ class Environment:
         if not step.outputs:
             self.dropped.update((source, step.where) for one in inputs for source in one.sources)
 
-    def _take(self, taken: Mapping[str, None], made: set[str], becoming: bool, statement: ProgramStatement) -> None:
+    def _take(self, taken: Mapping[str, None], targets: set[str], becoming: bool, statement: ProgramStatement) -> None:
         for name in taken:
             self._untouched.discard(name)
             if name not in self.held:
                 continue
-            if becoming and name in self._kept and name not in made:
+            if becoming and name in self._kept and name not in targets:
                 self.copied.append(name)
                 continue
             self._kept.discard(name)
             self._spent[name] = self.held.pop(name)
             self._index.remove(name)
 
-    def _put(self, made: Sequence[tuple[str, Arrangement]], statement: ProgramStatement) -> None:
-        for name, one in made:
+    def _put(self, arrangements: Sequence[tuple[str, Arrangement]], statement: ProgramStatement) -> None:
+        for name, one in arrangements:
             if name in self.held:
                 raise StateMismatch(
                     f"{statement.where}: {name!r} is there already",

@@ -11,8 +11,8 @@ import ml_dtypes
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import BoxMove, MappedTensor
+from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.programs.compiled import CompiledProgram, DtypeChange, LostElements
 from holdfast_formats.programs.environment import Environment
@@ -170,7 +170,7 @@ class FollowingTensors:
                 used[move.source.name] = used.get(move.source.name, 0) + move.box.volume
             for names in one.same:
                 used |= {each: prod(self._parameters[each]) for each in names}
-        found = []
+        lost = []
         for name, shape in self._parameters.items():
             left = prod(shape) - used.get(name, 0)
             if left <= 0 or (name in self._around.dropped and name not in used):
@@ -180,8 +180,8 @@ class FollowingTensors:
                 raise StateMismatch(f"{left} elements of {name!r} would be lost", tensor=name)
             for plane, held in planes.items():
                 if name in held and held[name].shape == shape:
-                    found.append(LostElements(TensorKey(plane.group, name + plane.end), left, why))
-        return found
+                    lost.append(LostElements(TensorKey(plane.group, name + plane.end), left, why))
+        return lost
 
     def _asserted(self, planes: Planes) -> list[TensorKey]:
         """Tensors that must be zero; also checks assumed dtypes."""
@@ -198,11 +198,11 @@ class FollowingTensors:
         return zeros
 
     def _names(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {name: [] for name in self._parameters}
+        targets: dict[str, list[str]] = {name: [] for name in self._parameters}
         for name, one in self._around.held.items():
             for source in one.sources if len(one.moves) > 1 else [move.source.name for move in one.moves]:
-                found[source].append(name)
-        return {name: tuple(made) for name, made in found.items()}
+                targets[source].append(name)
+        return {name: tuple(targets_of) for name, targets_of in targets.items()}
 
 
 def _odd(plane: Plane, spec: TensorSpec, shape: Shape) -> StateMismatch:
@@ -236,7 +236,7 @@ def _exact(before: str, after: str) -> bool | None:
 
 def lossless(before: str, after: str, name: str = "") -> bool:
     """Whether a cast keeps every value; `StateMismatch` for one between floating-point and whole numbers."""
-    found = before == after or _exact(before, after)
-    if found is None:
+    is_exact = before == after or _exact(before, after)
+    if is_exact is None:
         raise StateMismatch(f"tensor {name!r} cannot be cast from {before} to {after}", tensor=name)
-    return found
+    return is_exact

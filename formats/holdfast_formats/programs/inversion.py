@@ -39,8 +39,8 @@ def inverted(program: Program, *, trusting: bool = False) -> Program:
 
 
 def _statement(program: Program, one: ProgramStatement, trusting: bool) -> ProgramStatement:
-    made = _turned_round(program, one, trusting)
-    return made._replace(text=f"inverse of {one.text}")
+    program_statement = _turned_round(program, one, trusting)
+    return program_statement._replace(text=f"inverse of {one.text}")
 
 
 def _turned_round(program: Program, one: ProgramStatement, trusting: bool) -> ProgramStatement:

@@ -49,7 +49,9 @@ def steps(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
         )
     for choice in choices:
         inputs = tuple(
-            name for operand, found in zip(left, held, strict=True) for name in _at(operand, found, choice, statement)
+            name
+            for operand, candidate in zip(left, held, strict=True)
+            for name in _at(operand, candidate, choice, statement)
         )
         values = dict(choice)
         outputs = () if dropping else tuple(_outputs(statement, values, opened, inputs, around))
@@ -104,31 +106,31 @@ def _held(operand: Operand, around: Surroundings, gathered: str | None) -> _Foun
 
 
 def _choices(held: list[_Found], gathered: str | None) -> list[_Choice]:
-    found = {tuple(item for item in choice if item[0] != gathered) for operand in held for choice in operand.names}
-    if any(choice for choice in found):
-        found.discard(())  # a whole name beside names with numbers
-    return sorted(found)
+    choices = {tuple(item for item in choice if item[0] != gathered) for operand in held for choice in operand.names}
+    if any(choice for choice in choices):
+        choices.discard(())  # a whole name beside names with numbers
+    return sorted(choices)
 
 
-def _at(operand: Operand, found: _Found, choice: _Choice, statement: ProgramStatement) -> list[str]:
-    own = tuple(item for item in choice if item[0] in found.pattern.variables)
-    if found.pattern.variables <= {name for name, _ in choice}:
-        name = found.names.get(own)
+def _at(operand: Operand, candidate: _Found, choice: _Choice, statement: ProgramStatement) -> list[str]:
+    own = tuple(item for item in choice if item[0] in candidate.pattern.variables)
+    if candidate.pattern.variables <= {name for name, _ in choice}:
+        name = candidate.names.get(own)
         if name is None:
             raise StateMismatch(
-                f"{statement.where}: {found.pattern.name(dict(choice))!r} is missing",
+                f"{statement.where}: {candidate.pattern.name(dict(choice))!r} is missing",
                 hint="others that this statement joins are there",
-                tensor=found.pattern.name(dict(choice)),
+                tensor=candidate.pattern.name(dict(choice)),
             )
         return [name]
-    (variable,) = found.pattern.variables - {name for name, _ in choice}  # the gathered one
-    rows = sorted(found.rows.get(own, ()))
+    (variable,) = candidate.pattern.variables - {name for name, _ in choice}  # the gathered one
+    rows = sorted(candidate.rows.get(own, ()))
     for (before, _), (after, name) in pairwise(rows):
         if after != before + 1:
-            missing = found.pattern.name({**dict(choice), variable: before + 1})
+            missing = candidate.pattern.name({**dict(choice), variable: before + 1})
             raise StateMismatch(f"{statement.where}: {missing!r} is missing; the next is {name!r}", tensor=missing)
     if rows and rows[0][0] and ("stack" in statement.words or "count" in statement.numbers):
-        missing = found.pattern.name({**dict(choice), variable: 0})
+        missing = candidate.pattern.name({**dict(choice), variable: 0})
         raise StateMismatch(f"{statement.where}: {missing!r} is missing; the first is {rows[0][1]!r}", tensor=missing)
     return [name for _, name in rows]
 
@@ -162,26 +164,26 @@ def _outputs(
     if not 0 < count <= RANGE_MAX:
         raise StateMismatch(f"{statement.where}: {count} tensors, where 1 to {RANGE_MAX} are allowed")
     (variable,) = opened
-    made = statement.right[0].pattern
-    assert made is not None  # variables are in patterns
+    pattern = statement.right[0].pattern
+    assert pattern is not None  # variables are in patterns
     for value in range(count):
-        yield made.name({**values, variable: value})
+        yield pattern.name({**values, variable: value})
 
 
 def _by_regex(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
     regex = statement.left[0].regex
     assert regex is not None  # the caller checked it
-    found = False
+    matched = False
     for name in around.names.names():
         match = regex.match(name)
         if match is None:
             continue
-        found = True
+        matched = True
         outputs = (
             () if statement.right[0].nothing else tuple(_expanded(statement, match, operand) for operand in statement.right)
         )
         yield Step(statement, (name,), outputs, around.sizes, around.ranks)
-    if not found and "optional" not in statement.words:
+    if not matched and "optional" not in statement.words:
         raise StateMismatch(
             f"{statement.where}: no tensor has such a name", hint="add the attribute optional, if it may be so"
         )

@@ -16,7 +16,7 @@ _OPEN = re.compile(r"\$([A-Z_]+)|(\*)")
 
 def pattern(text: str, right: bool) -> NamePattern:
     """Compile a name; `InvalidRequest` for a variable that does not exist, or that has no clear boundary."""
-    at, flat, found = 0, "", list[OpenNumber]()
+    at, flat, slots = 0, "", list[OpenNumber]()
     for match in _OPEN.finditer(text):
         flat += text[at : match.start()] + "0"
         at = match.end()
@@ -26,18 +26,18 @@ def pattern(text: str, right: bool) -> NamePattern:
         variable = match[1] or STAR
         if variable not in (*VARIABLES, STAR):
             raise InvalidRequest(f"{text!r} has ${variable}", hint=f"variables are {', '.join('$' + v for v in VARIABLES)}")
-        found.append(OpenNumber(variable, -1 if right and variable == "LAYER_ID_OFFSET" else 0))
+        slots.append(OpenNumber(variable, -1 if right and variable == "LAYER_ID_OFFSET" else 0))
     if "$" in flat + text[at:]:
         raise InvalidRequest(f"{text!r}: a $ must begin a variable", hint=f"one of {', '.join('$' + v for v in VARIABLES)}")
-    if sum(slot.variable == STAR for slot in found) > 1:
+    if sum(slot.variable == STAR for slot in slots) > 1:
         raise InvalidRequest(f"{text!r} has more than one *", hint="use $LAYER_ID and $EXPERT_ID")
-    return _pattern(text, found)
+    return _pattern(text, slots)
 
 
-def _pattern(text: str, found: list[OpenNumber]) -> NamePattern:
+def _pattern(text: str, open_numbers: list[OpenNumber]) -> NamePattern:
     marked = _OPEN.sub("\1", text)
     pieces, slots = [""], list[OpenNumber | str]()
-    waiting = iter(found)
+    waiting = iter(open_numbers)
     for token in re.split("(\1|[0-9]+)", marked):
         if token == "\1":
             slots.append(next(waiting))
@@ -47,7 +47,7 @@ def _pattern(text: str, found: list[OpenNumber]) -> NamePattern:
             pieces[-1] += token
             continue
         pieces.append("")
-    return NamePattern(text, tuple(pieces), tuple(slots), frozenset(slot.variable for slot in found))
+    return NamePattern(text, tuple(pieces), tuple(slots), frozenset(slot.variable for slot in open_numbers))
 
 
 class NameIndex:

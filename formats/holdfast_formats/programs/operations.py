@@ -68,10 +68,10 @@ class Step(NamedTuple):
 def dtype_named(text: str, where: str) -> str:
     """safetensors' name of a dtype, as torch, Paddle or safetensors call it."""
     bare = text.rpartition(".")[2]
-    found = _DTYPES.get(bare, bare)
-    if found not in dtypes.BITS:
+    dtype = _DTYPES.get(bare, bare)
+    if dtype not in dtypes.BITS:
         raise InvalidRequest(f"{where}: there is no dtype {text!r}", hint=f"one of {', '.join(_DTYPES)}")
-    return found
+    return dtype
 
 
 def operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
@@ -83,48 +83,54 @@ def operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
 
 
 def _operate(step: Step, inputs: Sequence[Arrangement]) -> list[Arrangement]:
-    said = step.statement
-    made = list(inputs)
-    if said.plain and len(made) == 1:
-        return made
-    if any(operand.turned for operand in said.left):
-        turns = said.left if len(said.left) == len(made) else said.left * len(made)
-        made = [_reversed(one) if operand.turned else one for one, operand in zip(made, turns, strict=True)]
-    if said.slices is not None:
-        made = [_sliced(step, one) for one in made]
-    made = _regrouped(step, made)
-    if "rotary" in said.texts:
-        made = [_rotated(step, one) for one in made]
-    if "pad_to" in said.numbers:
-        made = [_padded(step, one) for one in made]
-    if said.permute is not None:
-        made = [_permuted(one, said.permute, step.outputs[0]) for one in made]
-    if any(operand.turned for operand in said.right):
-        turns = said.right if len(said.right) == len(made) else said.right * len(made)
-        made = [_reversed(one) if operand.turned else one for one, operand in zip(made, turns, strict=True)]
+    program_statement = step.statement
+    results = list(inputs)
+    if program_statement.plain and len(results) == 1:
+        return results
+    if any(operand.turned for operand in program_statement.left):
+        turns = (
+            program_statement.left if len(program_statement.left) == len(results) else program_statement.left * len(results)
+        )
+        results = [_reversed(one) if operand.turned else one for one, operand in zip(results, turns, strict=True)]
+    if program_statement.slices is not None:
+        results = [_sliced(step, one) for one in results]
+    results = _regrouped(step, results)
+    if "rotary" in program_statement.texts:
+        results = [_rotated(step, one) for one in results]
+    if "pad_to" in program_statement.numbers:
+        results = [_padded(step, one) for one in results]
+    if program_statement.permute is not None:
+        results = [_permuted(one, program_statement.permute, step.outputs[0]) for one in results]
+    if any(operand.turned for operand in program_statement.right):
+        turns = (
+            program_statement.right
+            if len(program_statement.right) == len(results)
+            else program_statement.right * len(results)
+        )
+        results = [_reversed(one) if operand.turned else one for one, operand in zip(results, turns, strict=True)]
     dtype = step.dtype("dst_dtype") or step.dtype("dtype")
-    return made if dtype is None else [_cast(one, dtype, name) for one, name in zip(made, step.outputs, strict=True)]
+    return results if dtype is None else [_cast(one, dtype, name) for one, name in zip(results, step.outputs, strict=True)]
 
 
-def _regrouped(step: Step, made: list[Arrangement]) -> list[Arrangement]:
+def _regrouped(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
     """The statement's joining or splitting: as many tensors as are on the right."""
     words, many = step.statement.words, len(step.outputs)
     if "same" in words:
-        return _same(step, made)
+        return _same(step, arrangements)
     if "stack" in words:
-        axis = _axis(step, 0, len(made[0].shape) + 1)
-        return [arrangement.joined([arrangement.lifted(one, axis) for one in made], axis, step.outputs[0])]
+        axis = _axis(step, 0, len(arrangements[0].shape) + 1)
+        return [arrangement.joined([arrangement.lifted(one, axis) for one in arrangements], axis, step.outputs[0])]
     if "unstack" in words:
-        return _unstacked(step, made[0])
+        return _unstacked(step, arrangements[0])
     if words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}:
-        return _fused(step, made)
-    if len(made) > 1:
-        axis = _axis(step, 0, len(made[0].shape))
-        _check_sizes(step, [one.shape[axis] for one in made])
-        return [arrangement.joined(made, axis, step.outputs[0])]
+        return _fused(step, arrangements)
+    if len(arrangements) > 1:
+        axis = _axis(step, 0, len(arrangements[0].shape))
+        _check_sizes(step, [one.shape[axis] for one in arrangements])
+        return [arrangement.joined(arrangements, axis, step.outputs[0])]
     if many > 1 or "sizes" in step.statement.lists:
-        return _split(step, made[0])
-    return made
+        return _split(step, arrangements[0])
+    return arrangements
 
 
 def _axis(step: Step, default: int, dimensions: int) -> int:
@@ -170,24 +176,26 @@ def _unstacked(step: Step, one: Arrangement) -> list[Arrangement]:
     return [arrangement.lowered(part, axis) for part in parts]
 
 
-def _fused(step: Step, made: list[Arrangement]) -> list[Arrangement]:
-    axis = _axis(step, 1, len(made[0].shape))
+def _fused(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
+    axis = _axis(step, 1, len(arrangements[0].shape))
     words, many = step.statement.words, len(step.outputs)
     parts = 2 if "fused_ffn" in words else 3
-    if (len(made), many) == (1, 1) and "fused_qkv" not in words:
-        taken = _taken_apart(step, made[0], axis, parts, _ranks(step, "src_ranks", step.ranks.of_source(step.inputs[0])))
+    if (len(arrangements), many) == (1, 1) and "fused_qkv" not in words:
+        taken = _taken_apart(
+            step, arrangements[0], axis, parts, _ranks(step, "src_ranks", step.ranks.of_source(step.inputs[0]))
+        )
         times = _ranks(step, "dst_ranks", step.ranks.of_target(step.outputs[0]))
         return [arrangement.braided(taken, axis, times, step.outputs[0])]
-    if len(made) == parts and many == 1:
+    if len(arrangements) == parts and many == 1:
         times = _ranks(step, "ranks", step.ranks.of_target(step.outputs[0]))
         if "fused_ffn" not in words:
-            _check_heads(step, [one.shape[axis] for one in made], axis)
+            _check_heads(step, [one.shape[axis] for one in arrangements], axis)
         times = step.needed("num_key_value_groups") if "fused_qkv" in words else times
-        return [arrangement.braided(made, axis, times, step.outputs[0])]
-    if len(made) == 1 and many == parts:
+        return [arrangement.braided(arrangements, axis, times, step.outputs[0])]
+    if len(arrangements) == 1 and many == parts:
         times = _ranks(step, "ranks", step.ranks.of_source(step.inputs[0]))
         times = step.needed("num_key_value_groups") if "fused_qkv" in words else times
-        return _taken_apart(step, made[0], axis, parts, times)
+        return _taken_apart(step, arrangements[0], axis, parts, times)
     kind = "gate and up" if parts == 2 else "query, key and value"
     raise InvalidRequest(f"{step.where}: {kind} become one tensor, or one becomes {kind}")
 
@@ -230,17 +238,17 @@ def _taken_apart(step: Step, one: Arrangement, axis: int, parts: int, times: int
     )
 
 
-def _same(step: Step, made: list[Arrangement]) -> list[Arrangement]:
+def _same(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
     """Copies of one tensor, or one of several that must be equal."""
-    if len(made) == 1:
-        return made * len(step.outputs)
-    for name, one in zip(step.inputs, made, strict=True):
-        if one.shape != made[0].shape:
-            raise StateMismatch(f"{name!r} has the shape {list(one.shape)}, not {list(made[0].shape)}", tensor=name)
+    if len(arrangements) == 1:
+        return arrangements * len(step.outputs)
+    for name, one in zip(step.inputs, arrangements, strict=True):
+        if one.shape != arrangements[0].shape:
+            raise StateMismatch(f"{name!r} has the shape {list(one.shape)}, not {list(arrangements[0].shape)}", tensor=name)
         if one.sources != (name,) or len(one.moves) != 1 or one.moves[0].axes != tuple(range(len(one.shape))):
             raise InvalidRequest(f"{step.where}: `same` is for tensors as they are stored; {name!r} was made of others")
     names = tuple(step.inputs)
-    return [made[0]._replace(same=(*made[0].same, names))]
+    return [arrangements[0]._replace(same=(*arrangements[0].same, names))]
 
 
 def _rotated(step: Step, one: Arrangement) -> Arrangement:
@@ -253,15 +261,15 @@ def _rotated(step: Step, one: Arrangement) -> Arrangement:
         raise StateMismatch(f"{step.inputs[0]!r}: {length} in dimension {axis} are not {heads} heads of pairs")
     head, kind = length // heads, step.statement.texts["rotary"]
     arrangement.check_cuts(one, 2 * heads, name)
-    made = []
+    rotated = []
     for start in range(0, length, head):
         if kind == "interleaved":
             halves = [arrangement.picked(one, axis, start + half * head // 2, head // 2) for half in (0, 1)]
-            made.append(arrangement.interleaved(halves, axis, name))
+            rotated.append(arrangement.interleaved(halves, axis, name))
         else:
             pairs = [arrangement.picked(one, axis, start + i, head // 2, 2) for i in (0, 1)]
-            made.append(arrangement.joined(pairs, axis, name))
-    return arrangement.joined(made, axis, name)
+            rotated.append(arrangement.joined(pairs, axis, name))
+    return arrangement.joined(rotated, axis, name)
 
 
 def _sliced(step: Step, one: Arrangement) -> Arrangement:

@@ -169,19 +169,19 @@ def _bracket(text: str, at: int) -> tuple[frozenset[str], int]:
     other, body = body.startswith("^"), body.removeprefix("^")
     if not body or set(body) & set("[&~|") or not body.isascii():
         raise _refused(text, at, "in brackets are characters, ranges, \\d, \\w and \\.")
-    found: set[str] = set()
+    characters: set[str] = set()
     i = 0
     while i < len(body):
         if body[i] == "\\":
-            found |= _escaped(body, i)
+            characters |= _escaped(body, i)
             i += 2
         elif body[i + 1 : i + 2] == "-" and i + 2 < len(body) and body[i + 2] != "\\":
-            found |= set(map(chr, range(ord(body[i]), ord(body[i + 2]) + 1)))
+            characters |= set(map(chr, range(ord(body[i]), ord(body[i + 2]) + 1)))
             i += 3
         else:
-            found.add(body[i])
+            characters.add(body[i])
             i += 1
-    return (_ALPHABET - found if other else frozenset(found)), end + 1
+    return (_ALPHABET - characters if other else frozenset(characters)), end + 1
 
 
 def _refused(text: str, at: int, what: str) -> InvalidRequest:

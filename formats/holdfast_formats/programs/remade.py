@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.disk.coded import is_zeros
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource, StateMismatch
-from holdfast_formats.foreign.committed import same_bytes
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import BoxMove, MappedTensor, drawn
 from holdfast_formats.layout import rank_tensors
 from holdfast_formats.layout.elements import Specs, split_key
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
 from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
+from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor, drawn
+from holdfast_formats.mapping.committed_files import same_bytes
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -92,10 +92,10 @@ class RemadeTensors:
         self._program = program.program
         self._stored = {name: TensorSpec(group, name, *spec) for name, spec in stored.items()}
         self._equal = {names[0].name: [key.name for key in names] for names in program.equal if names[0].group == group}
-        made = [mapped for key, mapped in program.tensors.items() if key.group == group]
+        tensors = [mapped for key, mapped in program.tensors.items() if key.group == group]
         known: Mapping[str, int] = first or {}
         self._made = sorted(
-            made,
+            tensors,
             key=lambda mapped: (
                 known.get(split_key(mapped.spec.name, group == KEYED_GROUP)[0], len(known)),
                 natural_key(mapped.spec.name),
@@ -113,20 +113,22 @@ class RemadeTensors:
                 for part in local.parts:
                     rank.boxes.setdefault(part.tensor, {})[part.box] = None
         of_experts = {local.name for local in experts}
-        found: tuple[list[LocalTensor], list[LocalTensor]] = ([], [])
+        by_kind: tuple[list[LocalTensor], list[LocalTensor]] = ([], [])
         parts = 0
         for mapped in self._made:
-            made = self._remade(mapped, rank)
-            if made is None:
+            local_tensor = self._remade(mapped, rank)
+            if local_tensor is None:
                 continue
-            parts += len(made.parts)
+            parts += len(local_tensor.parts)
             if parts > PARTS_MAX:
                 raise LimitExceeded(
                     f"program {self._program!r} makes a rank's tensors of more than {PARTS_MAX} parts",
                     hint="export the checkpoint through the program first",
                 )
-            found[bool(made.parts) and all(part.tensor in of_experts for part in made.parts)].append(made)
-        return found
+            by_kind[bool(local_tensor.parts) and all(part.tensor in of_experts for part in local_tensor.parts)].append(
+                local_tensor
+            )
+        return by_kind
 
     def _check(self, mapped: MappedTensor) -> None:
         """`StateMismatch` for results that do not consist of parts of stored tensors."""

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import BoxMove
 from holdfast_formats.layout.declared import stored_shape
 from holdfast_formats.layout.elements import split_key
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
 from holdfast_formats.layout.rules import Rules
+from holdfast_formats.mapping.box_moves import BoxMove
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs.compilation import arranged
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -183,10 +183,10 @@ class SavedProgram:
         shared = shared if cut else set()
         known = Counts({variable: n for variable, n in counts.items() if n is not None}, frozenset(shared))
         sizes = sizes_for(self.program.sizes, self._sizes_of)
-        found = stored_names(back, live, sizes, known)
+        stored_sources = stored_names(back, live, sizes, known)
         shapes: dict[str, Shape] = {}
         unknown: dict[str, StoredName] = {}
-        for name, one in found.items():
+        for name, one in stored_sources.items():
             shape = stored_shape(name, rules)
             uncut = not cut or (whole and (mesh.tp == mesh.etp == 1 or rules.rule(name) is None))
             if shape is None and uncut:
@@ -227,7 +227,7 @@ class SavedProgram:
         stored = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
         RemadeTensors(compiled, wanted.group, stored)  # refuses casts
         copies = _copies(compiled)
-        found: dict[str, WholeTensor] = {}
+        whole_tensors: dict[str, WholeTensor] = {}
         for name, shape in shapes.items():
             mapped = compiled.tensors[TensorKey(wanted.group, name)]
             if mapped.spec.shape != shape or sum(move.target.volume for move in mapped.moves) < prod(shape):
@@ -242,8 +242,8 @@ class SavedProgram:
                 for move in mapped.moves
                 for of in (move.source.name, *copies.get(move.source.name, ()))
             )
-            found[name] = WholeTensor(mapped.spec, moves, {m.source.name: specs[m.source.name].shape for m in moves})
-        return found
+            whole_tensors[name] = WholeTensor(mapped.spec, moves, {m.source.name: specs[m.source.name].shape for m in moves})
+        return whole_tensors
 
     def _held(self, wanted: WantedTensors, rules: Rules) -> HeldParts:
         compiled, specs = self._followed(wanted)

@@ -14,24 +14,24 @@ def sizes_for(sizes: Mapping[str, Expression], config: Mapping[str, Any]) -> dic
     invalid values.
     """
     nested = config.get("text_config")
-    said = [nested, config] if isinstance(nested, Mapping) else [config]
+    documents = [nested, config] if isinstance(nested, Mapping) else [config]
     values = {}
     for key in {key for size in sizes.values() for key in names_in(size)}:
-        value = next((doc[key] for doc in said if doc.get(key) is not None), None)
+        value = next((doc[key] for doc in documents if doc.get(key) is not None), None)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX:
             raise InvalidRequest(f"config.json has {key} = {value!r}, which is not a valid size")
         values[key] = value
-    found = {}
+    known_sizes = {}
     for name, expression in sizes.items():
         try:
             size = evaluate(expression, values)
         except InvalidRequest as problem:
             raise InvalidRequest(f"size {name!r} for this config: {problem.detail}") from None
         if size is not None:
-            found[name] = size
-    return found
+            known_sizes[name] = size
+    return known_sizes
 
 
 def number(expression: Expression, sizes: Mapping[str, int], where: str) -> int:

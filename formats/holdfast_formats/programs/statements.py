@@ -86,12 +86,12 @@ def parse_statements(text: str, sizes: Sequence[str]) -> tuple[ProgramStatement,
     """All statements of a text, which may use these sizes in braces; `InvalidRequest` with line, column and a hint."""
     if len(text.encode(errors="surrogatepass")) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the statements have more than {TEXT_BYTES_MAX} bytes")
-    found = []
+    statements = []
     for number, line in _lines(text):
-        found.append(_Reader(number, line, frozenset(sizes)).statement())
-        if len(found) > STATEMENTS_MAX:
+        statements.append(_Reader(number, line, frozenset(sizes)).statement())
+        if len(statements) > STATEMENTS_MAX:
             raise InvalidRequest(f"line {number}: there are more than {STATEMENTS_MAX} statements")
-    return tuple(found)
+    return tuple(statements)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -123,12 +123,14 @@ class _Reader:
         self._expect("arrow", "-> and what the tensors become")
         right = self._operands(right=True)
         words: set[str] = set()
-        made = ProgramStatement(left, right, frozenset(), {}, {}, {}, None, None, self._line, " ".join(self._text.split()))
+        program_statement = ProgramStatement(
+            left, right, frozenset(), {}, {}, {}, None, None, self._line, " ".join(self._text.split())
+        )
         while self._at < len(self._tokens):
             self._expect("comma", "a comma before the next attribute")
-            made = self._attribute(made, words)
-        self._check(made, words)
-        return made._replace(words=frozenset(words))
+            program_statement = self._attribute(program_statement, words)
+        self._check(program_statement, words)
+        return program_statement._replace(words=frozenset(words))
 
     def _split(self) -> Iterator[_Token]:
         at, stop = 0, len(self._text.rstrip())
@@ -142,13 +144,13 @@ class _Reader:
             at = match.end()
 
     def _operands(self, right: bool) -> tuple[Operand, ...]:
-        found = list(self._operand(right))
+        operands = list(self._operand(right))
         while self._peek(0) == "comma" and not (right and self._is_attribute(self._at + 1)):
             self._at += 1
-            found += self._operand(right)
-            if len(found) > OPERANDS_MAX:
+            operands += self._operand(right)
+            if len(operands) > OPERANDS_MAX:
                 raise self._error(0, f"more than {OPERANDS_MAX} tensors in one statement")
-        return tuple(found)
+        return tuple(operands)
 
     def _is_attribute(self, at: int) -> bool:
         if at >= len(self._tokens):
@@ -160,21 +162,23 @@ class _Reader:
     def _operand(self, right: bool) -> Iterator[Operand]:
         token = self._next("a tensor's name")
         if token.kind == "regex" and not right:
-            made = [Operand(regex=self._in_place(token, lambda: SafeExpression(token.text[1:-1].replace("\\/", "/"))))]
+            operands = [Operand(regex=self._in_place(token, lambda: SafeExpression(token.text[1:-1].replace("\\/", "/"))))]
         elif token.kind == "regex":
-            made = [Operand(template=token.text[1:-1].replace("\\/", "/"))]
+            operands = [Operand(template=token.text[1:-1].replace("\\/", "/"))]
         elif token.kind != "name":
             raise self._error(token.column, f"a tensor's name was expected, not {token.text!r}")
         elif token.text == "_":
-            made = [Operand()]
+            operands = [Operand()]
         elif token.text == "*":
-            made = [Operand(rest=True)]
+            operands = [Operand(rest=True)]
         else:
             names = self._ranged(token)
-            made = [Operand(pattern=one) for one in self._in_place(token, lambda: [pattern(name, right) for name in names])]
+            operands = [
+                Operand(pattern=one) for one in self._in_place(token, lambda: [pattern(name, right) for name in names])
+            ]
         turned = self._peek(0) == "turn"
         self._at += turned
-        for operand in made:
+        for operand in operands:
             if turned and (operand.nothing or operand.rest):
                 raise self._error(token.column, f"{token.text!r} cannot be transposed")
             yield operand._replace(turned=turned)
@@ -192,13 +196,13 @@ class _Reader:
         self._at += 1
         return [f"{token.text}_{number}" for number in range(int(match[1]), int(match[2]))]
 
-    def _attribute(self, made: ProgramStatement, words: set[str]) -> ProgramStatement:
+    def _attribute(self, program_statement: ProgramStatement, words: set[str]) -> ProgramStatement:
         token = self._next("an attribute")
         if token.kind == "text":
-            return self._with_text(made, "dtype", token)
+            return self._with_text(program_statement, "dtype", token)
         if token.text in WORDS and self._peek(0) != "equals":
             words.add(token.text)
-            return made
+            return program_statement
         if token.text not in ATTRIBUTES:
             raise self._error(
                 token.column, f"there is no attribute {token.text!r}", hint=f"one of {', '.join((*WORDS, *ATTRIBUTES))}"
@@ -206,26 +210,28 @@ class _Reader:
         self._expect("equals", f"= after {token.text}")
         value = self._next(f"the value of {token.text}")
         if token.text in TEXTS or (token.text == "sizes" and value.kind != "list"):
-            return self._with_text(made, token.text, value)
+            return self._with_text(program_statement, token.text, value)
         if token.text in NUMBERS:
-            self._once(made.numbers, token)
-            return made._replace(numbers={**made.numbers, token.text: self._number(value)})
+            self._once(program_statement.numbers, token)
+            return program_statement._replace(numbers={**program_statement.numbers, token.text: self._number(value)})
         items = self._items(value)
         if token.text == "permute":
             if not all(item.isascii() and item.isdigit() and len(item) <= INDEX_DIGITS_MAX for item in items):
                 raise self._error(value.column, f"{value.text} is no order of dimensions", hint='as in permute="[1,0]"')
-            return made._replace(permute=tuple(map(int, items)))
+            return program_statement._replace(permute=tuple(map(int, items)))
         if token.text == "slice":
-            return made._replace(slices=tuple(self._slice(value, item) for item in items))
-        self._once(made.lists, token)
-        return made._replace(lists={**made.lists, token.text: tuple(self._value(value, item) for item in items)})
+            return program_statement._replace(slices=tuple(self._slice(value, item) for item in items))
+        self._once(program_statement.lists, token)
+        return program_statement._replace(
+            lists={**program_statement.lists, token.text: tuple(self._value(value, item) for item in items)}
+        )
 
-    def _with_text(self, made: ProgramStatement, name: str, token: _Token) -> ProgramStatement:
+    def _with_text(self, program_statement: ProgramStatement, name: str, token: _Token) -> ProgramStatement:
         if token.kind not in ("text", "name"):
             raise self._error(token.column, f"{name} cannot be {token.text!r}")
-        if name in made.texts:
+        if name in program_statement.texts:
             raise self._error(token.column, f"{name} is there twice")
-        return made._replace(texts={**made.texts, name: token.text.strip("\"'")})
+        return program_statement._replace(texts={**program_statement.texts, name: token.text.strip("\"'")})
 
     def _once(self, held: Iterable[str], token: _Token) -> None:
         if token.text in held:
@@ -260,9 +266,9 @@ class _Reader:
         begin, end = (self._value(token, text.strip()) if text.strip() else None for text in (low, high))
         return begin, end
 
-    def _check(self, made: ProgramStatement, words: set[str]) -> None:
+    def _check(self, program_statement: ProgramStatement, words: set[str]) -> None:
         """Check without tensors that the sides fit together."""
-        left, right = made.left, made.right
+        left, right = program_statement.left, program_statement.right
         if any(operand.rest for operand in (*left, *right)):
             if len(left) != 1 or len(right) != 1 or not left[0].rest or not right[0].rest:
                 raise self._error(0, "* alone stands for all other names, in * -> * and nowhere else")
@@ -287,32 +293,36 @@ class _Reader:
                 raise self._error(0, f"{twice!r} is there twice")
         if len(left) > 1 and len(right) > 1:
             raise self._error(0, "many tensors become one, or one becomes many, but not many become many")
-        self._check_attributes(made, words)
+        self._check_attributes(program_statement, words)
 
-    def _check_attributes(self, made: ProgramStatement, words: set[str]) -> None:
+    def _check_attributes(self, program_statement: ProgramStatement, words: set[str]) -> None:
         """Refuse attributes without an effect, which are mistakes."""
         fused, fits = words & {"fused_qkv", "fused_qkv_old", "fused_ffn"}, dict[str, bool]()
-        one_to_one = len(made.left) == len(made.right) == 1
-        outside = made.left[0].nothing or made.right[0].nothing
-        fits["num_heads"] = bool(fused - {"fused_ffn"}) or "rotary" in made.texts
+        one_to_one = len(program_statement.left) == len(program_statement.right) == 1
+        outside = program_statement.left[0].nothing or program_statement.right[0].nothing
+        fits["num_heads"] = bool(fused - {"fused_ffn"}) or "rotary" in program_statement.texts
         fits["num_key_value_groups"] = bool(fused - {"fused_ffn"})
         fits["ranks"] = bool(fused - {"fused_qkv"}) and not one_to_one
         fits["src_ranks"] = fits["dst_ranks"] = bool(fused - {"fused_qkv"}) and one_to_one
-        fits["size"] = "pad_to" in made.numbers
+        fits["size"] = "pad_to" in program_statement.numbers
         fits["shape"] = outside
         fits["sizes"] = not fused and not outside and not words & {"stack", "unstack", "same"}
         fits["permute"] = fits["slice"] = fits["rotary"] = fits["pad_to"] = fits["dst_dtype"] = not outside
-        given = {*made.numbers, *made.lists, *made.texts}
-        given |= {name for name, held in (("permute", made.permute), ("slice", made.slices)) if held is not None}
+        given = {*program_statement.numbers, *program_statement.lists, *program_statement.texts}
+        given |= {
+            name
+            for name, held in (("permute", program_statement.permute), ("slice", program_statement.slices))
+            if held is not None
+        }
         wrong = sorted(name for name in given if not fits.get(name, True))
         if "zeros" in words and not outside:
             wrong.append("zeros")
         if wrong:
             raise self._error(0, f"{wrong[0]} does nothing in this statement")
-        if made.texts.get("rotary", "halves") not in ("halves", "interleaved"):
-            raise self._error(0, f"rotary={made.texts['rotary']}: it is halves or interleaved")
-        if made.texts.get("sizes", "equal") != "equal":
-            raise self._error(0, f"sizes={made.texts['sizes']}: it is a list, or equal")
+        if program_statement.texts.get("rotary", "halves") not in ("halves", "interleaved"):
+            raise self._error(0, f"rotary={program_statement.texts['rotary']}: it is halves or interleaved")
+        if program_statement.texts.get("sizes", "equal") != "equal":
+            raise self._error(0, f"sizes={program_statement.texts['sizes']}: it is a list, or equal")
 
     def _expect(self, kind: str, what: str) -> None:
         token = self._next(what)

@@ -95,20 +95,20 @@ class _Names:
             self.passing = True
             return
         taken: dict[str, StoredName] = {}
-        made: dict[str, StoredName] = {}
+        stored_names: dict[str, StoredName] = {}
         for operand in statement.left:
             for name, values in self._found(operand):
                 taken[name] = self.held[name]
                 for output in self._outputs(statement, name, values):
-                    before = made.get(output)
+                    before = stored_names.get(output)
                     shape = None if before is not None else self._shape(statement, name)
                     of = (*(before.of if before is not None else ()), *self.held[name].of)
-                    made[output] = StoredName(tuple(dict.fromkeys(of)), shape)
+                    stored_names[output] = StoredName(tuple(dict.fromkeys(of)), shape)
         for name in taken:
             self.untouched.discard(name)
             del self.held[name]
             self._index.remove(name)
-        for name, one in made.items():
+        for name, one in stored_names.items():
             self.held[name] = one
             self._index.add(name)
 
@@ -139,9 +139,9 @@ class _Names:
                 yield operand.pattern.name({**values, variable: each})
 
     def _count(self, statement: ProgramStatement, variable: str, name: str) -> int:
-        said = statement.numbers.get("count")
-        if said is not None:
-            return number(said, self._sizes, statement.where)
+        stated = statement.numbers.get("count")
+        if stated is not None:
+            return number(stated, self._sizes, statement.where)
         shape, axis = self.held[name].shape, self._axis(statement)
         if variable not in self._counts.cut and shape is not None and axis < len(shape) and "unstack" in statement.words:
             return shape[axis]
@@ -162,5 +162,5 @@ class _Names:
         return None
 
     def _axis(self, statement: ProgramStatement) -> int:
-        said = statement.numbers.get("axis")
-        return 0 if said is None else number(said, self._sizes, statement.where)
+        stated = statement.numbers.get("axis")
+        return 0 if stated is None else number(stated, self._sizes, statement.where)

@@ -9,11 +9,11 @@ from pydantic import Field
 
 from holdfast_formats.body import Body
 from holdfast_formats.lineage import Rewind
-from holdfast_formats.rest.observed import Life, RunLife
+from holdfast_formats.rest.measurements import Life, RunLife
 from holdfast_formats.staging import messages
 
 if TYPE_CHECKING:
-    from holdfast_formats.disk.manifest import Manifest  # with numpy, which a client that lists runs need not import
+    from holdfast_formats.disk.manifests import Manifest  # with numpy, which a client that lists runs need not import
 
 Item = TypeVar("Item")
 
@@ -187,11 +187,13 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
 
 
 def _compacted(manifest: Manifest) -> CompactedFrom | None:
-    made = manifest.compacted
-    if made is None:
+    compacted = manifest.compacted
+    if compacted is None:
         return None
-    coded, exact = (sum(map(len, held.values())) for held in (made.tensors, made.exact))
-    return CompactedFrom(at=made.at, optim=made.optim, bytes=made.bytes, error=made.error, coded=coded, exact=exact)
+    coded, exact = (sum(map(len, held.values())) for held in (compacted.tensors, compacted.exact))
+    return CompactedFrom(
+        at=compacted.at, optim=compacted.optim, bytes=compacted.bytes, error=compacted.error, coded=coded, exact=exact
+    )
 
 
 class StoredAs(Body):
@@ -405,7 +407,7 @@ class Health(Body):
     root: str | None = Field(default=None, description="only shown to tokens for all runs")
 
 
-class RankHello(messages.Introduction):
+class RankHello(messages.HelloFields):
     """The identity of a rank that shares no memory with the daemon."""
 
     root_id: str | None = Field(
@@ -413,7 +415,7 @@ class RankHello(messages.Introduction):
     )
 
 
-class RankWelcome(messages.Reception):
+class RankWelcome(messages.WelcomeFields):
     root_id: str
     silence_max_s: float = Field(description="a rank that is silent for this long counts as dead")
     chunk_bytes_max: int = Field(description="maximum size of one chunk, before compression")

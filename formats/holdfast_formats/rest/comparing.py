@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.rest.observed import Difference, DifferenceState
+from holdfast_formats.rest.measurements import Difference, DifferenceState
 
 BLOCK_ELEMENTS = 2**16  # as float64 they fit a core's cache
 
@@ -63,12 +63,12 @@ def pairs(a: Manifest, b: Manifest, group: str | None = None) -> list[Pair]:
     groups = sorted({*a.tensors, *b.tensors})
     if group is not None and group not in groups:
         raise NoSuchResource(f"neither checkpoint has a group {group!r}", hint=f"groups: {', '.join(groups)}")
-    found = []
+    listed = []
     for held in groups if group is None else [group]:
         left, right = a.tensors.get(held, {}), b.tensors.get(held, {})
         names = sorted({**left, **right}, key=natural_key)  # a set would lose the manifests' order, which is nearly this one
-        found += [Pair(held, name, left.get(name), right.get(name)) for name in names]
-    return found
+        listed += [Pair(held, name, left.get(name), right.get(name)) for name in names]
+    return listed
 
 
 def difference(pair: Pair, distance: Distance | None = None) -> Difference:
@@ -207,14 +207,14 @@ class Summary(NamedTuple):
     nonfinite: int
 
 
-def summarise(found: Iterable[Difference]) -> Summary:
+def summarise(differences: Iterable[Difference]) -> Summary:
     """All tensors together; `relative` is the norm of the change over the norm of a, for compared tensors with finite values
     only.
     """
     states: dict[str, int] = {}
     elements = changed = nonfinite = 0
     change = norm = 0.0
-    for one in found:
+    for one in differences:
         states[one.state] = states.get(one.state, 0) + 1
         elements += prod(one.shape)
         changed += one.bytes if one.state != "equal" else 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import zstandard
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptStatistics
 from holdfast_formats.rest.statistics import PartStatistics, merge, tensors_of
 
@@ -37,10 +37,10 @@ class _Row(NamedTuple):
     part: PartStatistics
 
 
-def encode(made: Manifest, parts: Parts) -> bytes:
+def encode(manifest: Manifest, parts: Parts) -> bytes:
     """These parts of a checkpoint's tensors, compressed."""
     rows: list[tuple[float, ...]] = []
-    for position, (group, name, entry) in enumerate(tensors_of(made)):
+    for position, (group, name, entry) in enumerate(tensors_of(manifest)):
         held = parts.get((group, name), {})
         whole = len(held) == len(entry.extents) > 0
         listed = {WHOLE: merge([held[offset] for offset in sorted(held)])} if whole else held
@@ -63,7 +63,7 @@ def decode(encoded: bytes) -> Iterable[_Row]:
         yield _Row(tensor, offset, part._replace(change=None) if unknown else part)
 
 
-def put_together(made: Manifest, portions: Sequence[bytes]) -> list[PartStatistics] | None:
+def put_together(manifest: Manifest, portions: Sequence[bytes]) -> list[PartStatistics] | None:
     """The statistics of every tensor, in the manifest's order, from all portions; None if some are missing. Raises
     `CorruptStatistics`.
     """
@@ -71,13 +71,13 @@ def put_together(made: Manifest, portions: Sequence[bytes]) -> list[PartStatisti
     for encoded in portions:
         for row in decode(encoded):
             held.setdefault(row.tensor, {})[row.offset] = row.part
-    found = []
-    for position, (_, _, entry) in enumerate(tensors_of(made)):
+    merged = []
+    for position, (_, _, entry) in enumerate(tensors_of(manifest)):
         parts = held.get(position, {})
         if WHOLE in parts:
-            found.append(parts[WHOLE])
+            merged.append(parts[WHOLE])
             continue
         if parts.keys() != {extent.offset for extent in entry.extents}:
             return None
-        found.append(merge([parts[offset] for offset in sorted(parts)]))
-    return found
+        merged.append(merge([parts[offset] for offset in sorted(parts)]))
+    return merged

@@ -20,5 +20,5 @@ def average_of_last(run: str, listed: Iterable[CheckpointInfo], count: int, dtyp
             f"{run} has {len(steps)} sound checkpoints with a model, not {count}", hint=f"`holdfast ls {run}`"
         )
     models = "".join(f"  - model: {run}@{step}\n" for step in steps)
-    told = "" if dtype is None else f"dtype: {dtype}\n"
-    return f"merge_method: linear\nmodels:\n{models}parameters: {{weight: 1.0}}\n{told}"
+    dtype_line = "" if dtype is None else f"dtype: {dtype}\n"
+    return f"merge_method: linear\nmodels:\n{models}parameters: {{weight: 1.0}}\n{dtype_line}"

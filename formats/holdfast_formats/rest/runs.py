@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from holdfast_formats.body import Body
 from holdfast_formats.rest.bodies import Run
-from holdfast_formats.rest.observed import RunLife
+from holdfast_formats.rest.measurements import RunLife
 
 OWNER_LENGTH_MAX = 128
 NOTES_LENGTH_MAX = 16_384

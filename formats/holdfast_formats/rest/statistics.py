@@ -14,10 +14,10 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CorruptStatistics
-from holdfast_formats.rest.observed import TensorStatistics
+from holdfast_formats.rest.measurements import TensorStatistics
 
 LAYERS_MAX = 512  # of a group; the layers after them in natural order are taken together
 OTHERS = "(others)"
@@ -91,12 +91,12 @@ class Statistics:
     @property
     def nonfinite(self) -> NDArray[np.int64]:
         """NaN and infinite elements of every tensor."""
-        found: NDArray[np.int64] = self["nan"] + self["inf"]
-        return found
+        array: NDArray[np.int64] = self["nan"] + self["inf"]
+        return array
 
 
-def collect(found: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
-    rows = [_row(part, step) for part, step in found]
+def collect(parts: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
+    rows = [_row(part, step) for part, step in parts]
     table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
     return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
 
@@ -133,18 +133,18 @@ def decode(encoded: bytes, tensors: int) -> Statistics:
     for name, kind in _COLUMNS.items():
         columns[name] = np.frombuffer(plain, kind, tensors, at)
         at += 8 * tensors
-    found = Statistics(columns)
-    _check(found)
-    return found
+    statistics = Statistics(columns)
+    _check(statistics)
+    return statistics
 
 
-def _check(found: Statistics) -> None:
-    floats = [found[name] for name, kind in _COLUMNS.items() if kind == "<f8"]
+def _check(statistics: Statistics) -> None:
+    floats = [statistics[name] for name, kind in _COLUMNS.items() if kind == "<f8"]
     possible = (
-        all((found[name] >= 0).all() for name in _COUNTS)
+        all((statistics[name] >= 0).all() for name in _COUNTS)
         and not any(np.isinf(column).any() for column in floats)
-        and not (found["minimum"] > found["maximum"]).any()
-        and not ((found["rms"] < 0) | (found["change"] < 0) | (found["changed_from"] < _NOWHERE)).any()
+        and not (statistics["minimum"] > statistics["maximum"]).any()
+        and not ((statistics["rms"] < 0) | (statistics["change"] < 0) | (statistics["changed_from"] < _NOWHERE)).any()
     )
     if not possible:
         raise CorruptStatistics("the statistics contain impossible values", hint=_HINT)

@@ -98,19 +98,19 @@ def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
     return made
 
 
-def write_superblock(memory: memoryview, made: Geometry, owner: SegmentOwner | None = None) -> None:
+def write_superblock(memory: memoryview, geometry: Geometry, owner: SegmentOwner | None = None) -> None:
     """Write the segment's sizes and owner; a segment without an owner cannot be adopted by another daemon."""
     rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
-    slots, data, table = made.slots, made.data_bytes, made.table_bytes_max
+    slots, data, table = geometry.slots, geometry.data_bytes, geometry.table_bytes_max
     _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, slots, data, table, rank, world, attempt, run)
 
 
 def read_superblock(memory: memoryview) -> Geometry:
     """The geometry that a segment states; `InvalidRequest` or `LimitExceeded` if it is not one of ours or is cut short."""
-    made = read_measures(memory)
-    if made.segment_bytes > len(memory):
-        raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
-    return made
+    geometry = read_measures(memory)
+    if geometry.segment_bytes > len(memory):
+        raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {geometry.segment_bytes}")
+    return geometry
 
 
 def read_measures(memory: memoryview) -> Geometry:
@@ -120,10 +120,10 @@ def read_measures(memory: memoryview) -> Geometry:
     magic, version, slots, data_bytes, table_bytes_max, *_ = _SUPERBLOCK.unpack_from(memory, 0)
     if magic != MAGIC or version != VERSION:
         raise InvalidRequest("shared memory does not hold a staging arena of this version")
-    made = geometry(slots, data_bytes, table_bytes_max)
-    if (made.data_bytes, made.table_bytes_max) != (data_bytes, table_bytes_max):
+    measures = geometry(slots, data_bytes, table_bytes_max)
+    if (measures.data_bytes, measures.table_bytes_max) != (data_bytes, table_bytes_max):
         raise InvalidRequest(f"a segment with slots of {data_bytes} + {table_bytes_max} bytes, which are not whole pages")
-    return made
+    return measures
 
 
 def read_owner(memory: memoryview) -> SegmentOwner:
@@ -135,10 +135,10 @@ def read_owner(memory: memoryview) -> SegmentOwner:
     return SegmentOwner(run, rank, world, attempt)
 
 
-def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHeader) -> None:
+def write_header(memory: memoryview, geometry: Geometry, slot: int, header: SlotHeader) -> None:
     _HEADER.pack_into(
         memory,
-        made.header_offset(slot),
+        geometry.header_offset(slot),
         MAGIC,
         VERSION,
         header.state,
@@ -148,50 +148,50 @@ def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHead
         header.table_bytes,
         header.seal,
     )
-    struct.pack_into("<Q", memory, made.header_offset(slot) + _FILLED_OFFSET, 0)
+    struct.pack_into("<Q", memory, geometry.header_offset(slot) + _FILLED_OFFSET, 0)
 
 
-def read_header(memory: memoryview, made: Geometry, slot: int) -> SlotHeader:
+def read_header(memory: memoryview, geometry: Geometry, slot: int) -> SlotHeader:
     """A slot's header; `InvalidRequest` if the bytes are not valid."""
-    magic, version, state, *rest = _HEADER.unpack_from(memory, made.header_offset(slot))
+    magic, version, state, *rest = _HEADER.unpack_from(memory, geometry.header_offset(slot))
     if magic != MAGIC or version != VERSION or state not in tuple(SlotState):
         raise InvalidRequest(f"slot {slot} has no valid header")
     header = SlotHeader(SlotState(state), *rest)
-    if header.data_bytes > made.data_bytes or header.table_bytes > made.table_bytes_max:
+    if header.data_bytes > geometry.data_bytes or header.table_bytes > geometry.table_bytes_max:
         raise InvalidRequest(f"slot {slot} claims {header.data_bytes} + {header.table_bytes} bytes, more than it has")
     return header
 
 
-def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, table_digest: str) -> None:
+def seal(memory: memoryview, geometry: Geometry, slot: int, header: SlotHeader, table_digest: str) -> None:
     """Mark a slot complete: everything but the seal word first, then the word, then the state."""
-    write_header(memory, made, slot, header._replace(state=SlotState.LEASED, seal=0))
-    at = made.header_offset(slot)
+    write_header(memory, geometry, slot, header._replace(state=SlotState.LEASED, seal=0))
+    at = geometry.header_offset(slot)
     struct.pack_into("<Q", memory, at + _SEAL_OFFSET, int(table_digest, 16))
     struct.pack_into("<I", memory, at + _STATE_OFFSET, SlotState.SEALED)
 
 
-def mark_filled(memory: memoryview, made: Geometry, slot: int) -> None:
+def mark_filled(memory: memoryview, geometry: Geometry, slot: int) -> None:
     """Mark that the slot has what its table leaves to the daemon (`AverageHandover`)."""
-    at = made.header_offset(slot)
+    at = geometry.header_offset(slot)
     memory[at + _FILLED_OFFSET : at + _FILLED_OFFSET + 8] = memory[at + _SEAL_OFFSET : at + _SEAL_OFFSET + 8]
 
 
-def is_filled(memory: memoryview, made: Geometry, slot: int) -> bool:
+def is_filled(memory: memoryview, geometry: Geometry, slot: int) -> bool:
     """Whether the slot was marked filled for its current sealed table."""
-    at = made.header_offset(slot)
+    at = geometry.header_offset(slot)
     seal, filled = struct.unpack_from("<QQ", memory, at + _SEAL_OFFSET)
     return bool(seal) and seal == filled
 
 
-def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
+def slot_lock(geometry: Geometry, slot: int, kind: int) -> bytes:
     """The argument of `F_OFD_SETLK` that locks a slot: its header's first byte, shared by readers, exclusive for a
     lease.
 
     An OFD lock belongs to an open file description, so each reader opens the segment again, and the lock ends with the
     reader. It outlives the daemon, so no new daemon leases a slot that is being read.
     """
-    return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)
+    return _LOCK.pack(kind, 0, geometry.header_offset(slot), 1, 0)
 
 
-def set_state(memory: memoryview, made: Geometry, slot: int, state: SlotState) -> None:
-    struct.pack_into("<I", memory, made.header_offset(slot) + _STATE_OFFSET, state)
+def set_state(memory: memoryview, geometry: Geometry, slot: int, state: SlotState) -> None:
+    struct.pack_into("<I", memory, geometry.header_offset(slot) + _STATE_OFFSET, state)

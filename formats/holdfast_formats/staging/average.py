@@ -205,17 +205,17 @@ def geometry(data_bytes: int, table_bytes: int, chunk_bytes: int = CHUNK_BYTES) 
     """The geometry of a segment with this much room; `InvalidRequest` or `LimitExceeded` for impossible sizes."""
     if data_bytes < 0 or table_bytes < 0 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
         raise InvalidRequest(f"an average of {data_bytes} + {table_bytes} bytes in chunks of {chunk_bytes} is not possible")
-    made = AverageGeometry(page_aligned(max(data_bytes, 1)), page_aligned(max(table_bytes, 1)), chunk_bytes)
-    if made.segment_bytes > arena.SEGMENT_BYTES_MAX:
-        raise LimitExceeded(f"an average's segment of {made.segment_bytes} bytes is over the limit")
-    return made
+    average_geometry = AverageGeometry(page_aligned(max(data_bytes, 1)), page_aligned(max(table_bytes, 1)), chunk_bytes)
+    if average_geometry.segment_bytes > arena.SEGMENT_BYTES_MAX:
+        raise LimitExceeded(f"an average's segment of {average_geometry.segment_bytes} bytes is over the limit")
+    return average_geometry
 
 
-def write_superblock(memory: memoryview, made: AverageGeometry, owner: SegmentOwner) -> None:
+def write_superblock(memory: memoryview, average_geometry: AverageGeometry, owner: SegmentOwner) -> None:
     run = owner.run.encode()
-    sizes = made.data_bytes, made.table_bytes_max
+    sizes = average_geometry.data_bytes, average_geometry.table_bytes_max
     _SUPERBLOCK.pack_into(
-        memory, 0, MAGIC, VERSION, 0, *sizes, owner.rank, owner.world, owner.attempt, run, made.chunk_bytes
+        memory, 0, MAGIC, VERSION, 0, *sizes, owner.rank, owner.world, owner.attempt, run, average_geometry.chunk_bytes
     )
 
 
@@ -231,10 +231,10 @@ def read_superblock(page: memoryview) -> AverageGeometry:
     _, version, slots, data_bytes, table_bytes, *_, chunk_bytes = _SUPERBLOCK.unpack_from(page, 0)
     if version != VERSION or slots:
         raise InvalidRequest("shared memory does not hold an average of this version")
-    made = geometry(data_bytes, table_bytes, chunk_bytes)
-    if (made.data_bytes, made.table_bytes_max) != (data_bytes, table_bytes):
+    measures = geometry(data_bytes, table_bytes, chunk_bytes)
+    if (measures.data_bytes, measures.table_bytes_max) != (data_bytes, table_bytes):
         raise InvalidRequest(f"an average with room for {data_bytes} + {table_bytes} bytes, which are not whole pages")
-    return made
+    return measures
 
 
 def read_owner(page: memoryview) -> SegmentOwner:
@@ -256,10 +256,10 @@ def take(memory: memoryview, number: int) -> None:
     _RANK.pack_into(memory, _RANK_AT, SlotState.LEASED, 0, number, 0, 0, decided)
 
 
-def seal(memory: memoryview, made: AverageGeometry, number: int, table: bytes) -> None:
+def seal(memory: memoryview, average_geometry: AverageGeometry, number: int, table: bytes) -> None:
     """Mark the rank's update with this number complete: the table, then the words, then the state, then the decision."""
-    if len(table) > made.table_bytes_max:
-        raise LimitExceeded(f"a table of {len(table)} bytes does not fit the average's {made.table_bytes_max}")
+    if len(table) > average_geometry.table_bytes_max:
+        raise LimitExceeded(f"a table of {len(table)} bytes does not fit the average's {average_geometry.table_bytes_max}")
     memory[_TABLE_AT : _TABLE_AT + len(table)] = table
     decided = read_rank(memory).decided
     _RANK.pack_into(memory, _RANK_AT, SlotState.LEASED, 0, number, len(table), digest.number(table), decided)
@@ -276,10 +276,10 @@ def decide(memory: memoryview, number: int) -> None:
     _store(memory, _RANK_AT + _DECIDED_OFFSET, number)
 
 
-def read_table(memory: memoryview, made: AverageGeometry) -> bytes:
+def read_table(memory: memoryview, average_geometry: AverageGeometry) -> bytes:
     """The sealed update's table; `InvalidRequest` if its digest differs from the seal."""
     header = read_rank(memory)
-    table = bytes(memory[_TABLE_AT : _TABLE_AT + min(header.table_bytes, made.table_bytes_max)])
+    table = bytes(memory[_TABLE_AT : _TABLE_AT + min(header.table_bytes, average_geometry.table_bytes_max)])
     if header.state is not SlotState.SEALED or digest.number(table) != header.seal:
         raise InvalidRequest(f"update {header.number} of an average is not the one that was sealed")
     return table
@@ -287,13 +287,13 @@ def read_table(memory: memoryview, made: AverageGeometry) -> bytes:
 
 def read_record(memory: memoryview) -> AverageRecord:
     """The newer valid one of the two records. A new segment has none: its accumulator is empty."""
-    return max(_records(memory), default=(0, AverageRecord()), key=lambda found: found[0])[1]
+    return max(_records(memory), default=(0, AverageRecord()), key=lambda record: record[0])[1]
 
 
 def write_record(memory: memoryview, record: AverageRecord) -> None:
     """Replace the older of the two records, which becomes valid with its digest."""
     known = _records(memory)
-    generation = max((found for found, _ in known), default=0) + 1
+    generation = max((generation_known for generation_known, _ in known), default=0) + 1
     encoded = msgspec.json.encode(record)
     if len(encoded) > PAGE_BYTES - _RECORD.size:
         raise LimitExceeded(f"an average's record of {len(encoded)} bytes does not fit a page")
@@ -304,13 +304,13 @@ def write_record(memory: memoryview, record: AverageRecord) -> None:
 
 
 def _records(memory: memoryview) -> list[tuple[int, AverageRecord]]:
-    found = []
+    records = []
     for at in (_RECORDS_AT, _RECORDS_AT + PAGE_BYTES):
         generation, length, proof = _RECORD.unpack_from(memory, at)
         encoded = bytes(memory[at + _RECORD.size : at + _RECORD.size + min(length, PAGE_BYTES - _RECORD.size)])
         if generation and proof == _record_digest(generation, encoded):
-            found.append((generation, _decode_record(encoded)))
-    return found
+            records.append((generation, _decode_record(encoded)))
+    return records
 
 
 def _record_digest(generation: int, encoded: bytes) -> int:

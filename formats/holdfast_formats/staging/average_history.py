@@ -36,5 +36,5 @@ def decode_note(encoded: bytes) -> tuple[AverageState, str]:
         note = _decode_note(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"this is not what a daemon notes of an average: {error}") from error
-    said = {name: getattr(note, name) for name in AverageState.__struct_fields__}
-    return AverageState(**said), note.history
+    values = {name: getattr(note, name) for name in AverageState.__struct_fields__}
+    return AverageState(**values), note.history

@@ -199,14 +199,14 @@ def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
     lengths = grid.lengths
     room = _limits(lengths, nodes) - lengths  # a node that has to write at most this much may have the block
     loads = np.zeros(nodes, np.int64)
-    found = np.full(len(lengths), -1, np.int64)
+    owner_of = np.full(len(lengths), -1, np.int64)
     for block in _order(lengths, held, bounds).tolist():
         rows = slice(bounds[block], bounds[block + 1])
-        before = int(found[block - 1]) if block and grid.file[block - 1] == grid.file[block] else -1
+        before = int(owner_of[block - 1]) if block and grid.file[block - 1] == grid.file[block] else -1
         node = _choose(held.node[rows], held.bytes[rows], loads, room[block], before)
         loads[node] += lengths[block]
-        found[block] = node
-    return found
+        owner_of[block] = node
+    return owner_of
 
 
 def _limits(lengths: Numbers, nodes: int) -> Numbers:
@@ -237,15 +237,15 @@ def _choose(nodes: Ints, held: Ints, loads: Numbers, room: int, before: int) -> 
     """The owner of a block, given the nodes that hold some of it, in order, each node's load, and the previous block's
     owner (-1: none).
     """
-    found = loads[nodes]
-    fits = found <= room
+    node_loads = loads[nodes]
+    fits = node_loads <= room
     if not fits.any():
         return int(loads.argmin())
-    nodes, held, found = nodes[fits], held[fits], found[fits]
+    nodes, held, node_loads = nodes[fits], held[fits], node_loads[fits]
     equal = np.flatnonzero(held == held.max())
     if before in nodes[equal]:
         return before
-    return int(nodes[equal[found[equal].argmin()]])
+    return int(nodes[equal[node_loads[equal].argmin()]])
 
 
 def block_bytes(data_bytes: int) -> int:

@@ -136,18 +136,18 @@ def declared(
     return Declaration(ranks, tensors, different, *columns, first_fragment, _ends(columns.boxes)[first_fragment])
 
 
-def encode_columns(made: Declaration) -> bytes:
+def encode_columns(declaration: Declaration) -> bytes:
     """The bytes of a declaration, which its digest identifies."""
     return msgspec.msgpack.encode(
         _Encoded(
-            made.ranks,
-            tuple(np.diff(made.first_fragment).tolist()),
-            msgspec.msgpack.encode(made.tensors),
-            made.different,
-            made.tensor.astype(_NUMBER).tobytes(),
-            made.boxes.astype(_NUMBER).tobytes(),
-            made.place.astype(_PLACE).tobytes(),
-            made.box.astype(_NUMBER).tobytes(),
+            declaration.ranks,
+            tuple(np.diff(declaration.first_fragment).tolist()),
+            msgspec.msgpack.encode(declaration.tensors),
+            declaration.different,
+            declaration.tensor.astype(_NUMBER).tobytes(),
+            declaration.boxes.astype(_NUMBER).tobytes(),
+            declaration.place.astype(_PLACE).tobytes(),
+            declaration.box.astype(_NUMBER).tobytes(),
         )
     )
 
@@ -169,23 +169,23 @@ def decode(encoded: bytes) -> Declaration:
     counts = np.array(read.fragments, np.int64)
     if not _fit(read, columns, counts) or not _within(columns.tensor, len(tensors)):
         raise InvalidRequest("what ranks of another node hold cannot be read: its columns do not belong together")
-    made = declared(read.ranks, tensors, read.different, columns, counts)
+    declared_part = declared(read.ranks, tensors, read.different, columns, counts)
     for of, which in _pairs(forms[np.repeat(columns.tensor, columns.boxes)], columns.box, len(read.different)):
         spec, held = tensors[of].spec, read.different[which]
         check_box(held, spec.shape, spec.name)
         byte_box(spec.dtype, held, spec.shape, spec.name)
-    return made
+    return declared_part
 
 
 @lru_cache(maxsize=TENSORS_KEPT)
 def _tensors(encoded: bytes) -> tuple[tuple[HeldTensor, ...], Numbers]:
     """With the first tensor of each form, which alone decides what boxes are possible."""
-    found = _decode_tensors.decode(encoded)
+    tensors = _decode_tensors.decode(encoded)
     first: dict[tuple[str, Shape], int] = {}
-    for held in found:
+    for held in tensors:
         held.spec.check()
-    forms = [first.setdefault((held.spec.dtype, held.spec.shape), number) for number, held in enumerate(found)]
-    return found, np.array(forms, np.int64)
+    forms = [first.setdefault((held.spec.dtype, held.spec.shape), number) for number, held in enumerate(tensors)]
+    return tensors, np.array(forms, np.int64)
 
 
 def _ends(counts: Numbers) -> Numbers:
@@ -212,36 +212,36 @@ def _pairs(of: Numbers, box: Numbers, boxes: int) -> Iterable[tuple[int, int]]:
         yield divmod(pair, max(boxes, 1))
 
 
-def without(made: Declaration, group: str) -> Declaration:
+def without(declaration: Declaration, group: str) -> Declaration:
     """The declaration without this group."""
-    stays = np.array([held.spec.group != group for held in made.tensors], np.bool_)
-    kept = stays[made.tensor] if len(made.tensors) else np.zeros(0, np.bool_)
+    stays = np.array([held.spec.group != group for held in declaration.tensors], np.bool_)
+    kept = stays[declaration.tensor] if len(declaration.tensors) else np.zeros(0, np.bool_)
     number = np.cumsum(stays, dtype=np.int64) - 1
     columns = FragmentColumns(
-        tensor=number[made.tensor[kept]],
-        boxes=made.boxes[kept],
-        place=made.place[kept],
-        box=made.box[np.repeat(kept, made.boxes)],
+        tensor=number[declaration.tensor[kept]],
+        boxes=declaration.boxes[kept],
+        place=declaration.place[kept],
+        box=declaration.box[np.repeat(kept, declaration.boxes)],
     )
-    tensors = tuple(held for held in made.tensors if held.spec.group != group)
-    ends = _ends(kept.astype(np.int64))[made.first_fragment]
+    tensors = tuple(held for held in declaration.tensors if held.spec.group != group)
+    ends = _ends(kept.astype(np.int64))[declaration.first_fragment]
     counts = ends[1:] - ends[:-1]
-    return declared(made.ranks, tensors, made.different, columns, counts)
+    return declared(declaration.ranks, tensors, declaration.different, columns, counts)
 
 
-def rows(made: Declaration) -> RowColumns:
-    tensor = np.repeat(made.tensor, made.boxes)
-    place = np.repeat(made.place, made.boxes)
-    if (made.boxes > 1).any():  # some fragment has several boxes: they follow each other in the slot
-        sizes = _sizes(made, tensor)
+def rows(declaration: Declaration) -> RowColumns:
+    tensor = np.repeat(declaration.tensor, declaration.boxes)
+    place = np.repeat(declaration.place, declaration.boxes)
+    if (declaration.boxes > 1).any():  # some fragment has several boxes: they follow each other in the slot
+        sizes = _sizes(declaration, tensor)
         before = np.cumsum(sizes) - sizes
-        first = (_ends(made.boxes)[:-1])[made.boxes > 0]
-        place = place + before - np.repeat(before[first], made.boxes[made.boxes > 0])
-    return RowColumns(tensor, made.box, place)
+        first = (_ends(declaration.boxes)[:-1])[declaration.boxes > 0]
+        place = place + before - np.repeat(before[first], declaration.boxes[declaration.boxes > 0])
+    return RowColumns(tensor, declaration.box, place)
 
 
-def _sizes(made: Declaration, tensor: Numbers) -> Numbers:
-    pairs, which = np.unique(tensor * max(len(made.different), 1) + made.box, return_inverse=True)
-    found = [divmod(pair, max(len(made.different), 1)) for pair in pairs.tolist()]
-    sizes = [box_bytes(made.tensors[of].spec, made.different[box]) for of, box in found]
+def _sizes(declaration: Declaration, tensor: Numbers) -> Numbers:
+    pairs, which = np.unique(tensor * max(len(declaration.different), 1) + declaration.box, return_inverse=True)
+    pairs_of = [divmod(pair, max(len(declaration.different), 1)) for pair in pairs.tolist()]
+    sizes = [box_bytes(declaration.tensors[of].spec, declaration.different[box]) for of, box in pairs_of]
     return np.array(sizes, np.int64)[which]

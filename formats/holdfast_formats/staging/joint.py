@@ -89,7 +89,7 @@ class JointlyStaged(NamedTuple):
 Topic = Literal["stopping", "waiting"]  # where a launch stops; which of its ranks wait for a save
 
 
-class RanksWord(NamedTuple):
+class RankReport(NamedTuple):
     """A node's statement on its ranks of a launch: the same from `since` until `until`, by the database's clock.
     `live`: this boot of the node is a member.
     """

@@ -46,7 +46,7 @@ def _is_long(value: Any) -> bool:
 Reported = Annotated[dict[str, Any], AfterValidator(brief)]
 
 
-class Introduction(Body):
+class HelloFields(Body):
     """The identity of a rank. Ranks with the same `launch` belong to one attempt."""
 
     protocol: int
@@ -67,7 +67,7 @@ class Introduction(Body):
     )
 
 
-class Reception(Body):
+class WelcomeFields(Body):
     """The daemon's identity, and the rank's attempt."""
 
     attempt: int
@@ -179,7 +179,7 @@ class RestoreVerdict(Body):
     newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")
 
 
-def restate(said: BaseModel, kind: type[_Kind], **more: Any) -> _Kind:
+def restate(base_model: BaseModel, kind: type[_Kind], **more: Any) -> _Kind:
     """The same content as a message of another kind: the common fields, and `more`."""
-    both = type(said).model_fields.keys() & kind.model_fields.keys() - more.keys()
-    return kind(**{name: getattr(said, name) for name in both}, **more)
+    both = type(base_model).model_fields.keys() & kind.model_fields.keys() - more.keys()
+    return kind(**{name: getattr(base_model, name) for name in both}, **more)

@@ -55,8 +55,8 @@ _lock = threading.Lock()
 def encode(tables: Iterable[SlotTable]) -> EncodedPart:
     """A part from the tables of its ranks; the same ranks with the same fragments give the same declaration."""
     ordered = sorted(tables, key=lambda table: table.rank)
-    said = [msgspec.structs.replace(table, fragments=()) for table in ordered]
-    return EncodedPart(_declared(ordered), msgspec.json.encode(said))
+    tables_apart = [msgspec.structs.replace(table, fragments=()) for table in ordered]
+    return EncodedPart(_declared(ordered), msgspec.json.encode(tables_apart))
 
 
 def _declared(ordered: Sequence[SlotTable]) -> bytes:
@@ -67,18 +67,18 @@ def _declared(ordered: Sequence[SlotTable]) -> bytes:
     key = state.digest()
     with _lock:
         known = _remembered.pop(key, None)
-    made = known or declaration.encode({table.rank: table.fragments for table in ordered})
+    encoded = known or declaration.encode({table.rank: table.fragments for table in ordered})
     with _lock:
-        _remembered[key] = made
+        _remembered[key] = encoded
         while len(_remembered) > REMEMBERED_MAX:
             _remembered.popitem(last=False)
-    return made
+    return encoded
 
 
-def decode(declared: Declaration, said: bytes) -> DecodedPart:
+def decode(declared: Declaration, data: bytes) -> DecodedPart:
     """A part; `InvalidRequest` if the two do not belong together."""
     try:
-        tables = _decode_said(said)
+        tables = _decode_said(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"a part of a save cannot be read: {error}") from error
     if tuple(table.rank for table in tables) != declared.ranks:

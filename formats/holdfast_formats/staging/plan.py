@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats import decoding, dtypes, naming
-from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry
 from holdfast_formats.disk.packing import FilePlan, extent_bytes
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.lineage import Intent

@@ -55,5 +55,5 @@ def apart(rank: int, group: str, name: str) -> str:
 
 def parse_apart(group: str, name: str) -> tuple[int, str, str] | None:
     """Rank, group and name of a name made by `apart`; None for any other tensor."""
-    found = _APART.fullmatch(name) if group == HOME else None
-    return None if found is None else (int(found[1]), found[2], found[3])
+    match = _APART.fullmatch(name) if group == HOME else None
+    return None if match is None else (int(match[1]), match[2], match[3])

@@ -33,7 +33,7 @@ def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without:
 
     `tensors` are those of the file, or of that part of it. Ranks `without` are left out.
     """
-    found = sorted(
+    ranges = sorted(
         SlotRange(origin.rank, *placed)
         for tensor in tensors
         for origin in tensor.origins
@@ -41,7 +41,7 @@ def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without:
         for placed in in_slot(tensor.spec, origin, begin - tensor.start, end - tensor.start)
     )
     joined: list[SlotRange] = []
-    for one in found:
+    for one in ranges:
         last = joined[-1] if joined else None
         if last is not None and last.rank == one.rank and one.begin <= last.end:
             joined[-1] = last._replace(end=max(last.end, one.end))

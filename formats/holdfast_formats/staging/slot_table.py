@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast_formats import decoding, naming
-from holdfast_formats.disk.manifest import check_metrics
+from holdfast_formats.disk.manifests import check_metrics
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.lineage import Existing, Intent
 from holdfast_formats.staging import replica_claims

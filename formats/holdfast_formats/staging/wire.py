@@ -16,8 +16,8 @@ from pydantic_core import PydanticSerializationError
 from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import messages
-from holdfast_formats.whereabouts import RootMark
 
 PROTOCOL = 1
 FRAME_BYTES_MAX = 2**20
@@ -43,7 +43,7 @@ class Reply(Message):
     reply_to: int = Field(ge=0)
 
 
-class Hello(Request, messages.Introduction):
+class Hello(Request, messages.HelloFields):
     """The first message: says which rank connects."""
 
     type: Literal["hello"] = "hello"
@@ -51,7 +51,7 @@ class Hello(Request, messages.Introduction):
     root: RootMark | None = Field(default=None, description="the expected root; a daemon of another root refuses")
 
 
-class Welcome(Reply, messages.Reception):
+class Welcome(Reply, messages.WelcomeFields):
     type: Literal["welcome"] = "welcome"
     mark: RootMark
     url: str | None = None

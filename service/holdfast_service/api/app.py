@@ -18,11 +18,11 @@ from holdfast_service.api.access.middleware import AccessMiddleware
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.api.content.shard_plans import PlannedShards
 from holdfast_service.api.content.shard_streams import ShardStreams
+from holdfast_service.api.read_protection import HeldWhileSending
+from holdfast_service.api.request_metrics import Observed, Requests
 from holdfast_service.api.routes import events, summaries, uploads
 
 from .metrics import Collected
-from .observing import Observed, Requests
-from .reading import HeldWhileSending
 from .services import Services
 
 __all__ = ["Services", "create_app"]

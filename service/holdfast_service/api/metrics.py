@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS
+from holdfast_service.api.request_metrics import Requests
 from holdfast_service.control.catalog.catalog import ENDED
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.gauges import Gauges
@@ -19,7 +20,6 @@ from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.retention.rotation import WHY_REMOVED
 from holdfast_service.observe.metrics import METRICS, PHASES, RUNS_MAX, Histogram
 
-from .observing import Requests
 from .services import Services
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class Collected(Collector):
             if declared.kind == "histogram":
                 yield _histogram(name, samples[name])
                 continue
-            made = GaugeMetricFamily if declared.kind == "gauge" else CounterMetricFamily
-            family = made(name, declared.help, labels=declared.labels)
+            family_kind = GaugeMetricFamily if declared.kind == "gauge" else CounterMetricFamily
+            family = family_kind(name, declared.help, labels=declared.labels)
             for labels, value in samples[name]:
                 assert not isinstance(value, Histogram)
                 family.add_metric(labels, value)
@@ -58,7 +58,7 @@ class Collected(Collector):
 
     def _of_own_runs(self) -> Samples:
         try:
-            known: Samples = {name: list(found) for name, found in self._gauges.by_run().items()}
+            known: Samples = {name: list(samples) for name, samples in self._gauges.by_run().items()}
         except CatalogUnavailable as away:
             log.info("metrics of runs are not available: %s", away.detail)
             known = {}
@@ -69,17 +69,17 @@ class Collected(Collector):
         return {"holdfast_run_arena_bytes": list(held[:RUNS_MAX])}
 
     def _samples(self) -> Samples:
-        node, book, beaten_s = self._services.node(), self._services.book, self._services.heartbeat_s()
+        node, record_queue, beaten_s = self._services.node(), self._services.record_queue, self._services.heartbeat_s()
         try:
-            told = self._told() if book is None else book.ask(self._told, TOLD_S)
+            gauges = self._told() if record_queue is None else record_queue.ask(self._told, TOLD_S)
         except CatalogUnavailable as away:
             log.info("metrics from the catalog are not available: %s", away.detail)
-            told = {}
+            gauges = {}
         return {
-            **told,
+            **gauges,
             "holdfast_heartbeat_age_seconds": [] if beaten_s is None else [((), beaten_s)],
-            "holdfast_catalog_up": [((), 1 if told else 0)],
-            "holdfast_catalog_waiting": [((), 0 if book is None else book.waiting)],
+            "holdfast_catalog_up": [((), 1 if gauges else 0)],
+            "holdfast_catalog_waiting": [((), 0 if record_queue is None else record_queue.waiting)],
             "holdfast_info": [((node.name, node.version), 1)],
             "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
@@ -106,7 +106,7 @@ class Collected(Collector):
             "holdfast_rounds_failed": [((code,), count) for code, count in self._failures().items()],
             **self._saves(),
             **self._nodes(),
-            **{name: list(found) for name, found in self._gauges.now().items()},
+            **{name: list(samples) for name, samples in self._gauges.now().items()},
         }
 
     def _nodes(self) -> Samples:

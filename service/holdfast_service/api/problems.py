@@ -14,9 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource, Unavailable
+from holdfast_service.api.read_protection import met
 from holdfast_service.dashboard.rendering import problem_page
-
-from .reading import met
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,19 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 
 from holdfast_formats.errors import Damaged, NoSuchResource
-from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RenamedRun, TrashedRun
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.access.refusals import Refusals
 from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints.run_abouts import RunAbouts
+from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.checkpoints.run_metadata import RunMetadata
 from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
@@ -32,10 +32,10 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.fleet.watched import Watch
+from holdfast_service.notifications.event_commands import EventCommands
+from holdfast_service.notifications.notifier import Notifier
 from holdfast_service.storage import PosixStore, Store, Tier
-from holdfast_service.telling.event_commands import EventCommands
-from holdfast_service.telling.notifier import Notifier
+from holdfast_service.watched_daemons.watched import DaemonWatch
 
 LIMIT_MAX = 1000
 
@@ -78,13 +78,13 @@ class Services:
     rename_run: Callable[..., RenamedRun] | None = None
     access: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
-    book: Book | None = None  # pending catalog writes, of a service that saves
+    record_queue: RecordQueue | None = None  # pending catalog writes, of a service that saves
     history: RoundHistory | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
     members: Callable[[], Sequence[ClusterNode]] = tuple  # the nodes of this daemon's cluster, if it is in one
     census: Callable[[], Census] = lambda: ONE_ALONE  # the same, as a count
-    crews: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
+    node_ranks: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
     heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
     forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
     rotate_secret: Callable[[], None] = no_secret  # by which nodes know each other
@@ -92,7 +92,7 @@ class Services:
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
     notifier: Notifier | None = None  # sends alerts, if targets are configured
     event_commands: EventCommands | None = None
-    watched: Watch | None = None  # other daemons
+    watched: DaemonWatch | None = None  # other daemons
     audit_days: int = DAYS
 
     @cached_property
@@ -116,8 +116,8 @@ class Services:
         return PosixStore(self.tier)
 
     @cached_property
-    def abouts(self) -> RunAbouts:
-        return RunAbouts(self.tier, self.catalog, self.rotation.files, self.events)
+    def run_metadata(self) -> RunMetadata:
+        return RunMetadata(self.tier, self.catalog, self.rotation.files, self.events)
 
     @cached_property
     def refusals(self) -> Refusals:

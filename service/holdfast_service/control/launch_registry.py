@@ -6,29 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.runs import RunLaunch
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.attempts import Member
-from holdfast_service.control.launches.choosing import RestoreSelector
+from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
 from holdfast_service.control.recovery import Recovery
-from holdfast_service.control.retention.wishes import RetentionWishes
+from holdfast_service.control.retention.requests import RetentionRequests
 
 
 class LaunchRegistry:
     """The launches of the runs of one root. Thread-safe."""
 
     def __init__(
-        self, parts: CheckpointParts, wishes: RetentionWishes, recovery: Recovery, restores: RestoreSelector
+        self, parts: CheckpointParts, wishes: RetentionRequests, recovery: Recovery, restores: RestoreSelector
     ) -> None:
-        self._catalog, self._book, self._events, self._cluster = parts.catalog, parts.book, parts.events, parts.cluster
-        self._attempts, self._rounds, self._abouts, self._standing = (
+        self._catalog, self._record_queue, self._events, self._cluster = (
+            parts.catalog,
+            parts.record_queue,
+            parts.events,
+            parts.cluster,
+        )
+        self._attempts, self._rounds, self._abouts, self._committed_steps = (
             parts.attempts,
             parts.rounds,
-            parts.abouts,
-            parts.standing,
+            parts.run_metadata,
+            parts.committed_steps,
         )
-        self._wishes, self._recovery, self._restores = wishes, recovery, restores
+        self._retention_requests, self._recovery, self._restores = wishes, recovery, restores
 
     def declare(  # noqa: PLR0913 - each is one thing that a rank says
         self,
@@ -50,16 +55,16 @@ class LaunchRegistry:
         attempt, new = self._attempts.declare(run, launch, lambda: self._rounds.complete(run), member)
         if new:
             at = utc_now()
-            self._book.tell(
+            self._record_queue.tell(
                 f"that attempt {attempt} of {run} has started",
                 lambda: self._catalog.declare_attempt(run, launch, world, at, attempt),
             )
             text = f"attempt {attempt} has started with {world} {'rank' if world == 1 else 'ranks'}"
             self._events.enqueue("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
-        self._wishes.take(run, keep_last, attempt, new)
+        self._retention_requests.take(run, keep_last, attempt, new)
         if new:
-            self._book.tell(f"that {run} is trained again", lambda: self._abouts.resumed(run))
-        self._standing.learn(run)
+            self._record_queue.tell(f"that {run} is trained again", lambda: self._abouts.resumed(run))
+        self._committed_steps.learn(run)
         return attempt
 
     def is_declared(self, run: str, launch: str, rank: int = 0, session: str = "", world: int = 0) -> bool:
@@ -69,10 +74,10 @@ class LaunchRegistry:
     def record_info(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
         """Store the description of an attempt's launch; returns at once where the catalog is away."""
         made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
-        self._book.tell(f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made))
+        self._record_queue.tell(f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made))
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt have left."""
         self._restores.parted(run, attempt)
         if self._cluster is not None:
-            self._cluster.crews.parted(run)
+            self._cluster.node_ranks.parted(run)

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.imports import Imports
-from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.findings.shared_checks import SharedChecks
-from holdfast_service.control.insight.lives import KnownLives
+from holdfast_service.control.insight.known_lifecycles import KnownLifecycles
 from holdfast_service.control.launch_registry import LaunchRegistry
-from holdfast_service.control.launches.choosing import Known, Mending, RestoreSelector
+from holdfast_service.control.launches.restore_choice import Known, Mending, RestoreSelector
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.parts import CheckpointParts, checkpoint_parts, parts_of, record_parts
 from holdfast_service.control.publishing import Publishing
+from holdfast_service.control.recovered_saves import RecoveredSaves
 from holdfast_service.control.recovery import Recovery
+from holdfast_service.control.retention.requests import RetentionRequests
 from holdfast_service.control.retention.run_trash import KEPT_DAYS
-from holdfast_service.control.retention.wishes import RetentionWishes
-from holdfast_service.control.root_care import RootCare
+from holdfast_service.control.root_maintenance import RootMaintenance
 from holdfast_service.control.save_coordinator import SaveCoordinator
-from holdfast_service.control.staged_before import StagedBefore
 from holdfast_service.storage import Tier
 
 
@@ -36,19 +36,19 @@ class Control(CheckpointParts):
     """
 
     recovery: Recovery
-    wishes: RetentionWishes
+    wishes: RetentionRequests
     mending: Mending
     restores: RestoreSelector
     publishing: Publishing
     saves: SaveCoordinator
     launches: LaunchRegistry
-    lives: KnownLives
-    staged_before: StagedBefore
+    lives: KnownLifecycles
+    staged_before: RecoveredSaves
     imports: Imports
-    repairs: RepairBook
-    replicas: ReplicaBook
+    repairs: RepairRecords
+    replicas: ReplicaRecords
     shared_checks: SharedChecks | None  # these two: of a root that several nodes serve
-    care: RootCare | None
+    maintenance: RootMaintenance | None
 
     @property
     def node_of_many(self) -> str:
@@ -63,7 +63,7 @@ class Control(CheckpointParts):
     def close(self) -> None:
         """Remove what is due, write the remaining records to the catalog, stop."""
         self.rotation.close()
-        self.book.close()
+        self.record_queue.close()
 
 
 def open_control(  # noqa: PLR0913 - each is one thing
@@ -80,14 +80,20 @@ def open_control(  # noqa: PLR0913 - each is one thing
     back is another root's.
     """
     parts = checkpoint_parts(record_parts(tier, catalog, cluster, usual or RetentionPolicy()), trash_days)
-    store, book, attempts, events, standing = parts.store, parts.book, parts.attempts, parts.events, parts.standing
+    store, record_queue, attempts, events, committed_steps = (
+        parts.store,
+        parts.record_queue,
+        parts.attempts,
+        parts.events,
+        parts.committed_steps,
+    )
     mending = Mending()
-    known = Known(parts.health, parts.findings, parts.readers, standing, parts.watch.relist, parts.absences, mending)
-    restores = RestoreSelector(store, catalog, attempts, book, events, known, cluster)
+    known = Known(parts.health, parts.findings, parts.readers, committed_steps, parts.watch.relist, parts.absences, mending)
+    restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, cluster)
     publishing = Publishing(parts, restores)
     recovery = Recovery(parts, claim)
-    wishes = RetentionWishes(parts.files, catalog, book, keep_last)
-    permits = SavePermits(attempts, standing, catalog, book)
+    wishes = RetentionRequests(parts.files, catalog, record_queue, keep_last)
+    permits = SavePermits(attempts, committed_steps, catalog, record_queue)
     return Control(
         **parts_of(parts),
         recovery=recovery,
@@ -97,13 +103,13 @@ def open_control(  # noqa: PLR0913 - each is one thing
         publishing=publishing,
         saves=SaveCoordinator(parts, permits, publishing, recovery, restores),
         launches=LaunchRegistry(parts, wishes, recovery, restores),
-        lives=KnownLives(attempts, catalog, book, events.enqueue, shared=cluster is not None),
-        staged_before=StagedBefore(store, catalog, book, parts.rounds, events),
-        imports=Imports(store, catalog, events, parts.admission, standing.way, parts.published),
-        repairs=RepairBook(tier, catalog, events, book, None if cluster is None else cluster.locks),
-        replicas=ReplicaBook(tier, catalog, events),
+        lives=KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=cluster is not None),
+        staged_before=RecoveredSaves(store, catalog, record_queue, parts.rounds, events),
+        imports=Imports(store, catalog, events, parts.admission, committed_steps.way, parts.published),
+        repairs=RepairRecords(tier, catalog, events, record_queue, None if cluster is None else cluster.locks),
+        replicas=ReplicaRecords(tier, catalog, events),
         shared_checks=None if cluster is None else SharedChecks(cluster.membership, parts.findings),
-        care=None
+        maintenance=None
         if cluster is None
-        else RootCare(tier, store, catalog, cluster, events, parts.rotation.due, parts.absences),
+        else RootMaintenance(tier, store, catalog, cluster, events, parts.rotation.due, parts.absences),
     )

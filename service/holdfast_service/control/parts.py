@@ -6,26 +6,26 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.moments import utc_now
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
-from holdfast_service.control.checkpoints.run_abouts import RunAbouts
 from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.checkpoints.run_metadata import RunMetadata
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.control.cluster.duties import THINNING, UPKEEP
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight import run_figures
-from holdfast_service.control.launches.standing import Standing
+from holdfast_service.control.launches.committed_steps import CommittedSteps
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
@@ -49,15 +49,15 @@ class RecordParts:
     cluster: Cluster | None  # daemons of other nodes may serve the same root with the same catalog
     returned: Signal[[]]  # the catalog answers, for the first time or again
     published: Signal[[Manifest]]  # saved or imported; subscribers must not block
-    book: Book
+    record_queue: RecordQueue
     events: Events
     attempts: Attempts
     rounds: Rounds
     statistics: StatisticsStore
     health: HealthRecords
     files: RunFiles
-    abouts: RunAbouts
-    absences: roots.Absences
+    run_metadata: RunMetadata
+    absences: roots.NegativeCache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CheckpointParts(RecordParts):
     readers: Readers
     rotation: Rotation
     findings: Findings
-    standing: Standing
+    committed_steps: CommittedSteps
     empty_runs: EmptyRuns
     trash: RunTrash
     renaming: RunRenaming
@@ -79,9 +79,9 @@ class CheckpointParts(RecordParts):
 def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: RetentionPolicy) -> RecordParts:
     """`usual` is in force for runs without a policy of their own."""
     returned: Signal[[]] = Signal()
-    book = Book(catalog.database, returned.publish, partial(run_figures.renew, catalog.database))
+    record_queue = RecordQueue(catalog.database, returned.publish, partial(run_figures.renew, catalog.database))
     attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
-    events = Events(catalog.database, catalog.node or "node", utc_now, book.tell)
+    events = Events(catalog.database, catalog.node or "node", utc_now, record_queue.tell)
     statistics = StatisticsStore(catalog.database)
     files = RunFiles(
         tier,
@@ -97,30 +97,30 @@ def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: R
         cluster=cluster,
         returned=returned,
         published=Signal(),
-        book=book,
+        record_queue=record_queue,
         events=events,
         attempts=attempts,
-        rounds=Rounds(catalog, book, utc_now),
+        rounds=Rounds(catalog, record_queue, utc_now),
         statistics=statistics,
         health=HealthRecords(tier, statistics, events),
         files=files,
-        abouts=RunAbouts(tier, catalog, files, events),
-        absences=roots.Absences(0.0 if cluster is None else NAMES_S),
+        run_metadata=RunMetadata(tier, catalog, files, events),
+        absences=roots.NegativeCache(0.0 if cluster is None else NAMES_S),
     )
 
 
 def checkpoint_parts(records: RecordParts, trash_days: float | None) -> CheckpointParts:
     """Deleted runs can be restored for `trash_days`."""
     tier, store, catalog, cluster = records.tier, records.store, records.catalog, records.cluster
-    book, events, attempts, files = records.book, records.events, records.attempts, records.files
+    record_queue, events, attempts, files = records.record_queue, records.events, records.attempts, records.files
     readers = Readers(shared=None if cluster is None else cluster.holds)
     elsewhere = None if cluster is None else lambda run, insists: cluster.locks.locked(deciding(run), insists=insists)
     rotation = Rotation(store, catalog, files, readers, events, elsewhere)
-    findings = Findings(catalog, events, book, utc_now, rotation.due, rotation.looks)
-    standing = Standing(store, catalog, book, findings)
-    trash = RunTrash(tier, store, catalog, attempts, rotation, events, book.tell, standing.forget, trash_days)
+    findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
+    committed_steps = CommittedSteps(store, catalog, record_queue, findings)
+    trash = RunTrash(tier, store, catalog, attempts, rotation, events, record_queue.tell, committed_steps.forget, trash_days)
     thins = None if cluster is None else partial(cluster.duties.has, THINNING)
-    thinning = Thinning(store, catalog, book, rotation, events, standing.made, thins)
+    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.made, thins)
     if cluster is not None:
         cluster.membership.heard.append(lambda: cluster.holds.renew(readers.places()))
     return CheckpointParts(
@@ -128,11 +128,13 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
         readers=readers,
         rotation=rotation,
         findings=findings,
-        standing=standing,
+        committed_steps=committed_steps,
         empty_runs=EmptyRuns(tier, catalog, attempts, files, events),
         trash=trash,
-        renaming=RunRenaming(tier, catalog, attempts, rotation, trash, events, standing.forget, is_alone=cluster is None),
-        admission=Admission(tier, catalog, files, rotation, book.ask, trash.make_room),
+        renaming=RunRenaming(
+            tier, catalog, attempts, rotation, trash, events, committed_steps.forget, is_alone=cluster is None
+        ),
+        admission=Admission(tier, catalog, files, rotation, record_queue.ask, trash.make_room),
         thinning=thinning,
         watch=RootWatch(
             store,
@@ -142,7 +144,7 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
             events,
             records.absences,
             thinned=thinning.record,
-            replaced=standing.look_again,
+            replaced=committed_steps.look_again,
             is_mine=lambda: cluster is None or cluster.duties.has(UPKEEP),
         ),
     )

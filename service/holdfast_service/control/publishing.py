@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, NoSuchResource, NotFound, RoundAborted
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_formats.staging.plan import WritePlan
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.checkpoints import commit, replicas, roots
 from holdfast_service.control.checkpoints.commit import About
-from holdfast_service.control.launches.choosing import RestoreSelector
+from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Publishing:
 
     def __init__(self, parts: CheckpointParts, restores: RestoreSelector) -> None:
         self._store, self._catalog, self._attempts = parts.store, parts.catalog, parts.attempts
-        self._book, self._standing, self._rotation = parts.book, parts.standing, parts.rotation
+        self._record_queue, self._committed_steps, self._rotation = parts.record_queue, parts.committed_steps, parts.rotation
         self._absences, self._cluster, self._restores = parts.absences, parts.cluster, restores
 
     def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
@@ -55,12 +55,14 @@ class Publishing:
     def _publish_as_seen(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish, replacing an existing one if that is allowed: as of now, not of when the round began."""
         if isinstance(self._attempts, SharedAttempts):
-            self._attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self._book.ask(question, LOOK_S))
+            self._attempts.refuse_overtaken(
+                plan.run, plan.attempt, lambda question: self._record_queue.ask(question, LOOK_S)
+            )
         if staged is not None:
-            there = commit.published_already(self._store, plan, staged)
-            if there is not None:
-                return there
-        lineage, over = self._standing.place(plan.run, plan.step, plan.attempt, plan.intent)
+            manifest = commit.published_already(self._store, plan, staged)
+            if manifest is not None:
+                return manifest
+        lineage, over = self._committed_steps.place(plan.run, plan.step, plan.attempt, plan.intent)
         if staged is not None and self._cluster is not None:
             lineage = self._cluster.rendezvous.settle(staged.place.round_id, lineage)
         about = About(lineage, over)
@@ -73,7 +75,9 @@ class Publishing:
                     about = About(lineage)
                 return self._make_visible(plan, about, staged)
         finally:
-            self._book.tell(f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
+            self._record_queue.tell(
+                f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step)
+            )
 
     def _make_visible(self, plan: WritePlan, about: About, staged: JointlyStaged | None) -> Manifest:
         if staged is not None:
@@ -83,7 +87,7 @@ class Publishing:
     def _replaced(self, run: str, step: int) -> None:
         """Record the new checkpoint in the catalog: until then it is not judged by the entry of the old one."""
         try:
-            made = bodies.describe(roots.load_manifest(self._store.files, run, step))
+            checkpoint = bodies.describe(roots.load_manifest(self._store.files, run, step))
         except (Damaged, NotFound):  # removed or damaged at this moment: the next look finds that
             self._rotation.listed(run, step)
             return
@@ -91,7 +95,7 @@ class Publishing:
             known = bodies.as_committed(self._catalog.checkpoint(run, step))
         except NotFound:
             known = None
-        if known != bodies.as_committed(made):
-            self._catalog.record_checkpoint(made, roots.stamp(self._store, run, step))
+        if known != bodies.as_committed(checkpoint):
+            self._catalog.record_checkpoint(checkpoint, roots.stamp(self._store, run, step))
             replicas.removed(self._catalog.database, run, step)
         self._rotation.listed(run, step)

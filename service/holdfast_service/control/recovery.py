@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
-from holdfast_formats.moments import utc_now
-from holdfast_service.control import root_care
-from holdfast_service.control.catalog import salvage
+from holdfast_formats.timestamps import utc_now
+from holdfast_service.control import root_maintenance
+from holdfast_service.control.catalog import recovery
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
@@ -25,7 +25,12 @@ class Recovery:
     def __init__(self, parts: CheckpointParts, claim: Callable[[], None]) -> None:
         """`claim` raises where the catalog is another root's."""
         self._tier, self._store, self._catalog, self._cluster = parts.tier, parts.store, parts.catalog, parts.cluster
-        self._book, self._attempts, self._rounds, self._events = parts.book, parts.attempts, parts.rounds, parts.events
+        self._record_queue, self._attempts, self._rounds, self._events = (
+            parts.record_queue,
+            parts.attempts,
+            parts.rounds,
+            parts.events,
+        )
         self._rotation, self._renaming, self._trash = parts.rotation, parts.renaming, parts.trash
         self._absences, self._claim = parts.absences, claim
         self._started = False  # what an earlier daemon left in the catalog was put right
@@ -36,15 +41,15 @@ class Recovery:
 
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
-        if self._cluster is None:  # else others may be writing there: see `RootCare`
-            root_care.sweep(self._store, spared=wanted_places(self._catalog.database, self._store.files))
+        if self._cluster is None:  # else others may be writing there: see `RootMaintenance`
+            root_maintenance.sweep(self._store, spared=wanted_places(self._catalog.database, self._store.files))
         self._started = False
-        self._book.unknown()
-        while not self._book.settle() and self._book.trouble is None:
+        self._record_queue.unknown()
+        while not self._record_queue.settle() and self._record_queue.trouble is None:
             pass
         adopt()
         why = "the daemon ended before this save was complete"
-        self._book.tell(
+        self._record_queue.tell(
             "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
@@ -73,7 +78,7 @@ class Recovery:
     def _follow(self) -> None:
         database, rebuilt = self._catalog.database, None
         if database.unsound:
-            rebuilt = salvage.mend(database)
+            rebuilt = recovery.mend(database)
         self._claim()
         if rebuilt is not None:
             self._events.record("catalog-rebuilt", rebuilt, level="warning")
@@ -96,7 +101,7 @@ class Recovery:
         if self._attempts.complete:
             return
         try:
-            self._attempts.merge(self._book.ask(self._catalog.declared, ASK_S))
+            self._attempts.merge(self._record_queue.ask(self._catalog.declared, ASK_S))
         except CatalogUnavailable:
             if roots.runs(self._store.files):
                 raise

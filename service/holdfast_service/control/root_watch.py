@@ -15,7 +15,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.checkpoints.roots import Absences
+from holdfast_service.control.checkpoints.roots import NegativeCache
 from holdfast_service.control.database.visible import ALL, limited_to
 from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
@@ -40,7 +40,7 @@ class RootWatch:
         rotation: Rotation,
         findings: Findings,
         events: Events,
-        absences: Absences,
+        absences: NegativeCache,
         *,
         thinned: Callable[[str, int], bool],
         replaced: Callable[[str, int], object],
@@ -112,12 +112,12 @@ class RootWatch:
         for run in soon:
             self.relist(run)
         listed = self._catalog.all_proofs()
-        there = {run: set(self._store.steps(run)) for run in roots.runs(self._store.files)}
-        for run in sorted(listed.keys() | there.keys()):
+        steps_by_run = {run: set(self._store.steps(run)) for run in roots.runs(self._store.files)}
+        for run in sorted(listed.keys() | steps_by_run.keys()):
             if self._closing.is_set():
                 return
-            self._look_at(run, listed.get(run, {}), there.get(run, set()))
-        self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in there.items()}
+            self._look_at(run, listed.get(run, {}), steps_by_run.get(run, set()))
+        self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in steps_by_run.items()}
 
     def relist(self, run: str) -> None:
         """Update the catalog from the run's directory, and report checkpoints that are gone without having been removed."""
@@ -131,12 +131,12 @@ class RootWatch:
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
             self._check_soon(new)
 
-    def _look_at(self, run: str, listed: Mapping[int, str | None], there: Collection[int]) -> None:
-        unlisted = {step for step in there if step not in listed}
-        if not listed.keys() <= set(there) or self._is_news(run, unlisted):
+    def _look_at(self, run: str, listed: Mapping[int, str | None], steps: Collection[int]) -> None:
+        unlisted = {step for step in steps if step not in listed}
+        if not listed.keys() <= set(steps) or self._is_news(run, unlisted):
             self.relist(run)
         for step, proven in listed.items():
-            if proven is not None and step in there and not self._stands(run, step, proven):
+            if proven is not None and step in steps and not self._stands(run, step, proven):
                 self._confirm(run, step)
 
     def _is_news(self, run: str, unlisted: set[int]) -> bool:
@@ -146,7 +146,7 @@ class RootWatch:
 
     def _stands(self, run: str, step: int, proven: str) -> bool:
         try:
-            return self._rotation.looks.look(run, step) == proven or proven == ANY_FILES
+            return self._rotation.probe.look(run, step) == proven or proven == ANY_FILES
         except (Damaged, NoSuchCheckpoint):
             return False
 

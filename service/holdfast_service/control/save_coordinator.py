@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, GenerationDropped, StorageFailed
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.naming import Place
@@ -19,7 +19,7 @@ from holdfast_formats.rest.operations import Level
 from holdfast_formats.staging.joint import JointlyStaged, ShareHandover
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.checkpoints import commit, roots
-from holdfast_service.control.launches.choosing import RestoreSelector
+from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.parts import CheckpointParts
 from holdfast_service.control.publishing import Publishing
@@ -40,9 +40,14 @@ class SaveCoordinator:
         recovery: Recovery,
         restores: RestoreSelector,
     ) -> None:
-        self._store, self._catalog, self._book, self._events = parts.store, parts.catalog, parts.book, parts.events
+        self._store, self._catalog, self._record_queue, self._events = (
+            parts.store,
+            parts.catalog,
+            parts.record_queue,
+            parts.events,
+        )
         self._attempts, self._rounds, self._findings = parts.attempts, parts.rounds, parts.findings
-        self._standing, self._admission, self._published = parts.standing, parts.admission, parts.published
+        self._committed_steps, self._admission, self._published = parts.committed_steps, parts.admission, parts.published
         self._permits, self._publishing, self._recovery, self._restores = permits, publishing, recovery, restores
 
     def begin(
@@ -85,10 +90,10 @@ class SaveCoordinator:
             made = self._publishing.publish(plan, staged)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
-                self._book.tell("which checkpoints are in the directories", self._recovery.reconcile)
+                self._record_queue.tell("which checkpoints are in the directories", self._recovery.reconcile)
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
-        self._standing.made(made)
+        self._committed_steps.made(made)
         self._findings.made(made.run, made.step)
         self._committed(round_id, made, known, staged.place if staged else None)
         if plan.lacks_average:
@@ -100,13 +105,13 @@ class SaveCoordinator:
     def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
         """Another node has committed a save in which ranks of this one took part."""
         self._findings.made(run, step)
-        self._standing.look_again(run, step)
+        self._committed_steps.look_again(run, step)
         self._rounds.left(round_id, measured)
         self._restores.parted(run, attempt)
 
     def _committed(self, round_id: int, made: Manifest, measured: Mapping[str, float], staging: Place | None) -> None:
         """A checkpoint was published. `staging`: of a save of several nodes."""
-        self._book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
+        self._record_queue.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
         self._rounds.end(round_id, "committed", measured=measured)
         self.clear(staging or Place(made.run, made.step, made.attempt))
         self._events.enqueue(

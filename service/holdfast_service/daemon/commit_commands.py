@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.operations import Level
 from holdfast_service.daemon import tied_command
@@ -51,19 +51,19 @@ class CommitCommands:
         self._thread = threading.Thread(target=self._loop, name="holdfast-on-commit", daemon=True)
         self._thread.start()
 
-    def committed(self, made: Manifest) -> None:
+    def committed(self, manifest: Manifest) -> None:
         """A checkpoint was committed. Returns at once."""
         late = None
         with self._changed:
             if self._closed:
-                late = made
+                late = manifest
             else:
                 if len(self._waiting) == WAITING_MAX:
                     late = self._waiting.popleft()
-                self._waiting.append(made)
+                self._waiting.append(manifest)
                 self._changed.notify_all()
         if late is not None:
-            why = "the daemon is ending" if late is made else f"{WAITING_MAX} newer commits wait already"
+            why = "the daemon is ending" if late is manifest else f"{WAITING_MAX} newer commits wait already"
             self._failed(late, f"was not run: {why}")
 
     def busy(self) -> bool:
@@ -81,8 +81,8 @@ class CommitCommands:
             self._changed.notify_all()
         os.write(self._woken, b"x")
         self._thread.join()
-        for made in left:
-            self._failed(made, "was not run: the daemon ended before")
+        for committed in left:
+            self._failed(committed, "was not run: the daemon ended before")
         os.close(self._wake)
         os.close(self._woken)
 
@@ -93,50 +93,61 @@ class CommitCommands:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                made, self._running = self._waiting.popleft(), True
+                committed, self._running = self._waiting.popleft(), True
             try:
-                self._run(made)
+                self._run(committed)
             except Exception as error:
-                log.exception("the command of --on-commit for %s@%s", made.run, made.step)
-                self._failed(made, f"could not be run: {error}")
+                log.exception("the command of --on-commit for %s@%s", committed.run, committed.step)
+                self._failed(committed, f"could not be run: {error}")
 
-    def _run(self, made: Manifest) -> None:
-        if not self._is_mine(made):
+    def _run(self, manifest: Manifest) -> None:
+        if not self._is_mine(manifest):
             return
         began = time.monotonic()
-        ended = tied_command.run(self._command, self._root, self._wake, _about(made, self._root))
+        ended = tied_command.run(self._command, self._root, self._wake, _about(manifest, self._root))
         log.info(
-            "--on-commit for %s@%s: %s after %.1f s", made.run, made.step, ended.how or "done", time.monotonic() - began
+            "--on-commit for %s@%s: %s after %.1f s",
+            manifest.run,
+            manifest.step,
+            ended.how or "done",
+            time.monotonic() - began,
         )
         if ended.how:
-            self._failed(made, ended.how)
+            self._failed(manifest, ended.how)
             # Only in the log: not every reader of a run's events may read a command's output.
-            log.warning("--on-commit for %s@%s printed at last: %r", made.run, made.step, ended.output)
+            log.warning("--on-commit for %s@%s printed at last: %r", manifest.run, manifest.step, ended.output)
 
-    def _is_mine(self, made: Manifest) -> bool:
+    def _is_mine(self, manifest: Manifest) -> bool:
         """Whether to run this checkpoint's command: another node that finished the same commit may have done so."""
         if not self._recorded(RECORDED_S):
-            log.warning("--on-commit for %s@%s: the catalog does not know of it yet", made.run, made.step)
-        text = f"the command of --on-commit was started for step {made.step}"
+            log.warning("--on-commit for %s@%s: the catalog does not know of it yet", manifest.run, manifest.step)
+        text = f"the command of --on-commit was started for step {manifest.step}"
         try:
             return self._news.record_once(
-                "commit-command-started", text, made.run, made.step, attempt=made.attempt, created=made.created
+                "commit-command-started",
+                text,
+                manifest.run,
+                manifest.step,
+                attempt=manifest.attempt,
+                created=manifest.created,
             )
         except CatalogUnavailable as away:
-            log.warning("--on-commit for %s@%s: its start is not recorded: %s", made.run, made.step, away.detail)
+            log.warning("--on-commit for %s@%s: its start is not recorded: %s", manifest.run, manifest.step, away.detail)
             return True
 
-    def _failed(self, made: Manifest, how: str) -> None:
-        text = f"the command of --on-commit for step {made.step} {how}"
-        self._news.add("commit-command-failed", text, made.run, made.step, "warning", attempt=made.attempt, why=how)
+    def _failed(self, manifest: Manifest, how: str) -> None:
+        text = f"the command of --on-commit for step {manifest.step} {how}"
+        self._news.add(
+            "commit-command-failed", text, manifest.run, manifest.step, "warning", attempt=manifest.attempt, why=how
+        )
 
 
-def _about(made: Manifest, root: Path) -> dict[str, str]:
+def _about(manifest: Manifest, root: Path) -> dict[str, str]:
     return {
-        "HOLDFAST_RUN": made.run,
-        "HOLDFAST_STEP": str(made.step),
-        "HOLDFAST_ATTEMPT": str(made.attempt),
-        "HOLDFAST_PATH": str(root / naming.checkpoint_path(made.run, made.step)),
-        "HOLDFAST_GROUPS": ",".join(made.groups),
-        "HOLDFAST_BYTES": str(made.bytes),
+        "HOLDFAST_RUN": manifest.run,
+        "HOLDFAST_STEP": str(manifest.step),
+        "HOLDFAST_ATTEMPT": str(manifest.attempt),
+        "HOLDFAST_PATH": str(root / naming.checkpoint_path(manifest.run, manifest.step)),
+        "HOLDFAST_GROUPS": ",".join(manifest.groups),
+        "HOLDFAST_BYTES": str(manifest.bytes),
     }

@@ -26,7 +26,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.staging.messages import Answer
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
+from holdfast_service.daemon.arena.shares import ADMIN, ShareHolder, ShareRequester, left
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import check, let_in
 from holdfast_service.daemon.saving.saver import Saver
@@ -83,7 +83,7 @@ class RemoteRanks:
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def hello(self, rank_id: str, hello: bodies.RankHello, asker: Asker = ADMIN) -> RemoteRank:
+    def hello(self, rank_id: str, hello: bodies.RankHello, asker: ShareRequester = ADMIN) -> RemoteRank:
         """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see `shares`."""
         check(hello)
         if hello.root_id not in (None, self.root_id):
@@ -98,21 +98,21 @@ class RemoteRanks:
 
         return let_in(self._saver, self._control, hello, join, asker)
 
-    def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
-        hello = made.hello
-        place = (hello.run, made.who.attempt, hello.rank)
+    def _joined(self, rank_id: str, remote_rank: RemoteRank) -> RemoteRank:
+        hello = remote_rank.hello
+        place = (hello.run, remote_rank.who.attempt, hello.rank)
         with self._lock:
-            self._refuse_too_many(made.holder)
+            self._refuse_too_many(remote_rank.holder)
             if rank_id in self._departed:
                 raise from_problem(self._departed[rank_id].problem)
             if rank_id in self._ranks:  # the same hello, sent again, was faster
                 return self._ranks[rank_id]
             before = [i for i, r in self._ranks.items() if (r.who.run, r.who.attempt, r.who.rank) == place]
-            self._ranks[rank_id] = made
+            self._ranks[rank_id] = remote_rank
         for replaced in before:
             self._part(replaced, RoundAborted(f"rank {hello.rank} has restarted"))
-        self._saver.join(made.who)
-        return made
+        self._saver.join(remote_rank.who)
+        return remote_rank
 
     def _refuse_too_many(self, who: ShareHolder) -> None:
         held = [(rank.holder, 1) for rank in self._ranks.values()]
@@ -137,11 +137,11 @@ class RemoteRanks:
         or of a run that the caller may not see.
         """
         with self._lock:
-            found = self._ranks.get(rank_id)
+            rank_found = self._ranks.get(rank_id)
             departed = self._departed.get(rank_id)
-        if found is not None and sees(found.who.run):
-            found.heard = time.monotonic()
-            return found
+        if rank_found is not None and sees(rank_found.who.run):
+            rank_found.heard = time.monotonic()
+            return rank_found
         if departed is not None and sees(departed.run):
             raise from_problem(departed.problem)
         raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")

@@ -55,20 +55,20 @@ class RemoteRank:
 
     def reserve(self, room: Room) -> None:
         """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
-        made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
+        geometry = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
         with self._turn:
-            if self._segment is not None and self._asked == made:
+            if self._segment is not None and self._asked == geometry:
                 return
             outgrown = self._segment
-            self._take(made)
+            self._take(geometry)
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def _take(self, made: Geometry) -> ArenaSegment:
+    def _take(self, geometry: Geometry) -> ArenaSegment:
         # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
         label = f"{self.who.run}-rank{self.who.rank}-remote"
-        segment = self._arena.reserve(made, label, holder=self.holder)
-        self._segment, self._asked, self._reserved_at = segment, made, time.monotonic()
+        segment = self._arena.reserve(geometry, label, holder=self.holder)
+        self._segment, self._asked, self._reserved_at = segment, geometry, time.monotonic()
         return segment
 
     def give_back_unused(self, after_s: float) -> None:
@@ -127,10 +127,10 @@ class RemoteRank:
     def write(self, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
         """Accept a chunk whose digest is right and that continues the part; a repeated one changes nothing."""
         check_digest(chunk.digest)
-        found = digest(chunk.data)
-        if found != chunk.digest:
+        digest_found = digest(chunk.data)
+        if digest_found != chunk.digest:
             raise InvalidRequest(
-                f"the chunk at {chunk.offset} has the digest {found}, not {chunk.digest}",
+                f"the chunk at {chunk.offset} has the digest {digest_found}, not {chunk.digest}",
                 hint="it was damaged in transit: send it again",
                 reason="digest",
             )
@@ -195,9 +195,9 @@ class RemoteRank:
         """It begins no other save before the one of this step has ended; without a step, none any more."""
         self._saver.waits(self.who, step)
 
-    def stopping(self, said: PassedStep) -> LastStep:
+    def stopping(self, passed_step: PassedStep) -> LastStep:
         """Its launch is to stop: report its progress and get the step."""
-        return self._saver.stops.report(self.who, said)
+        return self._saver.stops.report(self.who, passed_step)
 
     def outcomes(self, after: int) -> bodies.Outcomes:
         """Ended uploads from the `after`-th on; the oldest are not kept. Also, once, a request to report its progress."""
@@ -241,10 +241,10 @@ class RemoteRank:
             self.wake()
             return
         with self._lock:  # the oldest of this step: a newer one can only be waiting for it to end
-            found = next((u for u in self._uploads.values() if u.step == outcome.step and u.outcome is None), None)
-        if found is not None:
+            upload = next((u for u in self._uploads.values() if u.step == outcome.step and u.outcome is None), None)
+        if upload is not None:
             error = from_problem(outcome.problem or {}) if outcome.state == "aborted" else None
-            self._end(found, outcome.state, error)
+            self._end(upload, outcome.state, error)
 
     def _end(self, upload: SlotUpload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
         problem = error.problem() if error is not None else None

@@ -18,11 +18,11 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from holdfast_files.opened import open_checkpoint
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged
-from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
@@ -104,9 +104,9 @@ class Scrub:
         self._thread = threading.Thread(target=self._run, name="holdfast-scrub", daemon=True)
         self._thread.start()
 
-    def check_soon(self, found: Iterable[tuple[str, int]]) -> None:
+    def check_soon(self, places: Iterable[tuple[str, int]]) -> None:
         """Check committed checkpoints that were never verified, first and without the scrub's rate limit."""
-        self._found.extend(found)
+        self._found.extend(places)
         self._wake.set()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Scrub:
 
     def _due(self) -> list[CheckpointId]:
         """Checkpoints not verified for long, without recent commits, which their nodes check."""
-        due = self._control.findings.due(moments.later(utc_now(), -(self._plan.every_s or 0.0)))
+        due = self._control.findings.due(timestamps.later(utc_now(), -(self._plan.every_s or 0.0)))
         return self._free([place for place in due if place not in self._unchecked - self._stale])
 
     def _left_unchecked(self) -> list[CheckpointId]:
@@ -212,15 +212,15 @@ class Scrub:
             (f"{place.run}@{place.step}", self._check(*place, heed, claims.fence(place) if claims is not None else None))
             for place in places
         ]
-        made = Scrubbed(
+        scrubbed = Scrubbed(
             checkpoints=len(ends),
             bytes=self._checker.counts.all()["bytes"] - before,
             damaged=tuple(name for name, end in ends if end is CheckEnd.DAMAGED),
             unread=tuple(name for name, end in ends if end in UNREAD),
             seconds=round(time.monotonic() - began, 3),
         )
-        self._control.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
-        return made
+        self._control.findings.scrubbed(scrubbed.checkpoints, scrubbed.bytes, len(scrubbed.damaged), scrubbed.seconds)
+        return scrubbed
 
     def _check(self, run: str, step: int, heed: Progress, fence: Fence | None = None) -> CheckEnd:
         ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False, fence=fence))
@@ -250,9 +250,9 @@ class CheckJobs:
             total = 0
         with _stopping():
             check = self._checker.check(run, step, self._scrub.heed(_Sum(progress, total).add, paced=False))
-        made = open_checkpoint(self._tier, directory).manifest
-        tensors = sum(len(listed) for listed in made.tensors.values())
-        return {**check, "files": len(made.files), "tensors": tensors}
+        manifest = open_checkpoint(self._tier, directory).manifest
+        tensors = sum(len(listed) for listed in manifest.tensors.values())
+        return {**check, "files": len(manifest.files), "tensors": tensors}
 
     def scrub(self, job: Job, progress: Reports) -> dict[str, Any]:
         """Check all checkpoints, or those of `run`, whenever they were last checked, at the scrub's rate."""

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast_service.daemon.arena.callers import Callers, listen
-from holdfast_service.daemon.saving.lives import RunLives
+from holdfast_service.daemon.rank_connection import DataPlane, RankConnection
+from holdfast_service.daemon.saving.run_lifecycle import RunLifecycles
 
-from .conversation import Conversation, DataPlane
 from .serving import Serving
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class Daemon:
         self.path, self.serving, self.callers = path, serving, callers
         self._plane = parts
         self.saver, self.control, self.adoption = parts.saver, parts.control, parts.adoption
-        self.lives = RunLives(self.saver, self.control)
+        self.lives = RunLifecycles(self.saver, self.control)
         self._lock = threading.Lock()
-        self._conversations: set[Conversation] = set()
+        self._conversations: set[RankConnection] = set()
         self._closing = threading.Event()
         self._at_work = at_work
         self._listener = listen(path, callers)
@@ -82,7 +82,7 @@ class Daemon:
         for thread in self._threads:
             thread.join()
 
-    def forget(self, conversation: Conversation) -> None:
+    def forget(self, conversation: RankConnection) -> None:
         with self._lock:
             self._conversations.discard(conversation)
 
@@ -103,7 +103,7 @@ class Daemon:
                 if len(self._conversations) >= CONVERSATIONS_MAX:
                     connection.close()
                     continue
-                conversation = Conversation(connection, self._plane, self.serving, self.callers, self.forget)
+                conversation = RankConnection(connection, self._plane, self.serving, self.callers, self.forget)
                 self._conversations.add(conversation)
             conversation.thread.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast_formats.errors import WrongRoot
-from holdfast_formats.whereabouts import RootMark
+from holdfast_formats.root_files import RootMark
 
 
 class Serving(NamedTuple):

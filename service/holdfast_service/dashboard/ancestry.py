@@ -12,8 +12,7 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CheckpointError, NoSuchRun
-
-from .asking import ViewerApi, at, to
+from holdfast_service.dashboard.viewer_api import ViewerApi, at, to
 
 GENERATIONS_MAX = 4
 SOURCES_MAX = 64
@@ -39,14 +38,14 @@ class Ancestry(NamedTuple):
 
 async def ancestry_of(api: ViewerApi, run: str, step: int, generation: int = 0) -> Ancestry | None:
     """The ancestry of a checkpoint; None for one that was not merged."""
-    told = await _origin(api, run, step)
-    if told is None or told.get("kind") != "merge":
+    origin = await _origin(api, run, step)
+    if origin is None or origin.get("kind") != "merge":
         return None
-    models = [one for one in told.get("models", ()) if isinstance(one, dict)][:SOURCES_MAX]
-    weights = _weights(told)
-    found = await asyncio.gather(*(_ancestor(api, one, weights, generation) for one in models))
-    how = f"{told.get('method')}, {told.get('dialect')} dialect, seed {told.get('seed')}"
-    return Ancestry(how, tuple(found))
+    models = [one for one in origin.get("models", ()) if isinstance(one, dict)][:SOURCES_MAX]
+    weights = _weights(origin)
+    ancestors = await asyncio.gather(*(_ancestor(api, one, weights, generation) for one in models))
+    how = f"{origin.get('method')}, {origin.get('dialect')} dialect, seed {origin.get('seed')}"
+    return Ancestry(how, tuple(ancestors))
 
 
 async def _origin(api: ViewerApi, run: str, step: int) -> Mapping[str, Any] | None:
@@ -76,25 +75,25 @@ async def _ancestor(api: ViewerApi, model: Mapping[str, Any], weights: Mapping[s
     return Ancestor(name, page, weight, "", *(() if inner is None else inner))
 
 
-def _weights(told: Mapping[str, Any]) -> dict[str, str]:
+def _weights(origin: Mapping[str, Any]) -> dict[str, str]:
     """The weight of each model, and that of what comes with an adapter, as the recipe has it."""
     try:
-        recipe = yaml.safe_load(str(told.get("recipe", "")))
+        recipe = yaml.safe_load(str(origin.get("recipe", "")))
         shared = _weight(recipe)
-        made = {}
+        weights = {}
         for one in recipe["models"]:
-            said = _weight(one) or shared
+            weight = _weight(one) or shared
             for part in str(one["model"]).split("+"):
-                made[part] = said
-        return made
+                weights[part] = weight
+        return weights
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def _weight(given: Mapping[str, Any]) -> str:
-    found = (given.get("parameters") or {}).get("weight")
-    if isinstance(found, int | float):
-        return f"{found:g}"
-    if isinstance(found, list) and len(found) < _TEXT_MAX and all(isinstance(one, int | float) for one in found):
-        return ", ".join(f"{one:g}" for one in found)
-    return "" if found is None else "by tensor"
+    weight = (given.get("parameters") or {}).get("weight")
+    if isinstance(weight, int | float):
+        return f"{weight:g}"
+    if isinstance(weight, list) and len(weight) < _TEXT_MAX and all(isinstance(one, int | float) for one in weight):
+        return ", ".join(f"{one:g}" for one in weight)
+    return "" if weight is None else "by tensor"

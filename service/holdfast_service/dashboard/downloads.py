@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from holdfast_formats.printable import spreadsheet_cell
 from holdfast_formats.rest import bodies
-from holdfast_formats.visible import spreadsheet_cell
 
 ROWS_MAX = 20_000
 

@@ -7,9 +7,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import SaveTimes
-
-from .words import stamp
+from holdfast_formats.rest.measurements import SaveTimes
+from holdfast_service.dashboard.formatting import stamp
 
 # The possible outcomes of a save, in the order of the timeline's lanes from the top.
 OUTCOMES = (
@@ -36,21 +35,21 @@ def saves(
     checkpoints are `complete`, a committed step that is not among them was removed, however old it is. If several rounds
     committed a step, the last one's checkpoint replaced the others.
     """
-    there = {made.step: made for made in checkpoints}
-    last = {made.step: made.id for made in sorted(rounds, key=lambda made: made.id) if made.state == "committed"}
-    told: set[int] = set()
-    oldest_listed = min(there, default=0)
-    found = []
-    for made in rounds:
-        checkpoint = there.get(made.step) if made.state == "committed" else None
-        if made.state == "committed":
-            if checkpoint is None and made.step < oldest_listed and not complete:
+    by_step = {round_.step: round_ for round_ in checkpoints}
+    last = {round_.step: round_.id for round_ in sorted(rounds, key=lambda round_: round_.id) if round_.state == "committed"}
+    steps: set[int] = set()
+    oldest_listed = min(by_step, default=0)
+    saves_shown = []
+    for round_ in rounds:
+        checkpoint = by_step.get(round_.step) if round_.state == "committed" else None
+        if round_.state == "committed":
+            if checkpoint is None and round_.step < oldest_listed and not complete:
                 continue  # not removed, only not requested
-            told.add(made.step)
-            checkpoint = checkpoint if last[made.step] == made.id else None
-        found.append(_of_round(made, checkpoint, pinned))
-    found += [_of_checkpoint(made, pinned) for made in checkpoints if made.step not in told]
-    return sorted(found, key=lambda save: (save["at"], save["step"]))
+            steps.add(round_.step)
+            checkpoint = checkpoint if last[round_.step] == round_.id else None
+        saves_shown.append(_of_round(round_, checkpoint, pinned))
+    saves_shown += [_of_checkpoint(round_, pinned) for round_ in checkpoints if round_.step not in steps]
+    return sorted(saves_shown, key=lambda save: (save["at"], save["step"]))
 
 
 METRICS_DRAWN = 12
@@ -70,30 +69,30 @@ def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes
     """The trainer's metrics, those of most checkpoints first, without infinite values, and without damaged, unhealthy or
     abandoned checkpoints.
     """
-    found: dict[str, list[tuple[float, int]]] = {}
-    for made in checkpoints:
-        for name, value in made.metrics.items():
-            if isfinite(value) and made.state in ("committed", "verified"):
-                found.setdefault(name, []).append((value, made.step))
-    drawn = sorted(found, key=lambda name: (-len(found[name]), name))[:METRICS_DRAWN]
-    return [MetricExtremes(name, *min(found[name]), *max(found[name])) for name in drawn]
+    metrics_by_name: dict[str, list[tuple[float, int]]] = {}
+    for checkpoint in checkpoints:
+        for name, value in checkpoint.metrics.items():
+            if isfinite(value) and checkpoint.state in ("committed", "verified"):
+                metrics_by_name.setdefault(name, []).append((value, checkpoint.step))
+    drawn = sorted(metrics_by_name, key=lambda name: (-len(metrics_by_name[name]), name))[:METRICS_DRAWN]
+    return [MetricExtremes(name, *min(metrics_by_name[name]), *max(metrics_by_name[name])) for name in drawn]
 
 
-def _of_round(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
-    times = SaveTimes.model_validate(made.measured or {})
+def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
+    times = SaveTimes.model_validate(save.measured or {})
     phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
-    opened = stamp(made.opened)
-    ended = None if made.ended is None else stamp(made.ended)
+    opened = stamp(save.opened)
+    ended = None if save.ended is None else stamp(save.ended)
     durable = sum(phases) if phases else None if ended is None else ended - opened
     size = times.bytes if times.bytes is not None else checkpoint.bytes if checkpoint else None
     return {
         "at": ended or opened,
-        "step": made.step,
-        "attempt": made.attempt,
-        "outcome": _outcome(made, checkpoint, pinned),
-        "why": made.code,
+        "step": save.step,
+        "attempt": save.attempt,
+        "outcome": _outcome(save, checkpoint, pinned),
+        "why": save.code,
         "stall": times.stall_s,
-        "durable": durable if made.state == "committed" else None,
+        "durable": durable if save.state == "committed" else None,
         "rate": size / times.write_s if size and times.write_s else None,
         "limit": times.disk_bytes_per_second,
         "bytes": size,
@@ -101,24 +100,30 @@ def _of_round(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinn
     }
 
 
-def _of_checkpoint(made: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, Any]:
-    outcome = "pinned" if made.step in pinned and made.state in ("verified", "committed") else made.state
+def _of_checkpoint(checkpoint: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, Any]:
+    outcome = "pinned" if checkpoint.step in pinned and checkpoint.state in ("verified", "committed") else checkpoint.state
     nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
-    known = {"at": stamp(made.created), "step": made.step, "attempt": made.attempt, "outcome": outcome, "bytes": made.bytes}
-    return known | nothing | {"metrics": _finite(made)}
+    known = {
+        "at": stamp(checkpoint.created),
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+        "outcome": outcome,
+        "bytes": checkpoint.bytes,
+    }
+    return known | nothing | {"metrics": _finite(checkpoint)}
 
 
-def _finite(made: bodies.CheckpointInfo | None) -> dict[str, float]:
-    return {} if made is None else {name: value for name, value in made.metrics.items() if isfinite(value)}
+def _finite(checkpoint: bodies.CheckpointInfo | None) -> dict[str, float]:
+    return {} if checkpoint is None else {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
 
 
-def _outcome(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:
-    if made.state in ("aborted", "dropped"):
-        return made.state
-    if made.state != "committed":
+def _outcome(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:
+    if save.state in ("aborted", "dropped"):
+        return save.state
+    if save.state != "committed":
         return "under way"
     if checkpoint is None:
         return "removed"
-    if made.step in pinned and checkpoint.state in ("verified", "committed"):
+    if save.step in pinned and checkpoint.state in ("verified", "committed"):
         return "pinned"
     return checkpoint.state

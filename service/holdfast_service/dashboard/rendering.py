@@ -14,9 +14,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.operations import Job
+from holdfast_service.dashboard import formatting, run_status
+from holdfast_service.dashboard.viewer_api import COOKIE, SignInNeeded
 
-from . import standing, words
-from .asking import COOKIE, SignInNeeded
 from .static import address
 
 CSP = (
@@ -30,7 +30,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 # The messages of a page after an action that ended in a redirect; an address can choose only one of these.
-SAID = {
+MESSAGES = {
     "pinned": "Pinned. This checkpoint is not removed until you unpin it.",
     "unpinned": "Unpinned. The retention policy applies again.",
     "labelled": "Labelled. A checkpoint with a label is not removed.",
@@ -94,14 +94,14 @@ def environment() -> Environment:
         auto_reload=False,
     )
     made.filters |= {
-        "bytes": words.size,
-        "seconds": words.seconds,
-        "number": words.number,
-        "percent": words.percent,
-        "when": words.when,
-        "prose": words.prose,
-        "life": lambda summary: standing.standing(summary.life).word,
-        "facts": words.facts,
+        "bytes": formatting.size,
+        "seconds": formatting.seconds,
+        "number": formatting.number,
+        "percent": formatting.percent,
+        "when": formatting.when,
+        "prose": formatting.prose,
+        "life": lambda summary: run_status.standing(summary.life).word,
+        "facts": formatting.facts,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {
@@ -109,8 +109,8 @@ def environment() -> Environment:
         "link": link,
         "may_stop": may_stop,
         "favicon": favicon,
-        "bytes_text": words.bytes_text,
-        "seconds_text": words.seconds_text,
+        "bytes_text": formatting.bytes_text,
+        "seconds_text": formatting.seconds_text,
     }
     return made
 
@@ -122,17 +122,17 @@ def favicon(count: int, errors: int) -> str:
 
 def link(path: str, **params: Any) -> str:
     """One of our addresses with the parameters that are not empty."""
-    said = {name: value for name, value in params.items() if value not in (None, "", False)}
-    return f"{path}?{urlencode(said)}" if said else path
+    query = {name: value for name, value in params.items() if value not in (None, "", False)}
+    return f"{path}?{urlencode(query)}" if query else path
 
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A whole page. `said` in the URL selects one of the sentences above."""
-    said = SAID.get(request.query_params.get("said", ""))
+    """A whole page. `message` in the URL selects one of the sentences above."""
+    message = MESSAGES.get(request.query_params.get("said", ""))
     viewer = viewer_of(request)
     in_proxy = viewer is not None and viewer.by == "login"
     signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
-    values |= {"path": request.url.path, "said": said, "signed_in": signed_in, "viewer": viewer, "may": may_of(request)}
+    values |= {"path": request.url.path, "said": message, "signed_in": signed_in, "viewer": viewer, "may": may_of(request)}
     return HTMLResponse(environment().get_template(template).render(values), status, HEADERS)
 
 
@@ -161,9 +161,9 @@ def may_of(request: Request) -> Callable[..., bool]:
     return may
 
 
-def see(path: str, said: str | None = None, **params: str) -> RedirectResponse:
+def see(path: str, text: str | None = None, **params: str) -> RedirectResponse:
     """Redirect to the page that shows the result of an action."""
-    return RedirectResponse(link(path, **params, said=said), 303, {"Cache-Control": "no-store"})
+    return RedirectResponse(link(path, **params, said=text), 303, {"Cache-Control": "no-store"})
 
 
 def problem_page(request: Request, error: CheckpointError) -> HTMLResponse:

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.jobs import Arguments
+from holdfast_service.dashboard.viewer_api import SignInNeeded
 
-from .asking import SignInNeeded
 from .rendering import as_page
 
 FORM_BYTES_MAX = 256 * 1024
@@ -98,18 +98,18 @@ class Form:
         """A number, None if the field is empty; `InvalidRequest` for anything else."""
         text = self.text(name)
         try:
-            found = float(text) if text else None
+            number = float(text) if text else None
         except ValueError:
-            found = nan
-        if found is not None and not -REAL_MAX < found < REAL_MAX:
+            number = nan
+        if number is not None and not -REAL_MAX < number < REAL_MAX:
             raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field")
-        return found
+        return number
 
 
-def filled(model: type[Model], said: dict[str, Any], hint: str = "go back and change the field") -> Model:
+def filled(model: type[Model], fields: dict[str, Any], hint: str = "go back and change the field") -> Model:
     """The form's body; `InvalidRequest` names an invalid field."""
     try:
-        return model.model_validate(said)
+        return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the form"

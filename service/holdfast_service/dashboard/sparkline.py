@@ -6,9 +6,8 @@ from functools import lru_cache
 
 from markupsafe import Markup
 
-from holdfast_formats.rest.observed import Trend
-
-from .words import percent_text, seconds_text
+from holdfast_formats.rest.measurements import Trend
+from holdfast_service.dashboard.formatting import percent_text, seconds_text
 
 WIDTH, HEIGHT = 100, 24
 KEPT = 1000  # drawings
@@ -38,9 +37,9 @@ def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cos
         lowest = min(min(value for _, value in points), 0.99)
         at = " ".join(f"{(n + 0.5) * slot:.1f},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.1f}" for n, v in points)
         line = Markup('<polyline points="{}"/>').format(at)
-    said = _said(states, newest_cost)
+    title = _said(states, newest_cost)
     drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
-    return drawn.format(WIDTH, HEIGHT, said, Markup(bars), line)
+    return drawn.format(WIDTH, HEIGHT, title, Markup(bars), line)
 
 
 def newest(trend: Trend) -> str:
@@ -60,6 +59,6 @@ def _bar(left: float, width: float, share: float, state: str) -> str:
 
 def _said(states: tuple[str, ...], newest_cost: str) -> str:
     failed = sum(state in _FAILED for state in states)
-    said = f"the newest {len(states)} saves"
-    said += f": {failed} of them failed or were dropped" if failed else ""
-    return f"{said}; stall and goodput of the last: {newest_cost}" if newest_cost else said
+    title = f"the newest {len(states)} saves"
+    title += f": {failed} of them failed or were dropped" if failed else ""
+    return f"{title}; stall and goodput of the last: {newest_cost}" if newest_cost else title

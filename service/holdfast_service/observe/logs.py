@@ -15,9 +15,9 @@ import threading
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import CheckpointError, Unavailable
-from holdfast_formats.visible import visible_json, visible_lines
+from holdfast_formats.printable import visible_json, visible_lines
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LogFormat = Literal["text", "json"]
@@ -41,18 +41,18 @@ def about(run: str | None = None, step: int | None = None, attempt: int | None =
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of a record: as given by `about`, otherwise parsed from its message, and an error's code."""
-    found = {name: vars(record)[name] for name in _GIVEN if vars(record).get(name) is not None}
+    values = {name: vars(record)[name] for name in _GIVEN if vars(record).get(name) is not None}
     arguments = record.args if isinstance(record.args, tuple) else ()
     place = _PLACE.search(record.msg) if isinstance(record.msg, str) else None
     if place is not None:
         first = len(_ARGUMENT.findall(record.msg, 0, place.start()))
         names = ("run", "step", "attempt") if place["attempt"] else ("run", "step")
-        found = dict(zip(names, arguments[first:], strict=False)) | found
+        values = dict(zip(names, arguments[first:], strict=False)) | values
     raised = record.exc_info[1] if record.exc_info else None
     for error in (raised, *arguments):
         if isinstance(error, CheckpointError):
-            found.setdefault("code", error.code)
-    return found
+            values.setdefault("code", error.code)
+    return values
 
 
 def _in_words(record: logging.LogRecord) -> logging.LogRecord:
@@ -66,13 +66,13 @@ def _in_words(record: logging.LogRecord) -> logging.LogRecord:
     error = ended or next((one for one in record.args if isinstance(one, CheckpointError)), None)
     if error is None:
         return record
-    told = copy.copy(record)
-    told.args = tuple(_said(one) if isinstance(one, CheckpointError) else one for one in record.args)
+    formatted = copy.copy(record)
+    formatted.args = tuple(_said(one) if isinstance(one, CheckpointError) else one for one in record.args)
     if ended is not None:
-        told.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
-        told.args, told.exc_info, told.exc_text = (*told.args, _said(ended)), None, None
-    vars(told).setdefault("code", error.code)
-    return told
+        formatted.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
+        formatted.args, formatted.exc_info, formatted.exc_text = (*formatted.args, _said(ended)), None, None
+    vars(formatted).setdefault("code", error.code)
+    return formatted
 
 
 def _said(error: CheckpointError) -> str:
@@ -87,7 +87,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record = _in_words(record)
         line: dict[str, Any] = {
-            "time": moments.write(datetime.fromtimestamp(record.created, timezone.utc)),
+            "time": timestamps.write(datetime.fromtimestamp(record.created, timezone.utc)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -112,9 +112,9 @@ class Histogram:
         self.sum += value
 
     def copy(self) -> Histogram:
-        made = Histogram(self._bounds)
-        made._counts, made.sum = list(self._counts), self.sum
-        return made
+        histogram = Histogram(self._bounds)
+        histogram._counts, histogram.sum = list(self._counts), self.sum
+        return histogram
 
     def buckets(self) -> Iterator[tuple[str, float]]:
         """How many values lie at or below each bound, as Prometheus has it; the last bound is +Inf."""

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from holdfast_service.observe.tracing import NANOSECONDS, Attributes, SpanPart, Tell
+from holdfast_service.observe.tracing import NANOSECONDS, Attributes, EventRecorder, SpanPart
 
 SCOPE = "holdfast"
 SERVICE = "holdfast"
@@ -37,7 +37,7 @@ class OtelTracer:
         self._incoming = TraceContextTextMapPropagator()
 
     @contextmanager
-    def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
+    def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[EventRecorder]:
         carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key.startswith(b"trace")}
         context = self._incoming.extract(carrier) if carrier else None
         kind = SpanKind.SERVER if headers else SpanKind.INTERNAL
@@ -49,16 +49,16 @@ class OtelTracer:
             yield tell
 
     def record(self, whole: SpanPart, parts: Iterable[SpanPart], error: str | None) -> None:
-        made = self._tracer.start_span(whole.name, attributes=_plain(whole.attributes), start_time=_ns(whole.began))
-        inside = trace.set_span_in_context(made)
+        span = self._tracer.start_span(whole.name, attributes=_plain(whole.attributes), start_time=_ns(whole.began))
+        inside = trace.set_span_in_context(span)
         for part in parts:
             child = self._tracer.start_span(
                 part.name, inside, attributes=_plain(part.attributes), start_time=_ns(part.began)
             )
             child.end(_ns(part.ended))
         if error is not None:
-            made.set_status(Status(StatusCode.ERROR, error))
-        made.end(_ns(whole.ended))
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_ns(whole.ended))
 
     def close(self) -> None:
         self._provider.shutdown()

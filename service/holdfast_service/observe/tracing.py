@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 NANOSECONDS = 1_000_000_000
 Attributes = Mapping[str, Any]
-Tell = Callable[..., None]
+EventRecorder = Callable[..., None]
 NOTHING: Attributes = MappingProxyType({})
 
 
@@ -28,7 +28,7 @@ class SpanPart(NamedTuple):
 
 class Tracer(Protocol):
     @contextmanager
-    def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
+    def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[EventRecorder]:
         yield _ignore
 
     def record(self, whole: SpanPart, parts: Iterable[SpanPart], error: str | None) -> None: ...
@@ -57,7 +57,9 @@ def tracing() -> bool:
 
 
 @contextmanager
-def span(name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[bytes, bytes]] = ()) -> Iterator[Tell]:
+def span(
+    name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> Iterator[EventRecorder]:
     """Trace the block, under the span in `headers` (traceparent) or of the calling code; the result adds attributes."""
     if _tracer is None:
         yield _ignore

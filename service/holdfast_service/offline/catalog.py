@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from holdfast_formats.errors import StorageFailed
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck
 from holdfast_formats.rest.offline import CatalogWork
+from holdfast_formats.timestamps import utc_now
 from holdfast_service import config
 from holdfast_service.control.access import audit
-from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.shared_attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import address
@@ -40,7 +40,7 @@ def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
     if act not in ("rebuild", "adopt"):
         return _checked(tier, url, thorough=act == "check-thorough")
     who = ownership.Root(settle(tier, shared, leave=act == "adopt").mark.id, root, settings.node)
-    opened = salvage.open_catalog(url)
+    opened = recovery.open_catalog(url)
     try:
         if act == "adopt":
             before = ownership.adopt(opened.catalog, who, utc_now())
@@ -49,16 +49,16 @@ def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
             audit.offline(opened.catalog.database, settings.node, "catalog-adopted", target=str(root))
             return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before)
         ownership.claim(PosixStore(tier), opened.catalog, who, utc_now())
-        made = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
+        result = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
         audit.offline(opened.catalog.database, settings.node, "catalog-rebuilt")
     finally:
         opened.catalog.close()
     aside = None if opened.set_aside is None else str(opened.set_aside)
-    return made.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged})
+    return result.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged})
 
 
 def _checked(tier: PosixTier, url: str, thorough: bool) -> CatalogCheck:
-    catalog = salvage.open_sound(url)
+    catalog = recovery.open_sound(url)
     try:
         ownership.check(catalog.database, known(tier.root), tier.root)
         return consistency.check(PosixStore(tier), catalog, writers=(), thorough=thorough)

@@ -16,7 +16,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
 from holdfast_formats.rest.jobs import ConvertArguments, ImportJob, MergeJob
 from holdfast_formats.rest.offline import DirectoryConversion, RootJob
-from holdfast_formats.whereabouts import check_local, check_output_place, check_root_place
+from holdfast_formats.root_files import check_local, check_output_place, check_root_place
 from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.offline import TokenWork
 from holdfast_formats.rest.operations import Token
-from holdfast_formats.whereabouts import check_root_place
+from holdfast_formats.root_files import check_root_place
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.config import catalog_url, default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.access.tokens import Tokens

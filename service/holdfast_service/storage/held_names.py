@@ -56,7 +56,7 @@ def _locked(directory: int, leaf: str, path: str) -> int:
 
 def _stands(directory: int, leaf: str, descriptor: int) -> bool:
     try:
-        there = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+        status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(descriptor))
+    return os.path.samestat(status, os.fstat(descriptor))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, WrongRoot
-from holdfast_formats.whereabouts import FILE_BYTES_MAX, RootFile, RootMark, decode, encode
+from holdfast_formats.root_files import FILE_BYTES_MAX, RootFile, RootMark, decode, encode
 
 from .posix import PosixTier
 
@@ -38,42 +38,42 @@ def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False, *, 
     found = _read(tier)
     marked = None if later else catalog
     if found is None:
-        made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
-        if tier.size(naming.ROOT_FILE) is None and tier.put_first(naming.ROOT_FILE, encode(made)):
-            return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino))
+        root_file = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
+        if tier.size(naming.ROOT_FILE) is None and tier.put_first(naming.ROOT_FILE, encode(root_file)):
+            return Identity(RootMark(id=root_file.id, device=at.st_dev, inode=at.st_ino))
         found = _read(tier)  # what another node has made since, or what cannot be read
     if found is not None and found.inode == at.st_ino:
         if found.catalog != catalog and not (later and found.catalog is None):
             _take_over(tier, found, catalog, leave)
         return Identity(RootMark(id=found.id, device=at.st_dev, inode=at.st_ino))
-    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
-    tier.replace(naming.ROOT_FILE, encode(made))
-    return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino), found.id if found is not None else None)
+    root_file = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=marked)
+    tier.replace(naming.ROOT_FILE, encode(root_file))
+    return Identity(RootMark(id=root_file.id, device=at.st_dev, inode=at.st_ino), found.id if found is not None else None)
 
 
-def _take_over(tier: PosixTier, found: RootFile, catalog: str | None, leave: bool) -> None:
-    if found.catalog is not None and not leave:
+def _take_over(tier: PosixTier, root_file: RootFile, catalog: str | None, leave: bool) -> None:
+    if root_file.catalog is not None and not leave:
         raise WrongRoot(
-            f"{tier.root} is shared by the daemons of several nodes, with the catalog {found.catalog}; this one has "
+            f"{tier.root} is shared by the daemons of several nodes, with the catalog {root_file.catalog}; this one has "
             f"{catalog or 'a catalog of its own'}",
             hint="start it with the same --catalog. If no other daemon serves this root any more, `holdfast catalog adopt "
             "--root DIR --catalog URL` gives the root another catalog, and without --catalog one of its own",
         )
-    tier.replace(naming.ROOT_FILE, encode(found.model_copy(update={"catalog": catalog})))
+    tier.replace(naming.ROOT_FILE, encode(root_file.model_copy(update={"catalog": catalog})))
 
 
 def catalog_of(tier: PosixTier) -> str | None:
     """The address of the catalog that the root is shared with; None if it is not shared, is new, or is a copy."""
-    found = _read(tier)
-    return found.catalog if found is not None and found.inode == os.stat(tier.root).st_ino else None
+    root_file = _read(tier)
+    return root_file.catalog if root_file is not None and root_file.inode == os.stat(tier.root).st_ino else None
 
 
 def known(root: Path) -> str:
     """The id of a root, without changing it; "" if it has none yet or is a copy."""
     if not root.is_dir():
         return ""
-    found = _read(PosixTier(root))
-    return found.id if found is not None and found.inode == os.stat(root).st_ino else ""
+    root_file = _read(PosixTier(root))
+    return root_file.id if root_file is not None and root_file.inode == os.stat(root).st_ino else ""
 
 
 def _read(tier: PosixTier) -> RootFile | None:

@@ -42,12 +42,14 @@ def zero_range(descriptor: int, offset: int, length: int) -> None:
 
 def file_system(at: Path | int) -> int:
     """The number of the kind of file system at a path, or of an open file (f_type)."""
-    found = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
+    string_buffer = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
     if isinstance(at, int):
-        _call("fstatfs", at, found)
+        _call("fstatfs", at, string_buffer)
     else:
-        _call("statfs", os.fsencode(at), found)
-    return int(ctypes.cast(found, ctypes.POINTER(ctypes.c_long))[0])  # the first field, a word, on the machines we support
+        _call("statfs", os.fsencode(at), string_buffer)
+    return int(
+        ctypes.cast(string_buffer, ctypes.POINTER(ctypes.c_long))[0]
+    )  # the first field, a word, on the machines we support
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:

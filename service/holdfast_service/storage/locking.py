@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast_formats import naming
 from holdfast_formats.errors import RootBusy
-from holdfast_formats.whereabouts import check_root_place
+from holdfast_formats.root_files import check_root_place
 
 from .posix import FILE_MODE, make_root
 from .translation import translated

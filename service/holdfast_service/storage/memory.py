@@ -44,12 +44,12 @@ class MemoryTier:
         if size < 0:
             raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
         with self._lock:
-            there = self._files.get(tuple(split_path(path)))
-            if there is None:
+            data = self._files.get(tuple(split_path(path)))
+            if data is None:
                 return self.create(path, size)
-        if len(there) != size:
+        if len(data) != size:
             raise StorageFailed(f"{path}: something else exists there", path=path)
-        return MemoryFile(self, path, there)
+        return MemoryFile(self, path, data)
 
     def put(self, path: str, data: bytes) -> None:
         self._add(path, bytearray(data))
@@ -79,8 +79,8 @@ class MemoryTier:
         self.acts.append(("directory", path))
 
     def publish(self, source: str, target: str) -> None:
-        (here, leaf), (there, new_leaf) = split_leaf(source), split_leaf(target)
-        old, new = (*here, leaf), (*there, new_leaf)
+        (here, leaf), (target_parent, new_leaf) = split_leaf(source), split_leaf(target)
+        old, new = (*here, leaf), (*target_parent, new_leaf)
         with self._lock:
             if old in self._files:
                 raise StorageFailed(f"{source} is not a directory", path=source)
@@ -91,7 +91,7 @@ class MemoryTier:
             self._make_directories(new[:-1])
             self._files = {_moved(path, old, new): data for path, data in self._files.items()}
             self._directories = {_moved(path, old, new) for path in self._directories}
-        self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(here))]
+        self.acts += [("rename", target), ("directory", "/".join(target_parent)), ("directory", "/".join(here))]
 
     def exchange(self, source: str, target: str) -> bool:
         old, new, aside = tuple(split_path(source)), tuple(split_path(target)), ("",)
@@ -106,15 +106,15 @@ class MemoryTier:
         return True
 
     def supplant(self, source: str, target: str) -> None:
-        (_, _), (there, leaf) = split_leaf(source), split_leaf(target)
+        (_, _), (parent, leaf) = split_leaf(source), split_leaf(target)
         with self._lock:
             held = self._file(source)
-            if (*there, leaf) in self._directories:
+            if (*parent, leaf) in self._directories:
                 raise StorageFailed(f"{target} is a directory", path=target)
-            self._make_directories(tuple(there))
+            self._make_directories(tuple(parent))
             del self._files[tuple(split_path(source))]
-            self._files[(*there, leaf)] = held
-        self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(split_path(source)[:-1]))]
+            self._files[(*parent, leaf)] = held
+        self.acts += [("rename", target), ("directory", "/".join(parent)), ("directory", "/".join(split_path(source)[:-1]))]
 
     def link(self, source: str, target: str) -> bool:
         held = self._file(source)
@@ -160,13 +160,13 @@ class MemoryTier:
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         top = tuple(split_path(path))
-        found = {}
+        texts = {}
         for below in ("", *self.list(path)):
             directory = (*top, below) if below else top
             held = [self._files.get((*directory, name)) for name in names]
             if directory in self._directories and None not in held:
-                found[below] = " ".join(hashlib.sha256(data or b"").hexdigest()[:32] for data in held)
-        return found
+                texts[below] = " ".join(hashlib.sha256(data or b"").hexdigest()[:32] for data in held)
+        return texts
 
     def remove_file(self, path: str) -> None:
         self._file(path)

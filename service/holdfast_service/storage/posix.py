@@ -133,11 +133,11 @@ class PosixTier:
         with (
             translated("publish", source),
             self._directory(source_parent) as here,
-            self._directory(target_parent, make=True) as there,
+            self._directory(target_parent, make=True) as target_dir,
         ):
             os.close(os.open(source_leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and not a link to one
             try:
-                _rename_to_free_name(here, source_leaf, there, target_leaf)
+                _rename_to_free_name(here, source_leaf, target_dir, target_leaf)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise AlreadyCommitted(f"{target} exists already", path=target) from error
@@ -149,12 +149,12 @@ class PosixTier:
         with (
             translated("exchange", target),
             self._directory(source_parent) as here,
-            self._directory(target_parent) as there,
+            self._directory(target_parent) as target_dir,
         ):
-            for leaf, parent in ((source_leaf, here), (target_leaf, there)):
+            for leaf, parent in ((source_leaf, here), (target_leaf, target_dir)):
                 os.close(os.open(leaf, DIRECTORY, dir_fd=parent))
             try:
-                _exchange(here, source_leaf, there, target_leaf)
+                _exchange(here, source_leaf, target_dir, target_leaf)
             except OSError as error:
                 if error.errno in _NO_SUCH_RENAME:
                     return False
@@ -177,8 +177,12 @@ class PosixTier:
         (here_parent, leaf), (there_parent, new_leaf) = split_leaf(source), split_leaf(target)
         if self.size(source) is None:
             raise NoSuchResource(f"there is no file {source}", path=source)
-        with translated("supplant", target), self._directory(here_parent) as here, self._directory(there_parent) as there:
-            os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there)
+        with (
+            translated("supplant", target),
+            self._directory(here_parent) as here,
+            self._directory(there_parent) as target_dir,
+        ):
+            os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=target_dir)
         self.sync_directory("/".join(there_parent))
         self.sync_directory("/".join(here_parent))
 
@@ -189,10 +193,10 @@ class PosixTier:
         with (
             translated("link", target),
             self._directory(here_parent) as here,
-            self._directory(there_parent, make=True) as there,
+            self._directory(there_parent, make=True) as target_dir,
         ):
             try:
-                _link(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+                _link(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=target_dir, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_SUCH_LINK:
                     raise
@@ -202,8 +206,8 @@ class PosixTier:
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_position(path, offset, length or 0)
         with translated("read", path), self._file(path) as (descriptor, size):
-            there = max(size - offset, 0)
-            data = bytearray(there if length is None else min(length, there))
+            available = max(size - offset, 0)
+            data = bytearray(available if length is None else min(length, available))
             return bytes(data[: _read_all(descriptor, offset, memoryview(data))])
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
@@ -486,10 +490,10 @@ def _write_all(descriptor: int, offset: int, views: Sequence[memoryview]) -> Non
 
 def _read_direct(descriptor: int, offset: int, view: memoryview) -> int | None:
     """Bytes read, fewer only at the file's end; None if the file cannot be read directly."""
-    there = min(max(os.fstat(descriptor).st_size - offset, 0), view.nbytes)
+    available = min(max(os.fstat(descriptor).st_size - offset, 0), view.nbytes)
     done = 0
     try:
-        while done < there:
+        while done < available:
             count = _preadv(descriptor, [view[done:]], offset + done)
             done += count
             if not count or count % ALIGNMENT:
@@ -498,7 +502,7 @@ def _read_direct(descriptor: int, offset: int, view: memoryview) -> int | None:
         if error.errno not in REFUSED:
             raise
         return None
-    return done if done == there else None
+    return done if done == available else None
 
 
 def _read_all(descriptor: int, offset: int, view: memoryview) -> int:
@@ -511,14 +515,14 @@ def _read_all(descriptor: int, offset: int, view: memoryview) -> int:
     return done
 
 
-def _rename_to_free_name(here: int, source: str, there: int, target: str) -> None:
+def _rename_to_free_name(here: int, source: str, target_dir: int, target: str) -> None:
     try:
-        _rename(here, source, there, target)
+        _rename(here, source, target_dir, target)
     except OSError as error:
         if error.errno not in _NO_SUCH_RENAME:
             raise
         # A kernel or file system without exclusive rename. A plain one fails on a directory that is not empty, whichever
         # node made it; empty ones are refused here.
-        if target in os.listdir(there):
+        if target in os.listdir(target_dir):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-        os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)
+        os.rename(source, target, src_dir_fd=here, dst_dir_fd=target_dir)

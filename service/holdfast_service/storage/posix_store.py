@@ -12,7 +12,7 @@ from errno import EEXIST, ENOENT
 from itertools import count
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
@@ -48,8 +48,8 @@ class PosixStore:
         return PosixStaged(self._tier, place)
 
     def receipts(self, place: Place) -> list[bytes]:
-        there = f"{place.path}/{naming.RECEIPTS}"
-        return [self._tier.read(f"{there}/{name}") for name in self._tier.list(there)]
+        directory = f"{place.path}/{naming.RECEIPTS}"
+        return [self._tier.read(f"{directory}/{name}") for name in self._tier.list(directory)]
 
     def commit(self, place: Place, contents: CommitContents, over: bool = False) -> Publication:
         target = naming.checkpoint_path(place.run, place.step)
@@ -79,10 +79,10 @@ class PosixStore:
 
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         if step is not None:
-            found = self._tier.stamps(naming.checkpoint_path(run, step), _STAMPED)
-            return {step: found[""]} if "" in found else {}
-        found = self._tier.stamps(f"{naming.check_run(run)}/{naming.CHECKPOINTS}", _STAMPED)
-        return {at: stamp for name, stamp in found.items() if (at := naming.parse_step_directory(name)) is not None}
+            texts = self._tier.stamps(naming.checkpoint_path(run, step), _STAMPED)
+            return {step: texts[""]} if "" in texts else {}
+        texts = self._tier.stamps(f"{naming.check_run(run)}/{naming.CHECKPOINTS}", _STAMPED)
+        return {at: stamp for name, stamp in texts.items() if (at := naming.parse_step_directory(name)) is not None}
 
     def discard(self, place: Place) -> None:
         if not place.round_id:
@@ -93,8 +93,10 @@ class PosixStore:
             self._tier.remove_tree(path)
 
     def replaced(self, run: str) -> list[Place]:
-        found = map(naming.parse_staging_directory, self._tier.list(f"{run}/{naming.STAGING}"))
-        return sorted((Place(run, *staged) for staged in found if staged is not None and _is_replaced(staged)), reverse=True)
+        staged_names = map(naming.parse_staging_directory, self._tier.list(f"{run}/{naming.STAGING}"))
+        return sorted(
+            (Place(run, *staged) for staged in staged_names if staged is not None and _is_replaced(staged)), reverse=True
+        )
 
     def release(self, place: Place) -> str | None:
         return self._thrown_away(place)
@@ -258,7 +260,7 @@ class PosixStore:
         """The published COMMIT."""
         path = f"{target}/{naming.COMMIT}"
         try:
-            return None if self._tier.size(path) is None else self._tier.read(path, 0, manifest.COMMIT_BYTES_MAX)
+            return None if self._tier.size(path) is None else self._tier.read(path, 0, manifests.COMMIT_BYTES_MAX)
         except NoSuchResource:  # removed at this moment
             return None
 
@@ -370,9 +372,9 @@ class PosixStaged:
 
 def _check_there(tier: Tier, place: Place, contents: CommitContents) -> None:
     for name, size in contents.staged.items():
-        found = tier.size(f"{place.path}/{name}")
-        if found != size:
-            stands = "is not there" if found is None else f"has {found} bytes"
+        size_found = tier.size(f"{place.path}/{name}")
+        if size_found != size:
+            stands = "is not there" if size_found is None else f"has {size_found} bytes"
             raise NoSuchResource(f"{place.path}/{name} {stands}, but the nodes have written {size}")
 
 

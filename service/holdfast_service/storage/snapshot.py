@@ -49,12 +49,12 @@ class HubSnapshot:
 
     def _found(self, path: str) -> str:
         """The path of a file's bytes. Only the text of a link is used; its target is opened without following links."""
-        there = f"{self._snapshot}/{path}"
+        stored_path = f"{self._snapshot}/{path}"
         try:
-            target = _TARGET.fullmatch(os.readlink(self._cache.root / there))
+            target = _TARGET.fullmatch(os.readlink(self._cache.root / stored_path))
         except OSError:  # not a link
-            return there
-        return f"blobs/{target[1]}" if target else there
+            return stored_path
+        return f"blobs/{target[1]}" if target else stored_path
 
 
 def opened(directory: Path) -> Files:

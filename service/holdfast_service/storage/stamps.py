@@ -11,12 +11,12 @@ from .directories import ABSENT
 
 def stamps(directory: int, names: Sequence[str]) -> dict[str, str]:
     """The stamp of the directory itself, as "", and of each subdirectory that holds files of all these names."""
-    found = {"": _stamp(directory, "", names)}
+    texts = {"": _stamp(directory, "", names)}
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                found[entry.name] = _stamp(directory, f"{entry.name}/", names)
-    return {name: text for name, text in found.items() if text is not None}
+                texts[entry.name] = _stamp(directory, f"{entry.name}/", names)
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _stamp(directory: int, below: str, names: Sequence[str]) -> str | None:

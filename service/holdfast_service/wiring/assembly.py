@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
+from holdfast_formats.timestamps import utc_now
 from holdfast_service import __version__
 from holdfast_service.config import (
     Config,
@@ -30,17 +30,17 @@ from holdfast_service.config import (
     plain_environment,
     successor_environment,
 )
-from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
 from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.cluster.held_elsewhere import HOLDS, held_name
 from holdfast_service.control.cluster.membership import ONE_ALONE
+from holdfast_service.control.cluster.remote_memory import HOLDS, held_name
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
 from holdfast_service.control.findings.check_claims import CheckClaims
-from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.facts import RunActivity
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.opening import Control, open_control
@@ -49,17 +49,17 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot, holder_path, lost_saves
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.holder import Start
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.shares import Shares, StagingQuota
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import CommitCommands
-from holdfast_service.daemon.conversation import DataPlane
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run, undelete_run
@@ -70,15 +70,15 @@ from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.tied_command import Command
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
+from holdfast_service.notifications.event_commands import EventCommands
 from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.telling.event_commands import EventCommands
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
-from holdfast_service.wiring.replication import Replication, RestoreCare
-from holdfast_service.wiring.telling import event_commands, notifier, watched
+from holdfast_service.wiring.notification_setup import event_commands, notifier, watched
+from holdfast_service.wiring.replication import Replication, RestoreRepair
 from holdfast_service.wiring.transfers import Transfers
 from holdfast_service.wiring.watching import watch, watch_alerts
 
@@ -134,7 +134,7 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
     identity = settle(tier, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
-        catalog, _, _, rebuilt = salvage.open_catalog(config.catalog_url, config.node)
+        catalog, _, _, rebuilt = recovery.open_catalog(config.catalog_url, config.node)
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
@@ -176,7 +176,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     for record in lost_saves(_holder_path(root, config)):
         control.staged_before.let_go(record)
     stack.callback(keeper.close)
-    holds = HeldCheckpoints(control.standing.launch, partly=cluster is not None)
+    holds = MemoryCheckpoints(control.committed_steps.launch, partly=cluster is not None)
     replication = Replication(config, control, holds.lend)
     checker = Checker(tier, control, replication.repairer.repair)
     others = None if cluster is None else party(cluster, config.exchange, holds, stack)
@@ -196,12 +196,12 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(replication.close)
     trains = _trains(saver, cluster)
     transfers = Transfers(tier, control, replication.repairer, config.export_root, trains, replication.replicators)
-    RestoreCare(control, checker, transfers).begin()
+    RestoreRepair(control, checker, transfers).begin()
     about = Serving(config.node, str(path), mark, __version__, url)
     peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
     parts = DataPlane(arena, saver, control, adoption, averages, peers)
     callers = Callers.of_group(config.socket_group)
-    callers.tell_if_closed(path)
+    callers.warn_if_closed(path)
     daemon = Daemon(config.socket.absolute(), about, parts, callers, lambda: any(one() for one in busy))
     stack.callback(daemon.close)
     control.trash.restored.subscribe(scrub.check_soon)
@@ -220,8 +220,8 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
 
 def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
     """Quotas on staged data: those of the run and of its team."""
-    found = control.admission.quotas(run).items()
-    return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in found]
+    quotas = control.admission.quotas(run).items()
+    return [StagingQuota(f"the quota of the runs {pattern}", size, partial(matches, pattern)) for pattern, size in quotas]
 
 
 def _commands(
@@ -242,7 +242,7 @@ def _commit_commands(config: Config, root: ServedRoot, url: str | None) -> Commi
         return None
     about = {"HOLDFAST_ROOT": str(root.path), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
     command = Command(command_words(config.on_commit), {**plain_environment(), **about}, config.on_commit_timeout)
-    return CommitCommands(command, root.control.events, root.control.book.recorded, root.path)
+    return CommitCommands(command, root.control.events, root.control.record_queue.recorded, root.path)
 
 
 def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bodies.Node]:
@@ -269,8 +269,8 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             ],
             averages=[] if saver.averages is None else saver.averages.told(),
             busy=saver.working,
-            catalog=root.control.book.said,
-            catalog_waiting=root.control.book.waiting,
+            catalog=root.control.record_queue.said,
+            catalog_waiting=root.control.record_queue.waiting,
             sealed=saver.sealed,
             keeper=node.keeper,
             host=platform.node(),
@@ -296,13 +296,13 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
 
         take_part(cluster, control, saver, told, stack)
 
-    def lives(runs: Collection[str] | None) -> Mapping[str, Lived]:
+    def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
         return control.lives.by_run(runs, saver.lives())
 
     made = Services(
         tier=control.tier,
         catalog=control.catalog,
-        book=control.book,
+        record_queue=control.record_queue,
         root=str(root.path),
         version=__version__,
         node=about,
@@ -327,7 +327,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         checking=partial(_checking, control),
         members=tuple if cluster is None else cluster.membership.members,
         census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
-        crews=dict if cluster is None else cluster.crews.by_node,
+        node_ranks=dict if cluster is None else cluster.node_ranks.by_node,
         heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
         forget=no_other_node if cluster is None else cluster.membership.forget,
         rotate_secret=no_secret if cluster is None else cluster.rotate_secret,
@@ -364,7 +364,7 @@ def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, clu
 
 def _trains(saver: Saver, cluster: Cluster | None) -> Callable[[str], bool]:
     """Whether ranks of a run are connected, to this node or to another one."""
-    return lambda run: run in saver.runs or (cluster is not None and run in cluster.crews.connected())
+    return lambda run: run in saver.runs or (cluster is not None and run in cluster.node_ranks.connected())
 
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:

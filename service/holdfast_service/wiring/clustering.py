@@ -12,14 +12,14 @@ from typing import Any
 from sqlalchemy.engine import URL
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RootBusy
-from holdfast_service.control.cluster.bell import Bell
-from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.cluster.cluster import Cluster, NodeRanks
 from holdfast_service.control.cluster.duties import UPKEEP
-from holdfast_service.control.cluster.held_elsewhere import holders
+from holdfast_service.control.cluster.notify_listener import NotifyListener
+from holdfast_service.control.cluster.remote_memory import holders
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints, HeldStep
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
 from holdfast_service.daemon.exchange.holders import HoldingNode
 from holdfast_service.daemon.exchange.peer_memory import PeerMemory
 from holdfast_service.daemon.exchange.server import ExchangeServer
@@ -38,7 +38,9 @@ def take_part(
 ) -> None:
     """Send heartbeats, and maintain the root while this node is on duty, until the `stack` unwinds."""
     heard = cluster.membership.heard
-    heard.insert(0, lambda: cluster.crews.tell({run: Crew(*crew) for run, crew in saver.crews().items()}))
+    heard.insert(
+        0, lambda: cluster.node_ranks.tell({run: NodeRanks(*rank_set) for run, rank_set in saver.node_ranks().items()})
+    )
 
     def look_for_newer() -> None:
         for run, newest in control.attempts.refresh(saver.runs).items():
@@ -46,19 +48,19 @@ def take_part(
 
     cluster.membership.heard.append(look_for_newer)
     cluster.membership.heard.append(saver.look_at_ranks)
-    looks = (saver.look_at_others, saver.look_at_checks, saver.look_at_averages, saver.look_at_ranks)
-    bell = Bell(cluster.database, *looks)
-    stack.callback(bell.close)
-    assert control.care is not None
-    stack.callback(Upkeep(cluster, control.care.look).close)
+    probe = (saver.look_at_others, saver.look_at_checks, saver.look_at_averages, saver.look_at_ranks)
+    listener = NotifyListener(cluster.database, *probe)
+    stack.callback(listener.close)
+    assert control.maintenance is not None
+    stack.callback(DutyThread(cluster, control.maintenance.look).close)
     cluster.membership.start(about)
     cluster.membership.beat_soon()
 
 
-def party(cluster: Cluster, at: tuple[str, int] | None, holds: HeldCheckpoints, stack: ExitStack) -> JointParty:
+def party(cluster: Cluster, at: tuple[str, int] | None, holds: MemoryCheckpoints, stack: ExitStack) -> JointParty:
     """What this node needs for joint saves; it listens from now on. `at` is the configured address, if any."""
-    found = _address(cluster.database.engine.url) if at is None else None
-    host, port = at or (found or LOOPBACK, 0)
+    address = _address(cluster.database.engine.url) if at is None else None
+    host, port = at or (address or LOOPBACK, 0)
     if host in EVERYWHERE:  # a wildcard address reaches the caller's own machine
         raise InvalidRequest(
             f"--exchange: {host} is no address at which other nodes reach this one",
@@ -88,17 +90,17 @@ def party(cluster: Cluster, at: tuple[str, int] | None, holds: HeldCheckpoints, 
     with suppress(CatalogUnavailable):
         learn_secrets()
     cluster.membership.heard.append(learn_secrets)
-    if at is None and found is None:
+    if at is None and address is None:
         cluster.membership.heard.append(learn_address)
-    return JointParty(cluster.rendezvous, exchange, cluster.crews.of, cluster.words)
+    return JointParty(cluster.rendezvous, exchange, cluster.node_ranks.of, cluster.words)
 
 
 def peer_memory(cluster: Cluster, exchange: ExchangeServer, arena: Arena) -> PeerMemory:
     """Other nodes' in-memory checkpoints for ranks of this node."""
 
-    def find(of: HeldStep) -> list[HoldingNode]:
-        found = holders(cluster.membership, of.run, of.step, of.attempt)
-        return [HoldingNode(node, url, exchange.secrets) for node, url in found] if exchange.secrets else []
+    def find(of: MemoryStep) -> list[HoldingNode]:
+        node_urls = holders(cluster.membership, of.run, of.step, of.attempt)
+        return [HoldingNode(node, url, exchange.secrets) for node, url in node_urls] if exchange.secrets else []
 
     return PeerMemory(find, lambda: arena.spare_bytes)
 
@@ -120,7 +122,7 @@ def _address(catalog: URL) -> str | None:
         return None
 
 
-class Upkeep:
+class DutyThread:
     """A thread for the cluster's maintenance, while this node is on duty."""
 
     def __init__(self, cluster: Cluster, look: Callable[[], None], every_s: float = UPKEEP_S) -> None:

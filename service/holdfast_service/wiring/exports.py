@@ -33,16 +33,16 @@ class Exporter:
             size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
             ahead = going(progress, 2 * size)
             with exporting.alone(place, target) as staging:
-                made = None
+                export = None
                 if exporting.is_taken(place, target):
-                    made = exporting.stands(self._tier, place, wanted, ahead) if again else None
-                    if made is None:
+                    export = exporting.stands(self._tier, place, wanted, ahead) if again else None
+                    if export is None:
                         raise exporting.taken(target)
-                if made is None:
-                    made = exporting.stage(self._tier, place, staging, wanted, ahead)
+                if export is None:
+                    export = exporting.stage(self._tier, place, staging, wanted, ahead)
                     _publish(place, staging, target)
         committed = not wanted.arguments.model_only
-        return {"to": target, "files": len(made.files), "bytes": made.bytes, "committed": committed}
+        return {"to": target, "files": len(export.files), "bytes": export.bytes, "committed": committed}
 
     def convert(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Export for another program. An interrupted job reuses its finished files."""

@@ -9,7 +9,7 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.files import Files
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeJob
@@ -78,13 +78,13 @@ class Importer:
         for name, data in vouched.small.items():
             importing.put_again(self._tier, f"{staging}/{name}", data)
         read_back(self._tier, staging, vouched.made, ahead)
-        made = imports.publish(planned.place, vouched.encoded, vouched.commit, planned.made_how)
-        return self._done(planned, source, made)
+        manifest = imports.publish(planned.place, vouched.encoded, vouched.commit, planned.made_how)
+        return self._done(planned, source, manifest)
 
-    def _done(self, planned: PlannedImport, source: dict[str, Any], made: Manifest) -> dict[str, Any]:
+    def _done(self, planned: PlannedImport, source: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
         streaming.forget(self._tier, planned.place.path)
-        self._control.findings.sound(made.run, made.step, made=made)
-        return {**import_report.report(planned, source), **_counts(made)}
+        self._control.findings.sound(manifest.run, manifest.step, made=manifest)
+        return {**import_report.report(planned, source), **_counts(manifest)}
 
     def _committed_before(self, plan: Planner, wanted: ImportJob | MergeJob) -> dict[str, Any]:
         """The result of a job whose service was killed after the commit; `AlreadyCommitted` for anything else."""
@@ -93,15 +93,15 @@ class Importer:
         )
         path = naming.checkpoint_path(wanted.run, wanted.step)
         try:
-            told = state_json.source_of(self._tier.read(f"{path}/{naming.STATE}"))
+            source = state_json.source_of(self._tier.read(f"{path}/{naming.STATE}"))
         except (Damaged, NotFound):
             raise taken from None
-        if told is None:
+        if source is None:
             raise taken
         planned = plan(Goal(wanted.run, wanted.step, 0))
-        if told.get("job") != planned.job:
+        if source.get("job") != planned.job:
             raise taken
-        return self._done(planned, dict(told), self._verified(wanted.run, wanted.step))
+        return self._done(planned, dict(source), self._verified(wanted.run, wanted.step))
 
     def _copy(self, source: Files, wanted: ImportJob, progress: Progress) -> dict[str, Any]:
         """Copy a Holdfast checkpoint."""
@@ -117,12 +117,12 @@ class Importer:
             ahead = going(progress, 2 * plan.bytes)
             copied = importing.copy_in(source, self._tier, goal, ahead)
             read_back(self._tier, place.path, copied.manifest, ahead)
-            made = imports.publish(place, copied.encoded, copied.commit)
+            manifest = imports.publish(place, copied.encoded, copied.commit)
         except BaseException:
             self._tier.remove_tree(place.path)
             raise
-        self._control.findings.sound(run, step, made=made)
-        return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(made)}
+        self._control.findings.sound(run, step, made=manifest)
+        return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(manifest)}
 
     def _verified(self, run: str, step: int) -> Manifest:
         with self._control.readers.reading(run, step):
@@ -135,8 +135,8 @@ OURS = "holdfast"
 def foretold(source: Files, wanted: ImportJob) -> dict[str, Any]:
     """A dry run of an import. Names and headers are read, and nothing is written; raises what the import would."""
     if _is_ours(source, wanted.arguments):
-        said = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(open_checkpoint(source, "").manifest)}
-        return {"run": wanted.run, "step": wanted.step, "dry_run": True, **said}
+        step = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(open_checkpoint(source, "").manifest)}
+        return {"run": wanted.run, "step": wanted.step, "dry_run": True, **step}
     planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.arguments)
     return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
 
@@ -160,8 +160,12 @@ def _is_ours(source: Files, options: ImportArguments) -> bool:
     return True
 
 
-def _counts(made: Manifest) -> dict[str, Any]:
-    return {"tensors": sum(len(named) for named in made.tensors.values()), "files": len(made.files), "bytes": made.bytes}
+def _counts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "tensors": sum(len(named) for named in manifest.tensors.values()),
+        "files": len(manifest.files),
+        "bytes": manifest.bytes,
+    }
 
 
 def _dry(planned: PlannedImport) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk import coded
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.jobs import CompareJob, VerifyJob
 from holdfast_formats.rest.operations import Job
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.cluster.membership import Membership
@@ -80,8 +80,8 @@ class Comparison:
         """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
         left, right = sides = self._sides(CompareJob.of(job))
         with self._control.readers.reading(*left), self._control.readers.reading(*right):
-            made = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
-            pairs = comparing.pairs(made[0], made[1])
+            manifests = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
+            pairs = comparing.pairs(manifests[0], manifests[1])
             total, done = bytes_to_read(pairs), 0
 
             def read(size: int) -> None:
@@ -89,10 +89,10 @@ class Comparison:
                 done += size
                 progress.report(done, total)
 
-            found = list(compare(self._tier, sides, pairs, read))
-        differing = [one for one in found if one.state != "equal"]
+            differences = list(compare(self._tier, sides, pairs, read))
+        differing = [one for one in differences if one.state != "equal"]
         most = sorted(differing, key=lambda one: comparing.largest_first(one, one.relative))
-        summary = comparing.summarise(found)._asdict()
+        summary = comparing.summarise(differences)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 
     def _sides(self, wanted: CompareJob) -> tuple[ComparedCheckpoint, ComparedCheckpoint]:

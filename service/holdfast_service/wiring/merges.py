@@ -45,16 +45,16 @@ class Merger:
 
     def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> ModelPlace:
         """Where a model is; a checkpoint of this root is protected from removal until the block ends."""
-        found = checkpoint_named(name)
-        if found is None:
+        checkpoint_id = checkpoint_named(name)
+        if checkpoint_id is None:
             return ModelPlace(name, directory(name))
-        path = naming.checkpoint_path(*found)
+        path = naming.checkpoint_path(*checkpoint_id)
         if self._tier.size(f"{path}/{naming.COMMIT}") is None:
             raise NoSuchCheckpoint(
                 f"there is no checkpoint {name}",
-                hint=f"`holdfast ls {found.run}` lists them; a directory has a / in its name",
+                hint=f"`holdfast ls {checkpoint_id.run}` lists them; a directory has a / in its name",
             )
-        held.enter_context(self._control.readers.reading(*found))
+        held.enter_context(self._control.readers.reading(*checkpoint_id))
         return ModelPlace(name, self._tier, path)
 
 

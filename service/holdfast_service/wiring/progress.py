@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Protocol, TextIO
 
-from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.copies import CopyControl
 
 PRINTED_EVERY_S = 0.2
 
@@ -40,7 +40,7 @@ class Printed:
             print(json.dumps([done_bytes, total_bytes]), file=self._to, flush=True)
 
 
-def going(progress: Progress, total: int) -> Going:
+def going(progress: Progress, total: int) -> CopyControl:
     """Control of a copy of so many bytes that reports to `progress`."""
     done = 0
 
@@ -49,4 +49,4 @@ def going(progress: Progress, total: int) -> Going:
         done += count
         progress.report(min(done, total), total)
 
-    return Going(moved=moved)
+    return CopyControl(moved=moved)

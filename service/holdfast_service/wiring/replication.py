@@ -13,7 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.checkpoints.replicas import RepairBook
+from holdfast_service.control.checkpoints.replicas import RepairRecords
 from holdfast_service.control.cluster.cluster import replica_duty
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Checker
@@ -36,8 +36,8 @@ class MendedAtStart:
     reached.
     """
 
-    def __init__(self, replicators: dict[str, Replicator], book: RepairBook, repairer: Repairer) -> None:
-        self._replicators, self._book, self._repairer = replicators, book, repairer
+    def __init__(self, replicators: dict[str, Replicator], records: RepairRecords, repairer: Repairer) -> None:
+        self._replicators, self._records, self._repairer = replicators, records, repairer
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._mend, name="holdfast-mend", daemon=True)
 
@@ -55,7 +55,7 @@ class MendedAtStart:
             if self._closed.wait(REACH_POLL_S):
                 return
         try:
-            for run, step in self._book.unlisted():
+            for run, step in self._records.unlisted():
                 if self._closed.is_set():
                     return
                 self._repairer.run(run, step)
@@ -63,7 +63,7 @@ class MendedAtStart:
             log.error("cannot look for damaged checkpoints: %s", error.detail)
 
 
-class RestoreCare:
+class RestoreRepair:
     """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
 
     def __init__(self, control: Control, checker: Checker, transfers: Transfers) -> None:
@@ -85,19 +85,19 @@ class RestoreCare:
     def stands(self, run: str) -> dict[str, list[int]]:
         """The steps of a run in each reachable replica of this node."""
         self._await_first_tries()
-        found: dict[str, list[int]] = {}
+        steps_by_tier: dict[str, list[int]] = {}
 
         def look() -> None:
             for name, tier in reached(self._transfers.replicators).items():
                 try:
-                    found[name] = roots.committed(PosixStore(tier), run)
+                    steps_by_tier[name] = roots.committed(PosixStore(tier), run)
                 except CheckpointError as error:
                     log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
 
         looking = threading.Thread(target=look, name="holdfast-replicas-of-a-run", daemon=True)
         looking.start()
         looking.join(FIRST_TRY_S)
-        return dict(found)
+        return dict(steps_by_tier)
 
     def _await_first_tries(self) -> None:
         limit = time.monotonic() + FIRST_TRY_S
@@ -141,10 +141,10 @@ class Reached:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _copies_here(control: Control, name: str) -> bool:

@@ -14,7 +14,7 @@ from holdfast_formats.foreign.kinds import kind_named
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.jobs import ExportJob, ImportJob, MergeJob
 from holdfast_formats.rest.operations import Job
-from holdfast_formats.whereabouts import check_local, check_output_place
+from holdfast_formats.root_files import check_local, check_output_place
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying.foreign_export import check_terms
 from holdfast_service.daemon.copying.repair import Repairer, detail_of

@@ -45,8 +45,10 @@ def watch_alerts(services: Services, stack: ExitStack) -> None:
     from holdfast_service.api.routes.summaries import of
     from holdfast_service.control.insight.acknowledgements import AcknowledgementWatch
 
-    found = of(services)
-    stack.callback(AcknowledgementWatch(found.acknowledgements, still_there(services, found)).close)
+    summaries_of_service = of(services)
+    stack.callback(
+        AcknowledgementWatch(summaries_of_service.acknowledgements, still_there(services, summaries_of_service)).close
+    )
 
 
 def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], None]:

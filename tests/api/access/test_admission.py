@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from holdfast import Api
-from holdfast.rest.patience import Patient
+from holdfast.rest.rate_limit_retry import RateLimitRetry
 from holdfast_formats.errors import DeadlineExceeded, TooManyRequests
 from holdfast_service.api.access import admission
 from holdfast_service.api.access.admission import (
@@ -159,13 +159,13 @@ def test_a_client_waits_where_it_is_told_for_how_long(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", waits.append)
     heads = iter([{"Retry-After": "3"}, {"Retry-After": "0"}, {}])
     answers = [httpx.Response(429, headers=head) for head in heads]
-    transport = Patient(httpx.MockTransport(lambda request: answers.pop(0)))
+    transport = RateLimitRetry(httpx.MockTransport(lambda request: answers.pop(0)))
     assert transport.handle_request(httpx.Request("GET", "http://x/")).headers.get("Retry-After") is None
     assert waits == [3.0, 0.1]
     for head in ({"Retry-After": "Thu, 01 Jan 2026 00:00:00 GMT"}, {"Retry-After": "99999"}):
-        limited = Patient(httpx.MockTransport(lambda request, head=head: httpx.Response(429, headers=head)))
+        limited = RateLimitRetry(httpx.MockTransport(lambda request, head=head: httpx.Response(429, headers=head)))
         assert limited.handle_request(httpx.Request("GET", "http://x/")).status_code == 429
-    limited = Patient(httpx.MockTransport(lambda request: httpx.Response(429, headers={"Retry-After": "1"})))
+    limited = RateLimitRetry(httpx.MockTransport(lambda request: httpx.Response(429, headers={"Retry-After": "1"})))
     assert limited.handle_request(httpx.Request("POST", "http://x/")).status_code == 429
     assert waits == [3.0, 0.1]
 

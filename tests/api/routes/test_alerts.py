@@ -13,7 +13,7 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_service.control.database import engines
-from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.facts import RunActivity
 from tests.checkpoints import build_root
 from tests.daemons import wait_until
 from tests.serving import Served, served
@@ -23,12 +23,12 @@ DIED = "/v1/runs/tiny/alerts/run-lost/acknowledgement"
 
 
 @pytest.fixture
-def lives() -> dict[str, Lived]:
-    return {"tiny": Lived("lost", AT), "other": Lived("running")}
+def lives() -> dict[str, RunActivity]:
+    return {"tiny": RunActivity("lost", AT), "other": RunActivity("running")}
 
 
 @pytest.fixture
-def service(tmp_path: Path, lives: dict[str, Lived]) -> Iterator[Served]:
+def service(tmp_path: Path, lives: dict[str, RunActivity]) -> Iterator[Served]:
     """A run that died, one that trains, and a replica that cannot be reached."""
     build_root(tmp_path / "root", {"tiny": (5, 10), "other": (1,)})
 

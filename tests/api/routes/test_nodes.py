@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from holdfast.cli import app
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
-from holdfast_service.api.routes.nodes import _Told
+from holdfast_formats.timestamps import utc_now
+from holdfast_service.api.routes.nodes import _Record
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.cluster.cluster import Crew
+from holdfast_service.control.cluster.cluster import NodeRanks
 from holdfast_service.dashboard.pages.nodes import behind
 from tests.checkpoints import build_root
 from tests.control.cluster.nodes import Nodes, nodes
@@ -47,8 +47,8 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
     for name, other in others.items():
         other.membership.about = lambda name=name: about(name, **told[name])
         other.membership.join(0.0)
-        connected = {"run": Crew(1, 6, 2)}
-        other.crews.tell(connected)
+        connected = {"run": NodeRanks(1, 6, 2)}
+        other.node_ranks.tell(connected)
     for duty in ("upkeep", "scrub run@5", "replica far"):
         assert others["node-2"].duties.has(duty)
     nodes.lapse(others["node-3"])
@@ -56,7 +56,7 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
     changes = {
         "members": here.membership.members,
         "census": here.membership.census,
-        "crews": here.crews.by_node,
+        "crews": here.node_ranks.by_node,
         "forget": here.membership.forget,
         "rotate_secret": here.rotate_secret,
     }
@@ -70,7 +70,7 @@ def listed(http: httpx.Client) -> dict[str, dict[str, Any]]:
 
 def test_a_token_of_some_runs_counts_no_saves_of_others() -> None:
     node = bodies.Node(**about("a", sealed=3, catalog_waiting=12, busy=True))
-    seen = _Told(node, {}, {}).seen_by(Principal("t", "write", "run"))
+    seen = _Record(node, {}, {}).seen_by(Principal("t", "write", "run"))
     assert (seen.sealed, seen.catalog_waiting, seen.busy) == (0, 0, True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.link import embedded
 from holdfast_formats import naming
-from holdfast_formats.whereabouts import DaemonFile, decode
+from holdfast_formats.root_files import DaemonFile, decode
 from tests.daemons import runtime_directory, wait_until
 
 

@@ -17,7 +17,7 @@ from holdfast.link import exchange
 from holdfast.link.address import place
 from holdfast_formats import naming
 from holdfast_formats.errors import DaemonGone
-from holdfast_formats.whereabouts import DaemonFile, RootFile, RootMark, encode
+from holdfast_formats.root_files import DaemonFile, RootFile, RootMark, encode
 
 NOBODY = 65_534  # a user that has nothing here
 
@@ -94,9 +94,9 @@ def test_a_root_whose_daemon_is_closed_to_this_user(monkeypatch: pytest.MonkeyPa
             file.chmod(0o644)
         root.chmod(0o555)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(root))
-        tellers = (lambda outcome: None, lambda error: None)
+        link_events = (lambda outcome: None, lambda error: None)
         with another_user() as uid:
             for start in (True, False):
                 with pytest.raises(DaemonGone, match=re.escape(f"user {uid} may not use the daemon at {path}")):
-                    links.connect(place(root), start, tellers, lambda link, meant: pytest.fail("it was let in"))
+                    links.connect(place(root), start, link_events, lambda link, meant: pytest.fail("it was let in"))
         root.chmod(0o755)

@@ -14,7 +14,7 @@ from holdfast.memory import native_verify
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import digest
-from holdfast_formats.disk.manifest import Extent
+from holdfast_formats.disk.manifests import Extent
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import whole
 from tests.checkpoints import Built, build, flip

@@ -14,7 +14,7 @@ from holdfast.read.requests import Want
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming, transfer
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     CorruptExtent,
     CorruptManifest,
@@ -103,7 +103,7 @@ def test_sub_byte_tensors(tmp_path: Path) -> None:
     built = build(tmp_path / "c", {"model": {"w": raw}})
     entry = built.manifest.tensors["model"]["w"]
     with opened(built) as reader:
-        packed = manifest.TensorEntry("F4", (4, 12), entry.file, entry.start, entry.extents)
+        packed = manifests.TensorEntry("F4", (4, 12), entry.file, entry.start, entry.extents)
         reader.manifest.tensors["model"]["w"] = packed
         part = Want("model", "w", Box((1, 2), (2, 4)), np.zeros((2, 2), "<u1"))
         reader.load([part])
@@ -294,10 +294,10 @@ def test_agreement_of_header_index_and_manifest(built: Built) -> None:
         if file.name in changes:
             path.write_bytes(path.read_bytes().replace(*changes[file.name]))
         head = path.read_bytes()[: file.header_bytes or None]
-        files.append(manifest.FileEntry(file.name, file.bytes, file.header_bytes, digest(head)))
+        files.append(manifests.FileEntry(file.name, file.bytes, file.header_bytes, digest(head)))
     made = msgspec.structs.replace(built.manifest, files=tuple(files))
-    encoded = manifest.encode(made)
+    encoded = manifests.encode(made)
     (built.path / naming.MANIFEST).write_bytes(encoded)
-    (built.path / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    (built.path / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
     with opened(built) as reader:
         assert {damage.file for damage in reader.verify()} == set(changes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.read.directory_library import DirectoryLibrary
+from holdfast.read.directory_index import DirectoryIndex
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest.api import Api
 from holdfast_formats import naming
@@ -182,7 +182,7 @@ def test_a_damaged_directory_is_told_by_the_listing(root: Path) -> None:
     """With no service, what cannot be read is listed as that."""
     damage(root, 300, naming.MANIFEST)
     damage(root, 200, naming.COMMIT)
-    listing = DirectoryLibrary(root).checkpoints("r")
+    listing = DirectoryIndex(root).checkpoints("r")
     assert [made.step for made in listing.checkpoints] == [100]
     assert all(isinstance(error, CorruptManifest | NotCommitted) for error in listing.unreadable)
     assert len(listing.unreadable) == 2

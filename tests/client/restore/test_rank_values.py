@@ -8,9 +8,9 @@ import pytest
 
 from holdfast.restore.rank_values import state_of_rank
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.layout import language, successors
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 
 
 def saved(layout: str | None, world: int, **extra: object) -> tuple[Manifest, bytes]:
@@ -43,7 +43,7 @@ def test_the_same_world_gets_its_own() -> None:
     made, encoded = saved("tp=2,dp=2", 4)
     for rank in range(4):
         found = state_of_rank(made, encoded, rank, mesh("tp=2,dp=2"))
-        assert (found.values["extra"]["loader"], found.stream, found.notes) == (str(rank), Heir(rank, True), ())
+        assert (found.values["extra"]["loader"], found.stream, found.notes) == (str(rank), SavedRankChoice(rank, True), ())
         assert found.values["extra"]["epoch"] == "7"
 
 
@@ -54,7 +54,7 @@ def test_positions_follow_the_data_parallel_index_over_tensor_parallel_changes(r
     found = state_of_rank(made, encoded, rank, mesh("tp=2,dp=2"))
     assert found.values["extra"]["loader"] == str(loader)
     assert not [note for note in found.notes if "loader" in note]
-    assert found.stream == Heir(loader, rank % 2 == 0)
+    assert found.stream == SavedRankChoice(loader, rank % 2 == 0)
     assert found.values["extra"]["rng"] == f'"{loader}"' and found.values["model"]["te._extra_state"] == f'"state {loader}"'
     told = [note for note in found.notes if "te._extra_state" in note]
     assert bool(told) == (rank % 2 == 1)

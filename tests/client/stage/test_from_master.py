@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from holdfast import Api, Checkpointer, Fragment, ParallelLayout
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast.stage import from_master
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
@@ -404,7 +404,7 @@ def test_weights_are_repaired_from_masters_in_memory(daemon: RunningDaemon, run:
         path = directory(daemon, run, 1) / "model.safetensors"
         sound = path.read_bytes()
         path.write_bytes(sound[:-700] + bytes([sound[-700] ^ 1]) + sound[-699:])
-        delegated.as_job(api, VerifyJob(run=run, step=1, arguments={"repair": True}), lambda *_: None)
+        service_jobs.as_job(api, VerifyJob(run=run, step=1, arguments={"repair": True}), lambda *_: None)
         asked = {"run": run, "kind": "checkpoint-repaired"}
         (told,) = api.request("GET", "/v1/events", params=asked).json()["items"]
         assert (told["detail"]["file"], told["detail"]["source"]) == ("model.safetensors", "slot")

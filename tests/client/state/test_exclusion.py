@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.state.exclusion import check
-from holdfast.state.given import Given
 from holdfast.state.named import Named
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint, restore
@@ -148,7 +148,7 @@ def test_only_patterns(patterns: Any) -> None:
 
 
 def test_adapters_leave_out_by_themselves() -> None:
-    given = Given(frozenset({"model"}), {("model", "w"): torch.ones(1)}, {})
+    given = NamedSnapshot(frozenset({"model"}), {("model", "w"): torch.ones(1)}, {})
     with pytest.raises(InvalidRequest, match="adapter"):
         taken({"given": given}, "model/w")
 

@@ -201,9 +201,9 @@ def test_copies_with_names_of_their_own_are_refused() -> None:
         return {"model": model, "master": copies}
 
     checkpoint, live = save(make(1)), make(2)
-    for wish in (None, "from-model"):
+    for retention_request in (None, "from-model"):
         with pytest.raises(StateMismatch, match=r"4 tensors of the group master \(0, 1, 2, 3\)"):
-            restore(checkpoint, live, groups=["model"], from_model=wish)
+            restore(checkpoint, live, groups=["model"], from_model=retention_request)
     restore(checkpoint, live)
     assert all(torch.equal(live["master"][name], copy) for name, copy in make(1)["master"].items())
 

@@ -11,7 +11,7 @@ import torch
 from holdfast.state import rng
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 
@@ -147,7 +147,7 @@ def test_streams_follow_the_place():
         snapshots.append(TrainState({}, rank, 2).snapshot())
         expected.append(draw())
     checkpoint = Checkpoint(*snapshots)
-    for heir in (Heir(1, True), Heir(1, False)):
+    for heir in (SavedRankChoice(1, True), SavedRankChoice(1, False)):
         stored = checkpoint.stored(1)._replace(stream=heir)
         restoration = TrainState({}, 2, 4).prepare(stored)
         checkpoint.fill(restoration)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from holdfast.state.given import Taken
+from holdfast.state.named_entries import NamedEntry
 from holdfast.state.temporaries import Temporaries
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest
@@ -135,7 +135,7 @@ def test_memory_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_an_adapter_saves_by_itself_may_be_live() -> None:
     """Such as Lightning's dictionary, which has what `state_dict()` says: it is not restored by a Checkpointer."""
-    made = save({"model": Taken(MODEL.state_dict())})
+    made = save({"model": NamedEntry(MODEL.state_dict())})
     back = {"model": {name: torch.zeros_like(tensor) for name, tensor in MODEL.state_dict().items()}}
     restore(made, back)
     assert all(torch.equal(tensor, back["model"][name]) for name, tensor in MODEL.state_dict().items())

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from holdfast.terminal.rich_console import SafeConsole
 from holdfast.terminal.tables import CUT, Table, shortened, wrapped
-from holdfast_formats.visible import visible
+from holdfast_formats.printable import visible
 
 TEXTS = st.text(st.sampled_from("ab-./ é漢字\u0301\u200d👩\x1b\n\t\u202e\x9b\x00"), max_size=60)
 

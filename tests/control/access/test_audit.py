@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.access import audit as module
 from holdfast_service.control.access.audit import Act, Audit, WantedEntries
@@ -52,7 +52,7 @@ def test_an_entry_is_there_as_soon_as_it_is_asked_for(world: World) -> None:
 def test_entries_are_removed_by_age(world: World) -> None:
     """Those that are older than was said, when the next batch has been written."""
     for day in range(45):
-        world.now = moments.later(NOW, day * 86_400)
+        world.now = timestamps.later(NOW, day * 86_400)
         world.audit.record(ACT._replace(kind=f"day-{day}"))
     world.audit._untrimmed = module.TRIM_EVERY
     world.audit.add(ACT._replace(kind="newest"))
@@ -62,12 +62,12 @@ def test_entries_are_removed_by_age(world: World) -> None:
 @pytest.mark.parametrize("apart_s", [7200.0, 400 * 86_400.0], ids=["hours", "a year"])
 def test_no_clock_empties_it(world: World, apart_s: float) -> None:
     """Of two nodes one is hours, or a year, ahead; then the clock of the other one jumps, too."""
-    other = Audit(world.catalog.database, "node-2", lambda: moments.later(world.now, apart_s), days=30)
+    other = Audit(world.catalog.database, "node-2", lambda: timestamps.later(world.now, apart_s), days=30)
     for minute in range(60):
-        world.now = moments.later(NOW, minute * 60)
+        world.now = timestamps.later(NOW, minute * 60)
         world.audit.record(ACT)
         other.record(ACT)
-    world.now = moments.later(NOW, 900 * 86_400)
+    world.now = timestamps.later(NOW, 900 * 86_400)
     world.audit.record(ACT)
     world.audit._trim()
     assert len(world.kinds()) == 121

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSpace, NoSuchResource, NoSuchRun, Unauthenticated
 from holdfast_formats.rest.operations import RotationRequest, TokenRequest
 from holdfast_service.control.access import tokens
@@ -212,14 +212,14 @@ def test_a_rotated_token_has_two_secrets_for_a_while(world: World) -> None:
     first = world.tokens.create(
         TokenRequest(name="ci", scope="write", runs="team-*", expires_s=86_400 * 10, requests_per_s=5)
     )
-    world.now = moments.later(NOW, 3600)
+    world.now = timestamps.later(NOW, 3600)
     second = world.tokens.rotate("ci", RotationRequest(grace_s=600))
     assert second.token != first.token and second.requests_per_s == 5
-    assert second.expires == moments.later(world.now, 86_400 * 10)
+    assert second.expires == timestamps.later(world.now, 86_400 * 10)
     for text in (first.token, second.token):
         assert world.tokens.verify(text, "10.0.0.7")[:3] == ("ci", "write", "team-*")
     assert {row.used_from for row in world.tokens.page(None, 9).items} == {"10.0.0.7"}
-    world.now = moments.later(world.now, 601)
+    world.now = timestamps.later(world.now, 601)
     with pytest.raises(Unauthenticated, match="expired"):
         world.tokens.verify(first.token)
     assert world.tokens.verify(second.token).name == "ci"

@@ -28,7 +28,7 @@ from holdfast_formats.errors import (
     StateMismatch,
     StorageFailed,
 )
-from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.database import migrations
@@ -96,7 +96,7 @@ class TestOpening:
         digest = hashlib.sha256(repr(columns).encode()).hexdigest()[:8]
         assert (migrations.HEAD, digest) == TABLES, "other tables: give HEAD the next number, and state both"
 
-    @pytest.mark.parametrize("opened", [Catalog.open, salvage.open_catalog])
+    @pytest.mark.parametrize("opened", [Catalog.open, recovery.open_catalog])
     def test_catalog_of_a_newer_version_is_refused(self, path: Path, opened: Callable[[str], object]) -> None:
         """A version this one does not know is named, and left as it is."""
         set_version(path, "0.2.0")

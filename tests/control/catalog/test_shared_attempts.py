@@ -14,7 +14,7 @@ from holdfast_formats.errors import CatalogUnavailable, RunBusy, StaleAttempt
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts, make_one
-from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.cluster.cluster import Cluster, NodeRanks
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
 
@@ -36,9 +36,9 @@ class Site:
 
     def part(self, name: str) -> None:
         """No rank is connected to this node any more."""
-        crews = self.clusters[name].crews
-        crews.parted(RUN)
-        crews.tell({})
+        node_ranks = self.clusters[name].node_ranks
+        node_ranks.parted(RUN)
+        node_ranks.tell({})
 
 
 @pytest.fixture
@@ -92,18 +92,18 @@ def test_a_run_whose_ranks_are_silent_on_another_node_is_free_soon(site: Site) -
     """Killed over HTTP, its ranks may live as far as their node knows: the refusal says how long that is waited for."""
     a, b = site.node("a"), site.node("b")
     a.declare(RUN, "first", list, Member(0, "s", 1))
-    here = {RUN: Crew(1, 1, 1, 7.25)}
-    site.clusters["a"].crews.tell(here)
+    here = {RUN: NodeRanks(1, 1, 1, 7.25)}
+    site.clusters["a"].node_ranks.tell(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 7.2
-    here = {RUN: Crew(1, 1, 1)}
-    site.clusters["a"].crews.tell(here)
+    here = {RUN: NodeRanks(1, 1, 1)}
+    site.clusters["a"].node_ranks.tell(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 0
-    here = {RUN: Crew(1, 1, 1, 0.0)}
-    site.clusters["a"].crews.tell(here)
+    here = {RUN: NodeRanks(1, 1, 1, 0.0)}
+    site.clusters["a"].node_ranks.tell(here)
     assert b.declare(RUN, "second", list, Member(0, "t", 1)) == (2, True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import AlreadyCommitted, RoundAborted, StorageFailed
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import commit
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_replaced() -> None:
     late = JointlyStaged(staged.place, staged.receipts, LATER)
     made = commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
     manifest_bytes = tier.read(f"{TARGET}/{naming.MANIFEST}")
-    assert manifest.decode(manifest_bytes, manifest.encode_commit(made, manifest_bytes)) == made
+    assert manifests.decode(manifest_bytes, manifests.encode_commit(made, manifest_bytes)) == made
     with pytest.raises(StorageFailed, match="input/output"):
         commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
     assert tier.read(f"{TARGET}/{naming.MANIFEST}") == manifest_bytes

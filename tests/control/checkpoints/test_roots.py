@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
+from holdfast_formats.disk import manifests as manifest
+from holdfast_formats.disk.manifests import COMMIT_BYTES_MAX
 from holdfast_formats.errors import (
     CorruptManifest,
     InvalidRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.cluster.bell import Bell
+from holdfast_service.control.cluster.notify_listener import NotifyListener
 from holdfast_service.control.database.schema import AverageVoteRow
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
@@ -35,7 +35,7 @@ def test_who_listens_is_woken(nodes: Nodes) -> None:
         heard.append("average")
         ready.set()
 
-    bell = Bell(b.database, lambda: heard.append("round"), lambda: heard.append("check"), averaging)
+    listener = NotifyListener(b.database, lambda: heard.append("round"), lambda: heard.append("check"), averaging)
     try:
         assert ready.wait(60)  # it has looked once, when it began to listen
         before = list(heard)
@@ -43,7 +43,7 @@ def test_who_listens_is_woken(nodes: Nodes) -> None:
         wait_until(lambda: len(heard) > len(before))
         assert heard[len(before) :] == ["average"]
     finally:
-        bell.close()
+        listener.close()
 
 
 def test_words_of_older_attempts_are_forgotten(nodes: Nodes) -> None:

@@ -6,7 +6,7 @@ import threading
 
 from sqlalchemy import update
 
-from holdfast_service.control.cluster.cluster import LATE_S, Cluster, Crew, deciding
+from holdfast_service.control.cluster.cluster import LATE_S, Cluster, NodeRanks, deciding
 from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import HoldRow
 from holdfast_service.control.database.visible import limited_to
@@ -15,14 +15,14 @@ from tests.control.cluster.nodes import Nodes, nodes
 __all__ = ["nodes"]
 
 
-def elsewhere(cluster: Cluster, run: str) -> dict[str, Crew]:
+def elsewhere(cluster: Cluster, run: str) -> dict[str, NodeRanks]:
     with cluster.database.apart() as session:
-        return cluster.crews.elsewhere(session, run)
+        return cluster.node_ranks.elsewhere(session, run)
 
 
-def arrive(cluster: Cluster, run: str, crew: Crew) -> None:
+def arrive(cluster: Cluster, run: str, rank_set: NodeRanks) -> None:
     with cluster.database.apart() as session:
-        cluster.crews.arrive(session, run, crew)
+        cluster.node_ranks.arrive(session, run, rank_set)
 
 
 def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
@@ -30,40 +30,40 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
     certainly lives, or was killed since, is said by the next beat: the others ask again after that.
     """
     a, b = nodes.add("a"), nodes.add("b")
-    arrived = Crew(1, 8, 1, a.membership.beat_s + LATE_S)
-    arrive(a, "run", Crew(1, 8, 1))
+    arrived = NodeRanks(1, 8, 1, a.membership.beat_s + LATE_S)
+    arrive(a, "run", NodeRanks(1, 8, 1))
     assert elsewhere(b, "run") == {"a": arrived} and elsewhere(a, "run") == {} == elsewhere(b, "other")
-    a.crews.tell({})  # a rank that was let in and has not connected yet is not forgotten
+    a.node_ranks.tell({})  # a rank that was let in and has not connected yet is not forgotten
     assert elsewhere(b, "run") == {"a": arrived}
-    connected = {"run": Crew(2, 8, 8)}
-    a.crews.tell(connected)
-    assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": {"run": 8}}
+    connected = {"run": NodeRanks(2, 8, 8)}
+    a.node_ranks.tell(connected)
+    assert elsewhere(b, "run") == {"a": NodeRanks(2, 8, 8)} and b.node_ranks.by_node() == {"a": {"run": 8}}
     with limited_to("other*"):
-        assert b.crews.by_node() == {}
+        assert b.node_ranks.by_node() == {}
     connected = {}
-    a.crews.parted("run")
-    a.crews.tell(connected)
+    a.node_ranks.parted("run")
+    a.node_ranks.tell(connected)
     assert elsewhere(b, "run") == {}
 
 
 def test_silent_ranks_count_as_gone_by_and_by(nodes: Nodes) -> None:
     """As their node says of ranks over HTTP; and those of a node that has missed a beat, when its lease ends."""
     a, b = nodes.add("a", lease_s=30.0), nodes.add("b", lease_s=30.0)
-    connected = {"run": Crew(1, 8, 8, 12.5)}
-    a.crews.tell(connected)
-    assert elsewhere(b, "run") == {"a": Crew(1, 8, 8, 12.5)}
+    connected = {"run": NodeRanks(1, 8, 8, 12.5)}
+    a.node_ranks.tell(connected)
+    assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8, 12.5)}
     nodes.left(a, 9)
     assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 9
     nodes.left(a, 30)
-    connected = {"run": Crew(1, 8, 8)}
-    a.crews.tell(connected)
-    assert elsewhere(b, "run") == {"a": Crew(1, 8, 8)}
+    connected = {"run": NodeRanks(1, 8, 8)}
+    a.node_ranks.tell(connected)
+    assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8)}
 
 
 def test_ranks_of_a_node_that_is_gone_are_gone(nodes: Nodes) -> None:
     """Nobody is kept out of a run by a node that nobody hears any more."""
     a, b = nodes.add("a"), nodes.add("b")
-    arrive(a, "run", Crew(1, 8, 8))
+    arrive(a, "run", NodeRanks(1, 8, 8))
     nodes.lapse(a)
     assert elsewhere(b, "run") == {}
 

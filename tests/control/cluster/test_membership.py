@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import InUse, NoSuchResource, RootBusy
 from holdfast_service.control.cluster import membership
-from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow
+from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow
 from tests.control.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
@@ -92,10 +92,10 @@ def test_joining_takes_away_what_an_earlier_boot_left(nodes: Nodes) -> None:
     a.duties.has("scrub")
     a.holds.announce("run", 1, False)
     with a.database.apart() as session:
-        session.add(CrewRow(run="run", node="a", boot=a.membership.me.boot, attempt=1, world=1, ranks=1))
+        session.add(NodeRanksRow(run="run", node="a", boot=a.membership.me.boot, attempt=1, world=1, ranks=1))
     again = nodes.add("a")
     with again.database.read() as session:
-        assert not any(session.scalars(select(table)).all() for table in (DutyRow, HoldRow, CrewRow))
+        assert not any(session.scalars(select(table)).all() for table in (DutyRow, HoldRow, NodeRanksRow))
 
 
 def test_many_join_at_once_and_one_of_each_name_is_in(nodes: Nodes) -> None:

@@ -10,14 +10,14 @@ import pytest
 import zstandard
 from sqlalchemy import delete, event, func, select, text, update
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.naming import Place
 from holdfast_formats.staging import joined
 from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.cluster import arrivals, joint_rounds, rendezvous, round_bodies
+from holdfast_service.control.cluster import joint_rounds, rendezvous, round_bodies, round_parts
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.membership import later, now
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
@@ -44,15 +44,15 @@ def test_a_checkpoint_of_several_nodes_is_created_by_the_database_s_clock(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the clock of the node says that was first there; also of a step that was begun once more."""
-    for module in (arrivals, rendezvous):
+    for module in (round_parts, rendezvous):
         monkeypatch.setattr(module, "utc_now", lambda: "1970-01-01T00:00:00.000Z", raising=False)
     a = nodes.add("a")
     with a.database.read() as session:
-        begun = moments.write(session.execute(select(now())).scalar_one())
+        begun = timestamps.write(session.execute(select(now())).scalar_one())
     number = arrive(a, 1, [0])
     assert a.rendezvous.abort(number, RoundAborted("given up").problem())
     for created in (a.rendezvous.look(number).created, a.rendezvous.look(arrive(a, 1, [0])).created):
-        assert created >= begun and moments.write(moments.read(created)) == created
+        assert created >= begun and timestamps.write(timestamps.read(created)) == created
 
 
 def test_a_round_from_arrival_to_commit(nodes: Nodes) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, PortionPlan
 from holdfast_service.control.cluster.membership import later

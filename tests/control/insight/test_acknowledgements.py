@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats.rest.observed import Acknowledgement
+from holdfast_formats.rest.measurements import Acknowledgement
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AcknowledgementWatch, AlertKey
@@ -86,10 +86,10 @@ def test_what_has_ended_and_occurs_anew_counts(store: Acknowledgements, clock: C
 def test_a_thread_looks_by_itself(store: Acknowledgements) -> None:
     """It goes on after a look that failed, and ends when it is told to."""
     store.set(DIED, seen())
-    looks = iter([RuntimeError("once")])
+    probe = iter([RuntimeError("once")])
 
     def still(runs: object) -> set[AlertKey]:
-        for error in looks:
+        for error in probe:
             raise error
         return set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Acknowledgement, RunSummary
+from holdfast_formats.rest.measurements import Acknowledgement, RunSummary
 from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.facts import ReplicaCounts, Save

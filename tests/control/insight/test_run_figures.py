@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.database import changes
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import (
@@ -152,9 +152,9 @@ def test_the_thread_that_writes_the_catalog_renews_them(tmp_path: Path) -> None:
     """Soon after what it has written."""
     database = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
     events = Events(database, "node", lambda: BEGAN)
-    book = Book(database, renew=lambda: run_figures.renew(database))
+    record_queue = RecordQueue(database, renew=lambda: run_figures.renew(database))
     filled(database)
-    book.tell("an event", lambda: events.record("checkpoint-verified", "text", "one", 1))
+    record_queue.tell("an event", lambda: events.record("checkpoint-verified", "text", "one", 1))
 
     def unchanged() -> bool:
         with database.read() as session:
@@ -163,7 +163,7 @@ def test_the_thread_that_writes_the_catalog_renews_them(tmp_path: Path) -> None:
     wait_until(unchanged)
     with database.read() as session:
         assert len(session.scalars(select(RunFiguresRow.run)).all()) == 2
-    book.close()
+    record_queue.close()
     database.close()
 
 

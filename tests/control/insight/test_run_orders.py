@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.moments import write
-from holdfast_formats.rest.observed import RUN_SORTS, GoodCheckpoint, RunSummary, Trend
+from holdfast_formats.rest.measurements import RUN_SORTS, GoodCheckpoint, RunSummary, Trend
+from holdfast_formats.timestamps import write
 from holdfast_service.control.insight.run_orders import RunOrder, WantedRuns
 from tests.control.insight.test_alerts import summary as summed
 

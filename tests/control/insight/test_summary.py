@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.rest.observed import Life, RunSummary
+from holdfast_formats.rest.measurements import Life, RunSummary
 from holdfast_service.control.insight import intervals
 from holdfast_service.control.insight.facts import CheckpointFacts, Facts, ReplicaCounts, Save, Warned
 from holdfast_service.control.insight.summary import quantile, summarise

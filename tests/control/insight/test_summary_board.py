@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.rest.observed import Acknowledgement
+from holdfast_formats.rest.measurements import Acknowledgement
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.database.visible import limited_to
@@ -50,10 +50,10 @@ _OF_TIME = {"verdict", "attention"}  # say how long ago something was
 
 
 @given(st.lists(st.tuples(CHANGES, st.sampled_from([0.0, 1.0, STILL_S, 4000.0])), min_size=2, max_size=4))
-def test_what_is_kept_says_what_would_be_said_anew(looks: list[tuple[dict[str, object], float]]) -> None:
+def test_what_is_kept_says_what_would_be_said_anew(probe: list[tuple[dict[str, object], float]]) -> None:
     """But for words about the time of a run that nobody trains, which are ten seconds old at most."""
     kept, now = KeptSummaries(), NOW
-    for changes, later in looks:
+    for changes, later in probe:
         now += later
         known = facts(**changes)._replace(now=now)
         said, anew = kept.of(known), summarise(known)

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import event, insert
 
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
-from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, NoSuchCheckpoint
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.jobs import ExportJob, VerifyJob
 from holdfast_formats.rest.operations import Job
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner

@@ -14,7 +14,7 @@ import pytest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.rest.runs import RunChange
-from holdfast_service.control.catalog import book, run_settings
+from holdfast_service.control.catalog import record_queue, run_settings
 from holdfast_service.control.checkpoints import consistency
 from holdfast_service.control.database import engines
 from holdfast_service.control.retention import rotation
@@ -88,7 +88,7 @@ def test_a_run_that_was_launched_and_deleted_meanwhile(root: Root, at: Path) -> 
 
 def test_a_new_run_asks_what_to_restore(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog can be read, has not heard of it, and it has not been found out yet that it cannot be written."""
-    monkeypatch.setattr(book, "STUCK_S", 0.05)
+    monkeypatch.setattr(record_queue, "STUCK_S", 0.05)
     with opened(at) as root:
         with locked(at):
             attempt = root.control.launches.declare("another-run", "launch", 1, None)
@@ -132,7 +132,7 @@ def test_what_people_set(root: Root, at: Path) -> None:
     mark_verified(catalog, RUN, 2)
     with locked(at):
         root.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-        root.control.abouts.change(RUN, RunChange(archived=True, owner="ana"), "idle", False, "somebody")
+        root.control.run_metadata.change(RUN, RunChange(archived=True, owner="ana"), "idle", False, "somebody")
         assert root.control.rotation.files.read(RUN).owner == "ana"
     assert root.control.book.recorded(60)
     (said,) = run_settings.known(catalog, [RUN]).values()

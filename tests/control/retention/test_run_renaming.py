@@ -14,7 +14,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchRun, Pinned, StorageFailed
-from holdfast_formats.rest.observed import Acknowledgement
+from holdfast_formats.rest.measurements import Acknowledgement
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
@@ -113,7 +113,7 @@ def _killed(at: Path, kill_at: int) -> str:
         with pytest.raises(Killed):
             root.control.renaming.rename(RUN, NEW)
     with opened(trial) as root:
-        assert root.control.book.recorded(30)
+        assert root.control.record_queue.recorded(30)
         there = [name for name in (RUN, NEW) if root.stands(name)]
         assert len(there) == 1, there
         listed = root.control.rotation._catalog.known_runs()
@@ -244,7 +244,7 @@ def test_ranks_of_neither_run_are_here() -> None:
         rank.save(1)
         assert rank.wait(1).state == "committed"
         world.checked()
-        assert world.control.book.recorded(30)
+        assert world.control.record_queue.recorded(30)
         renaming: RunRenaming = world.control.renaming
         with pytest.raises(InUse, match="connected"):
             rename_run(renaming, world.saver, world.arena, RUN, NEW)

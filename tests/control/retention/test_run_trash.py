@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from sqlalchemy import update
 
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import CheckpointError, InUse, NoSpace, NoSuchResource, NoSuchRun, Pinned
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.retention import RetentionPolicy
@@ -87,7 +87,7 @@ class Root(NamedTuple):
         return bool(names)
 
     def listed(self) -> bool:
-        assert self.control.book.recorded(30)
+        assert self.control.record_queue.recorded(30)
         try:
             known = self.control.rotation.file(RUN)
         except NoSuchRun:
@@ -103,7 +103,7 @@ def opened(at: Path) -> Iterator[Root]:
     catalog = Catalog.open(sqlite_url(str(at / "catalog.sqlite")))
     control = open_control(tier, catalog, None)  # type: ignore[arg-type]
     control.recovery.recover()
-    assert control.book.recorded(30)
+    assert control.record_queue.recorded(30)
     try:
         yield Root(tier, control)
     finally:
@@ -127,7 +127,7 @@ def test_a_deleted_run_is_nowhere_but_in_the_trash(root: Root) -> None:
     assert (made.run, made.checkpoints, made.newest, made.attempt) == (RUN, 2, 2, 1) and made.bytes > 0 and made.expires
     assert not root.stands() and not root.listed() and root.stands(f"{naming.RUN_TRASH}/{made.entry}")
     assert [one.entry for one in root.trash.entries()] == [made.entry] and root.trash.seen().bytes == made.bytes
-    assert root.control.standing.launch(RUN, 2) is None
+    assert root.control.committed_steps.launch(RUN, 2) is None
     with pytest.raises(NoSuchRun):
         root.trash.delete(RUN)
     root.trash.undelete(RUN)
@@ -149,7 +149,7 @@ def test_a_run_of_the_same_name_is_another_one(root: Root) -> None:
     assert root.control.attempts.newest(RUN) == 1
     with pytest.raises(InUse, match="another run"):
         root.trash.undelete(RUN)
-    assert root.control.book.recorded(30)
+    assert root.control.record_queue.recorded(30)
     second = root.trash.delete(RUN)
     assert second.checkpoints == 0
     root.trash.undelete(RUN, first.entry)
@@ -234,7 +234,7 @@ def test_the_trash_is_emptied_in_time_and_for_room(root: Root) -> None:
     assert root.trash.seen().items[0].expires is None and root.trash.expire() == []
     root.trash.days = 3
     passed = later(root, now, 71)
-    assert passed == [] and root.trash.seen().items[0].expires == moments.later(_at(now), 3 * DAY_S)
+    assert passed == [] and root.trash.seen().items[0].expires == timestamps.later(_at(now), 3 * DAY_S)
     root.trash._clock = lambda: now + 3 * DAY_S + 60
     assert root.trash.expire() == [made.entry] and root.tier.list(naming.RUN_TRASH) == []
     with pytest.raises(NoSuchResource):
@@ -244,7 +244,7 @@ def test_the_trash_is_emptied_in_time_and_for_room(root: Root) -> None:
 
 
 def _at(seconds: float) -> str:
-    return moments.write(datetime.fromtimestamp(seconds, timezone.utc))
+    return timestamps.write(datetime.fromtimestamp(seconds, timezone.utc))
 
 
 def later(root: Root, now: float, hours: int) -> list[str]:
@@ -349,7 +349,7 @@ def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.Monke
             rank.save(5)
             assert rank.wait(5).state == "committed"
             world.checked()
-            assert world.control.book.recorded(30)
+            assert world.control.record_queue.recorded(30)
             rank.leave()
             delete_run(trash, world.saver, world.arena, RUN)
         newest, oldest = trash.entries()
@@ -386,7 +386,7 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         rank.save(1)
         assert rank.wait(1).state == "committed"
         world.checked()
-        assert world.control.book.recorded(30)
+        assert world.control.record_queue.recorded(30)
         trash = world.control.trash
         for dry_run in (True, False):
             with pytest.raises(InUse, match="connected"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast_formats.rest.bodies import CheckpointInfo, CompactedFrom
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.retention.policy import Candidate, decide
-from holdfast_service.control.retention.thin_policy import Foresight, could_save, decide_thinning
+from holdfast_service.control.retention.thin_policy import ThinEstimate, could_save, decide_thinning
 
 NOW = 1000.0
 FULL, WEIGHTS = frozenset({"model", "optim", "extra"}), frozenset({"model"})
@@ -149,10 +149,10 @@ def test_what_a_rule_has_saved_of_others_is_what_it_will_save() -> None:
     """Of the same size, the newest counts: more tensors may have stayed as they were than their names say."""
     whole = [listed(step, 1000, bf16=600, int8=400) for step in (40, 50)]
     seen = [listed(10, 1000, after=420), listed(20, 1000, after=560), listed(30, 5000, after=900)]
-    unseen, known = Foresight(whole), Foresight([*whole, *seen])
+    unseen, known = ThinEstimate(whole), ThinEstimate([*whole, *seen])
     assert [of.bytes_after(whole[0], "int8") for of in (unseen, known)] == [400, 560]
     assert known.bytes_after(whole[0], "bf16") == 600
     assert known.bytes_after(listed(60, 1004, int8=404), "int8") == 564
     assert known.bytes_after(listed(60, 3000, int8=404), "int8") == 404  # another state
-    assert known.bytes_after(listed(60, 1000), "int8") == 1000 == Foresight([]).bytes_after(listed(60, 1000), "exact")
+    assert known.bytes_after(listed(60, 1000), "int8") == 1000 == ThinEstimate([]).bytes_after(listed(60, 1000), "exact")
     assert could_save(whole, known) == {"bf16": 800, "int8": 880}

@@ -18,14 +18,14 @@ _clocks = st.floats(min_value=-1e13, max_value=1e13)
 
 
 @given(st.lists(st.tuples(_clocks, st.booleans()), min_size=1, max_size=12))
-def test_whatever_clocks_say(looks: list[tuple[float, bool]]) -> None:
+def test_whatever_clocks_say(probe: list[tuple[float, bool]]) -> None:
     """An hour at most for a look, a day for a daemon's start (the second of each pair), and never younger again."""
     tier = MemoryTier()
     ages, most, seen = TrashAges(tier), 0.0, [0.0]
-    for number, (clock, restarts) in enumerate(looks):
+    for number, (clock, restarts) in enumerate(probe):
         if restarts:
             ages = TrashAges(tier)
-        seen.append(ages.look(clock, {ENTRY: looks[0][0]})[ENTRY])
+        seen.append(ages.look(clock, {ENTRY: probe[0][0]})[ENTRY])
         most += 0.0 if number == 0 else START_MAX_S if restarts else LOOK_MAX_S
     assert seen[-1] <= most * (1 + 1e-9) and all(younger <= older for younger, older in pairwise(seen))
 

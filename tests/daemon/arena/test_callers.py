@@ -238,8 +238,8 @@ def test_a_group_that_may_save_and_not_read_is_told_of(
     root, name = tmp_path / "root", grp.getgrgid(os.getegid()).gr_name
     root.mkdir()
     root.chmod(mode)
-    Callers.of_group(name).tell_if_closed(root)
+    Callers.of_group(name).warn_if_closed(root)
     assert (f"chgrp {name} {root}; chmod 750 {root}" in caplog.text) is told
     caplog.clear()
-    Callers().tell_if_closed(root)
+    Callers().warn_if_closed(root)
     assert caplog.text == ""

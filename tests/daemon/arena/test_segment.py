@@ -14,7 +14,7 @@ from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
 
 
@@ -49,7 +49,7 @@ def test_a_table_that_became_another_is_not_taken() -> None:
 
 def found(world: SaverWorld, rank: Rank) -> list[int]:
     """The slots that a daemon which starts now would lend to a restart, as holding step 1."""
-    holds = HeldCheckpoints(world.control.standing.launch)
+    holds = MemoryCheckpoints(world.control.committed_steps.launch)
     holds.find([rank.segment])
     parts, fds = holds.lend(RUN, 1)
     for fd in fds:

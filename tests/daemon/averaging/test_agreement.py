@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging.joint import AverageVote
 from holdfast_service.daemon.averaging.agreement import Agreement, verdict
-from holdfast_service.daemon.averaging.crew import CrewKey
+from holdfast_service.daemon.averaging.rank_set import RankSetKey
 from tests.daemons import wait_until
 
-KEY = CrewKey("r", 1, 3)
+KEY = RankSetKey("r", 1, 3)
 
 
 class ModelNode:

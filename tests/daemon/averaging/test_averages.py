@@ -26,13 +26,13 @@ from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot, memf
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
 from holdfast_service.daemon.averaging.averages import Averages
-from holdfast_service.daemon.averaging.crew import CrewKey
+from holdfast_service.daemon.averaging.rank_set import RankSetKey
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemons import wait_until
 
 SIZE = 1000
 RULE = AverageRule("master", 0.5, 1, "none")
-CREW = CrewKey("r", 1, 2)
+CREW = RankSetKey("r", 1, 2)
 PAGE = 4096
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.checker import Checker
-from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.spread_checks import SpreadChecks
+from holdfast_service.daemon.checking.distributed_checks import DistributedChecks
 from holdfast_service.storage import Tier
 from tests.checkpoints import Built, build
 from tests.control.cluster.nodes import Nodes
@@ -33,11 +33,11 @@ class SpreadNode(Node):
         self.shared = self.control.shared_checks
         self.sees = seen(self.tier)
         self.checker = Checker(self.sees, self.control)
-        self.spread: SpreadChecks | None = self.begun() if ready else None
+        self.spread: DistributedChecks | None = self.begun() if ready else None
 
-    def begun(self) -> SpreadChecks:
+    def begun(self) -> DistributedChecks:
         """Its thread, which it has from now on."""
-        self.spread = SpreadChecks(self.sees, self.control, self.checker, self.shared, lambda size: self.heed(size))
+        self.spread = DistributedChecks(self.sees, self.control, self.checker, self.shared, lambda size: self.heed(size))
         return self.spread
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from holdfast_formats.errors import (
     RoundAborted,
 )
 from holdfast_service.daemon.checking.checker import Checks
-from holdfast_service.daemon.saving import giving_way
+from holdfast_service.daemon.saving import read_throttle
 from tests.checking import RUN, Checked, Copies, checked_root
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.saver_world import saver_world
@@ -240,12 +240,12 @@ def test_reading_back_gives_way(monkeypatch: pytest.MonkeyPatch, what: str) -> N
         if what == "staging":
             rank.lease(7)
         elif what == "arriving":
-            monkeypatch.setattr(giving_way, "ARRIVAL_S", 600.0)
+            monkeypatch.setattr(read_throttle, "ARRIVAL_S", 600.0)
             world.saver.giving_way.expect()
         else:
             world.saver.restores.told(rank.who, 1, 5, named=True)
         world.saver.giving_way(1)  # a rank that hangs: this ends all the same
-        monkeypatch.setattr(giving_way, "GIVE_WAY_MAX_S", 600.0)
+        monkeypatch.setattr(read_throttle, "GIVE_WAY_MAX_S", 600.0)
         waiting = threading.Thread(target=world.saver.giving_way, args=(1,))
         waiting.start()
         waiting.join(0.2)
@@ -253,7 +253,7 @@ def test_reading_back_gives_way(monkeypatch: pytest.MonkeyPatch, what: str) -> N
         if what == "staging":
             world.saver.give_up(rank.who, 7, RoundAborted("no more"))
         elif what == "arriving":
-            monkeypatch.setattr(giving_way, "ARRIVAL_S", 0.0)
+            monkeypatch.setattr(read_throttle, "ARRIVAL_S", 0.0)
         else:
             world.saver.restores.abandoned(rank.who, 1)
         waiting.join(30)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.rest import statistics
-from holdfast_formats.rest.observed import TensorStatistics
+from holdfast_formats.rest.measurements import TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.daemon.checking.health import Examination, examination, report
 from holdfast_service.daemon.checking.verifier import verify

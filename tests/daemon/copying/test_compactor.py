@@ -19,12 +19,12 @@ import holdfast
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import coded, manifest
+from holdfast_formats.disk import coded, manifests
 from holdfast_formats.errors import CorruptExtent, InUse, NoSpace, StateMismatch
 from holdfast_formats.exports.source import of_committed
-from holdfast_formats.foreign.committed import CommittedFiles
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Box, whole
 from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_formats.rest.retention import RetentionPolicy
@@ -32,7 +32,7 @@ from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.copying import compactor, foreign_export
 from holdfast_service.daemon.copying import thinner as thinner_module
-from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
 from tests.checkpoints import flip, trained_arrays
@@ -60,7 +60,7 @@ def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
 
 def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
     """The checkpoint, every byte of it proven; the catalog says the same of it."""
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     reader = open_checkpoint(world.root, None, RUN, step)
     assert reader.verify() == []
     listed = world.catalog.checkpoint(RUN, step)
@@ -155,7 +155,7 @@ def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
         assert source.equal(same, same) and not source.equal(same, other)
         terms = ExportTerms(form="hf", weights="master", dtype="f32")
         export = foreign_export.plan_export(world.tier, directory, made, terms)
-        foreign_export.write(export, world.tier, "exported", Going())
+        foreign_export.write(export, world.tier, "exported", CopyControl())
     loaded = load_file(world.root / "exported" / "model.safetensors")
     for name, saved in trained_arrays()["master"].items():
         assert loaded[name].view(torch.int32).numpy().tobytes() == saved.tobytes(), name
@@ -177,7 +177,7 @@ def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
         f"{EMBED}/step": "F32",
     }
     del document["compacted"]
-    manifest.validate(manifest._decode(json.dumps(document).encode()))
+    manifests.validate(manifests._decode(json.dumps(document).encode()))
 
 
 def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
@@ -187,9 +187,9 @@ def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
     document = json.loads((world.path() / naming.MANIFEST).read_bytes())
     document["compacted"]["tensors"]["optim"][f"{EMBED}/exp_avg"]["coding"] = "int3"
     encoded = json.dumps(document).encode()
-    made = manifest._decode(encoded)
+    made = manifests._decode(encoded)
     (world.path() / naming.MANIFEST).write_bytes(encoded)
-    (world.path() / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    (world.path() / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
     with open_checkpoint(world.root, None, RUN, 5) as reader:
         reader.read("optim", f"{EMBED}/exp_avg_sq")
         with pytest.raises(StateMismatch, match=r"embed.weight/exp_avg.*'int3'"):
@@ -224,7 +224,7 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     inode = os.stat(there / weights).st_ino
     keep(world, optim="bf16", optim_full=1)
     thinner(world).look(RUN)
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5)) and os.stat(there / weights).st_ino == inode
     keep(world, optim="bf16", optim_full=1, keep_full=2)
@@ -392,7 +392,7 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
         assert thinner(world).look(RUN) == []
     assert leftovers(world) == []
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [one.step for one in told] == [5, 10] and all("free space" in one.text for one in told)
     assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]

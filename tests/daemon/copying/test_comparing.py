@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
 from holdfast_service.storage import PosixTier
 from tests.daemon.copying.test_streaming import Model
 
@@ -39,20 +39,20 @@ def key(name: str) -> TensorKey:
 
 def test_equal(model: Model) -> None:
     source = PosixTier(model.directory)
-    comparing.check_equal(source, model.tensors, [(key("a"), key("b")), (key("flat"),)], Going())
+    comparing.check_equal(source, model.tensors, [(key("a"), key("b")), (key("flat"),)], CopyControl())
     for other in ("other", "flat"):
         with pytest.raises(StateMismatch, match=f"'a' and '{other}'"):
-            comparing.check_equal(source, model.tensors, [(key("a"), key("b"), key(other))], Going())
+            comparing.check_equal(source, model.tensors, [(key("a"), key("b"), key(other))], CopyControl())
 
 
 def test_zeros(model: Model) -> None:
     source = PosixTier(model.directory)
-    comparing.check_zeros(source, model.tensors, [key("zeros")], Going())
+    comparing.check_zeros(source, model.tensors, [key("zeros")], CopyControl())
     with pytest.raises(StateMismatch, match="'last'"):
-        comparing.check_zeros(source, model.tensors, [key("zeros"), key("last")], Going())
+        comparing.check_zeros(source, model.tensors, [key("zeros"), key("last")], CopyControl())
 
 
 def test_it_can_be_stopped(model: Model) -> None:
-    stopped = Going(ended=lambda: True)
+    stopped = CopyControl(ended=lambda: True)
     with pytest.raises(CopyStopped):
         comparing.check_zeros(PosixTier(model.directory), model.tensors, [key("zeros")], stopped)

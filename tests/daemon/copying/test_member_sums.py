@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.foreign.listing import StoredMember
+from holdfast_formats.mapping.listing import StoredMember
 from holdfast_service.daemon.copying.member_sums import MemberPlace, MemberSums
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.progress import Quiet

@@ -48,7 +48,7 @@ def test_there_is_a_copy_at_every_moment(world: CopiesWorld, tmp_path: Path) -> 
     """Each gets its new name before the old one goes; the files are the same ones, and what they are is the root's."""
     before = inodes(tmp_path, RUN)
     world.control.renaming.rename(RUN, NEW)
-    assert world.book.removals("far") == []
+    assert world.records.removals("far") == []
     seen = set()
     while world.replicators["far"].look():
         there = [names(tmp_path, step) for step in STEPS]

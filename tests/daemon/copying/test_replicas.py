@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy import delete
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest
 from holdfast_service.control.database.schema import ReplicaRow
@@ -43,7 +43,7 @@ def far(tmp_path: Path, step: int = 5) -> Path:
 
 def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path) -> None:
     """Byte for byte, newest first; it is recorded and told, and nothing is behind any more."""
-    assert len(world.book.due("far")) == 3
+    assert len(world.records.due("far")) == 3
     world.replicators["far"].look()
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
     world.copy()
@@ -51,7 +51,7 @@ def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path)
         assert contents(far(tmp_path, step)) == contents(world.path(step))
         assert world.states(step) == {"far": "present"}
     assert [detail["tier"] for detail in world.events("checkpoint-replicated")] == ["far"] * 3
-    assert world.book.due("far") == []
+    assert world.records.due("far") == []
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
 
 
@@ -126,31 +126,31 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     if catalog_lost:
         with world.catalog.database.write() as session:
             session.execute(delete(ReplicaRow))
-        world.book.opened("far", PosixTier(tmp_path / "far"))
+        world.records.opened("far", PosixTier(tmp_path / "far"))
     build(world.path(15), varied_arrays(seed=9), run=RUN, step=15)
     made = load_manifest(world.tier, RUN, 15)
-    encoded = manifest.encode(msgspec.structs.replace(made, created=utc_now()))
+    encoded = manifests.encode(msgspec.structs.replace(made, created=utc_now()))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
-    (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
     world.control.recovery.recover()
     world.control.findings.sound(RUN, 15)
     world.copy()
     assert contents(far(tmp_path, 15)) == before
     (told,) = world.events("replica-failed")
     assert told["problem"]["code"] == AlreadyCommitted.code
-    assert len(world.book.due("far")) == 1
+    assert len(world.records.due("far")) == 1
 
 
 def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
     """A checkpoint from the future is copied once, and not for ever."""
     made = load_manifest(world.tier, RUN, 15)
-    encoded = manifest.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
+    encoded = manifests.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
-    (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
     world.control.recovery.recover()
     world.control.findings.sound(RUN, 15)
     world.copy()
-    assert world.book.due("far") == []
+    assert world.records.due("far") == []
 
 
 def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:
     assert not staging.exists()
     assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
     assert os.stat(far(tmp_path, 5) / naming.COMMIT).st_ino == inode
-    assert world.book.stale("far", "0") is None, "it was read back, though nobody had copied it"
+    assert world.records.stale("far", "0") is None, "it was read back, though nobody had copied it"
 
 
 def test_a_damaged_checkpoint_is_not_copied(world: CopiesWorld, tmp_path: Path) -> None:
@@ -269,13 +269,13 @@ def test_rows_come_from_the_directory(world: CopiesWorld, tmp_path: Path) -> Non
     shutil.rmtree(far(tmp_path, 10))
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step != 10))
-    world.book.opened("far", PosixTier(tmp_path / "far"))
+    world.records.opened("far", PosixTier(tmp_path / "far"))
     assert [world.states(step) for step in STEPS] == [{}, {}, {}]
     shutil.rmtree(world.path(15))
     world.control.recovery.recover()
-    world.book.opened("far", PosixTier(tmp_path / "far"))
+    world.records.opened("far", PosixTier(tmp_path / "far"))
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
-    assert world.book.stale("far", "2000") == (RUN, 15), "nobody knows when it was read last"
+    assert world.records.stale("far", "2000") == (RUN, 15), "nobody knows when it was read last"
     world.copy()
     assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
     assert contents(far(tmp_path)) == contents(world.path())
@@ -382,13 +382,13 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
     world.control.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
     assert world.control.rotation.settle()
     assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).look(RUN)
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     for step in (10, 15):
         if how == "gone":
             shutil.rmtree(world.path(step))
         else:
             (world.path(step) / naming.STATE).unlink()
-    assert [one.step for one in world.book.due("far") if one.step == 5] == [5]
+    assert [one.step for one in world.records.due("far") if one.step == 5] == [5]
     world.replicators["far"]._copy(world.replicators["far"]._open(), world.catalog.checkpoint(RUN, 5))
     assert "optim" in load_manifest(PosixTier(tmp_path / "far"), RUN, 5).tensors
     (told,) = world.events("removal-waits")

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, InvalidRequest, NoSpace, StateMismatch
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.foreign.moves import BoxMove, MappedTensor, permuted, same
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor, permuted, same
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.copying import streaming, target_bytes
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
 from holdfast_service.daemon.copying.finished_files import FinishedFile
 from holdfast_service.storage import MemoryTier, PosixTier, Tier
 
 RNG = np.random.default_rng(7)
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
-GOING = Going()
+GOING = CopyControl()
 
 
 class Model:
@@ -137,7 +137,7 @@ def test_files_are_as_planned(model: Model, tmp_path: Path, kind: str, monkeypat
         nonlocal done
         done += count
 
-    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", Going(moved=moved))
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", CopyControl(moved=moved))
     for file, found in zip(files, made, strict=True):
         assert tier.read(f"staging/{file.name}") == expected(file, arrays)
         check_digests(tier, "staging", found)
@@ -288,7 +288,7 @@ def test_it_can_be_stopped(model: Model) -> None:
     files, _ = plan(model)
     with pytest.raises(CopyStopped):
         streaming.stream(
-            PosixTier(model.directory), model.tensors, files, MemoryTier(), "staging", Going(ended=lambda: True)
+            PosixTier(model.directory), model.tensors, files, MemoryTier(), "staging", CopyControl(ended=lambda: True)
         )
 
 
@@ -354,6 +354,6 @@ def test_computed_is_what_would_be_noted(model: Model, tmp_path: Path) -> None:
     assert streaming.noted(PosixTier(model.directory), model.tensors, files[:1], tier, "staging") is None
     streaming.forget(tier, "staging")
     assert streaming.noted(PosixTier(model.directory), model.tensors, files, tier, "staging") is None
-    ended = Going(ended=lambda: True)
+    ended = CopyControl(ended=lambda: True)
     with pytest.raises(CopyStopped):
         streaming.computed(PosixTier(model.directory), model.tensors, files, ended)

@@ -45,7 +45,7 @@ def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
 
 def groups(world: CopiesWorld, step: int) -> set[str]:
     """The groups of what stands there, every byte of it proven; the catalog says the same."""
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     with open_checkpoint(world.root, None, RUN, step) as reader:
         assert reader.verify() == []
         made = reader.manifest
@@ -84,7 +84,7 @@ def test_a_restart_lists_what_was_thinned_as_it_is(world: CopiesWorld) -> None:
     """The directory says it; nothing of what is known is lost, and the catalog agrees."""
     keep(world, keep_full=1)
     thinner(world).look(RUN)
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     before = [world.catalog.checkpoint(RUN, step) for step in STEPS]
     world.control.recovery.recover()
     assert [world.catalog.checkpoint(RUN, step) for step in STEPS] == before
@@ -98,7 +98,7 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
     keep(world, keep_full=2)
     with monkeypatch.context() as patched:
         patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.listed(run, step))
-        assert thinner(world).look(RUN) == [5] and world.control.book.recorded(30)
+        assert thinner(world).look(RUN) == [5] and world.control.records.recorded(30)
     assert world.catalog.checkpoint(RUN, 5).thinned is None
     assert thinner(world).look(RUN) == []
     assert groups(world, 5) == {"model"} and world.catalog.checkpoint(RUN, 5).verified
@@ -221,11 +221,11 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     inode = os.stat(there / "model-00001-of-00002.safetensors").st_ino
     keep(world, keep_full=1)
     thinner(world).look(RUN)
-    assert world.control.book.recorded(30)
+    assert world.control.records.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5))
     assert os.stat(there / "model-00001-of-00002.safetensors").st_ino == inode
-    assert world.states(5) == {"far": "present"} and world.book.due("far") == []
+    assert world.states(5) == {"far": "present"} and world.records.due("far") == []
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
     world.add("late", PosixTier(tmp_path / "late"))
     world.copy("late")

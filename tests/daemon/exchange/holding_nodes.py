@@ -13,14 +13,14 @@ from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints, HeldStep
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
 from holdfast_service.daemon.exchange.holders import HoldingNode
 from holdfast_service.daemon.exchange.server import ExchangeServer
 
 SECRET = "s" * 43
 SIZE = 1_500_003
-STEP = HeldStep("run", 7, 2, 0, 4)
+STEP = MemoryStep("run", 7, 2, 0, 4)
 
 
 class Relay:
@@ -82,10 +82,10 @@ class _BehindRelay(ExchangeServer):
 class Holding:
     """A node that holds one rank's slot of `STEP`."""
 
-    def __init__(self, name: str, rank: int, of: HeldStep = STEP, slots: int = 1) -> None:
+    def __init__(self, name: str, rank: int, of: MemoryStep = STEP, slots: int = 1) -> None:
         self.name, self.rank, self.of = name, rank, of
         self.data = os.urandom(SIZE)
-        self.holds = HeldCheckpoints(lambda run, step: (of.attempt, of.turn), partly=True)
+        self.holds = MemoryCheckpoints(lambda run, step: (of.attempt, of.turn), partly=True)
         self.exchange = _BehindRelay("127.0.0.1")
         self.exchange.secrets, self.exchange.lent = (SECRET,), self.holds.lent
         geometry = arena.geometry(slots, SIZE, 4096)

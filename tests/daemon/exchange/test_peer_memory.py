@@ -12,11 +12,11 @@ from holdfast.read.held_slots import HeldSlot
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.daemon.exchange import held, mirrors, peer_memory
+from holdfast_service.daemon.exchange import memory_requests, mirrors, peer_memory
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
-from holdfast_service.daemon.exchange.asking import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.holders import HolderLost
+from holdfast_service.daemon.exchange.node_connection import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from tests.daemon.exchange.holding_nodes import SECRET, SIZE, STEP, Holding
 
@@ -189,7 +189,7 @@ def test_a_forged_table_is_refused(two: tuple[Holding, Holding]) -> None:
 )
 def test_slots_that_cannot_be(change: dict[str, int]) -> None:
     """What another node says of its slots is looked at before memory is made for it."""
-    said = held.SlotSaid(rank=3, table_digest="0" * 16, table_at=8192, data_bytes=8192, table_bytes=10)
+    said = memory_requests.SlotReport(rank=3, table_digest="0" * 16, table_at=8192, data_bytes=8192, table_bytes=10)
     assert said.is_possible(STEP) and not said._replace(**change).is_possible(STEP)
 
 
@@ -203,7 +203,7 @@ def test_without_memory_to_spare_nothing_is_fetched(two: tuple[Holding, Holding]
 def test_without_the_catalog_nobody_is_asked(two: tuple[Holding, Holding]) -> None:
     """Who holds what is in it."""
 
-    def find(of: held.HeldStep) -> list[held.SlotSaid]:
+    def find(of: memory_requests.MemoryStep) -> list[memory_requests.SlotReport]:
         raise CatalogUnavailable("away")
 
     assert PeerMemory(find, lambda: ROOM).open(STEP, "r") == []  # type: ignore[arg-type, return-value]

@@ -18,8 +18,8 @@ from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import proofs
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
-from holdfast_service.daemon.exchange.asking import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.fetching import Peer
+from holdfast_service.daemon.exchange.node_connection import NodeConnection, Unproven
 from holdfast_service.daemon.exchange.server import ExchangeServer
 
 SECRET = "s" * 43

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import LimitExceeded
-from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_formats.region import Box, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.merging import merged_tensor, norms, stretches, task_vectors
+from holdfast_service.daemon.merging import merged_tensor, norms, range_pipeline, task_vectors
 from holdfast_service.daemon.merging.merged_tensor import MergedTensor
 from holdfast_service.daemon.merging.recipe import read_recipe
 from holdfast_service.daemon.merging.scanning import Workspaces
@@ -50,7 +50,7 @@ def peak(method: str, rows: int) -> int:
 @pytest.mark.parametrize("method", ["ties", "breadcrumbs", "dare_ties", "della"])
 def test_memory_is_bounded(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged_tensor, "BLOCK_ELEMENTS", 2**13)
-    monkeypatch.setattr(stretches, "READ_BYTES", 2**16)
+    monkeypatch.setattr(range_pipeline, "READ_BYTES", 2**16)
     monkeypatch.setattr(task_vectors, "COLLECTED_MAX", 2**12)
     monkeypatch.setattr(norms, "_MASKS_BYTES_MAX", 2**13)
     small, large = peak(method, 512), peak(method, 8192)

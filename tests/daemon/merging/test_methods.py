@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_formats.region import Box, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging.merged_tensor import MergedTensor

@@ -341,7 +341,7 @@ def rounds(node: Node) -> list[tuple[int, str, str | None]]:
 
 def lost(node: Node) -> list[tuple[int | None, str]]:
     """The steps of which it was said that they are lost, and the level."""
-    assert node.control.book.recorded(60)
+    assert node.control.record_queue.recorded(60)
     told = node.control.events.after(0, 1000, kind="staged-save-lost")
     return [(one.step, one.level) for one in told]
 
@@ -352,7 +352,7 @@ def staged_and_not_kept(node: Node) -> tuple[ArenaSegment, Saver]:
     fill(segment, 0, 5)
     round_id = node.control.saves.begin(RUN, 5, 1, 1)
     node.control.rounds.seal(round_id, 1)
-    assert node.control.book.recorded(60)
+    assert node.control.record_queue.recorded(60)
     for name in list(node.keeper.kept):
         node.keeper.drop(name)
     node.control.close()

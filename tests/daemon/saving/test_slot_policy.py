@@ -11,7 +11,7 @@ from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.segment import SealedSlot
-from holdfast_service.daemon.saving.going_saves import GoingSaves
+from holdfast_service.daemon.saving.active_saves import ActiveSaves
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.storage import MemoryTier
@@ -113,7 +113,7 @@ def test_a_drop_names_other_nodes_and_the_catalog() -> None:
     asked = geometry(1, 4096, 4096)
     with saver_world() as world:
         segment = world.arena.reserve(asked, "r")
-        going = GoingSaves(jointly=True)
+        going = ActiveSaves(jointly=True)
         waits = SaveRound(RoundKey("r", 1, 1), 1, 2, 0.0)
         waits.sealed[0] = SealedSlot(segment, 0, SlotTable("r", 1, 1, 0, 2, (), (), {}, {}), memoryview(b""))
         with going.lock:

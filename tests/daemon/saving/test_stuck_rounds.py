@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast_formats.staging.joint import RanksWord
+from holdfast_formats.staging.joint import RankReport
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves, RankWait, held_together
 from tests.daemon.saver_world import saver_world
 
 
-def word(node: str, since: float, until: float, live: bool = True) -> RanksWord:
-    return RanksWord(node, {}, since, until, live)
+def word(node: str, since: float, until: float, live: bool = True) -> RankReport:
+    return RankReport(node, {}, since, until, live)
 
 
 def test_saves_of_two_nodes_are_stuck_when_both_are_heard() -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, packing
+from holdfast_formats.disk import manifests, packing
 from holdfast_formats.errors import AlreadyCommitted, CorruptManifest, RoundAborted, StateMismatch
 from holdfast_formats.naming import Place
 from holdfast_formats.region import Box
@@ -70,7 +70,7 @@ class Site:
         share = NodeShare(self.own[node].shares, self.own[node].block_bytes, ranks)
         return write_share(PosixStore(tier).begin(staged), plan, SlotSources(own, bring), share, f"n{by}")
 
-    def save(self, tier: MemoryTier) -> manifest.Manifest:
+    def save(self, tier: MemoryTier) -> manifests.Manifest:
         receipts = [self.write(tier, node) for node in reversed(range(self.nodes))]
         return commit.publish_joint(PosixStore(tier), self.plan, JointlyStaged(STAGED, receipts, CREATED))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load
 
 from holdfast_formats import dtypes, naming
-from holdfast_formats.disk import manifest, packing
+from holdfast_formats.disk import manifests, packing
 from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
 from holdfast_formats.naming import Place
@@ -75,7 +75,7 @@ class Shards:
             for rank in range(self.world)
         ]
 
-    def save(self, tier: MemoryTier) -> manifest.Manifest:
+    def save(self, tier: MemoryTier) -> manifests.Manifest:
         """Plan, write, publish."""
         plan = planner.plan(self.tables())
         store = PosixStore(tier)

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from holdfast.rest.api import Api
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.rest.operations import NewToken
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow, NodeRow
@@ -23,7 +23,7 @@ from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import running_postgres, why_not
 from tests.forked import Forked
-from tests.telling.receivers import Web, secret, serving
+from tests.notifications.receivers import Web, secret, serving
 
 WAYS = ("mouse", "plain", "keyboard")  # with scripts; without any; with the keyboard alone
 LONG = ("a-run-of-which-the-name-is-longer-than-any-column-of-a-table-" + "x" * 128)[:128]
@@ -82,8 +82,8 @@ class Scene(NamedTuple):
             row.done_bytes, row.total_bytes = 1_234_567_890, 9_876_543_210
             here = session.query(NodeRow).order_by(NodeRow.until.desc()).first() if self.shared else None
             row.node, row.boot = (here.name, here.boot) if here else ("another", None)
-            row.created = row.started = moments.utc_now()
-            row.seen = moments.later(row.created, 86_400)  # nobody takes it for a job of a node that is gone
+            row.created = row.started = timestamps.utc_now()
+            row.seen = timestamps.later(row.created, 86_400)  # nobody takes it for a job of a node that is gone
             session.add(row)
             session.flush()
             return row.id

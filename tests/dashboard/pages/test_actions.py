@@ -9,7 +9,7 @@ from sqlalchemy import update
 from holdfast_formats import naming
 from holdfast_formats.rest.runs import RunLaunch
 from holdfast_service.control.database.schema import CheckpointRow
-from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.facts import RunActivity
 from tests.control.published import mark_verified
 from tests.dashboard.reading import Page
 from tests.serving import Served
@@ -222,9 +222,9 @@ def test_archive_and_take_back(browser: httpx.Client) -> None:
 
 def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     """A run that died has the button, and one that was dealt with has not."""
-    decisions = service.services.abouts
+    decisions = service.services.run_metadata
     decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
-    lives = {"tiny": Lived("lost", "2026-01-02T00:00:00Z")}
+    lives = {"tiny": RunActivity("lost", "2026-01-02T00:00:00Z")}
     service.app.state.summaries._lives = lambda: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
     page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.visible import visible_lines
+from holdfast_formats.printable import visible_lines
 from holdfast_service.dashboard import downloads
 from holdfast_service.dashboard.downloads import csv_text
 from tests.dashboard.reading import Page

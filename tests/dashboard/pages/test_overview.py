@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Alert, Overview
+from holdfast_formats.rest.measurements import Alert, Overview
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
-from holdfast_service.control.insight.facts import Lived
-from holdfast_service.dashboard import remedies, standing
+from holdfast_service.control.insight.facts import RunActivity
+from holdfast_service.dashboard import alert_actions, run_status
 from holdfast_service.dashboard.pages.overview import grouped
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root
@@ -31,7 +31,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
     """A run that died and one that has nearly used up its quota, which trains; and a replica that is lost."""
     build_root(tmp_path / "root", {"tiny": (5, 10), LONG: (1,)})
     write_run_file(PosixTier(tmp_path / "root"), "tiny", RunFile(policy=RetentionPolicy(quota_bytes=70_000)))
-    lives = {LONG: Lived("lost", AT), "tiny": Lived("running")}
+    lives = {LONG: RunActivity("lost", AT), "tiny": RunActivity("running")}
 
     def node() -> bodies.Node:
         told = {"name": "node-1", "version": "9", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 1}
@@ -128,9 +128,9 @@ def test_every_alert_has_a_title_and_a_button() -> None:
         for step in (None, 5):
             for run in (None, "a b"):
                 one = Alert(level="error", code="new-kind", text="t", hint="h", remedy=remedy, step=step, run=run)
-                made = remedies.button(one)
+                made = alert_actions.button(one)
                 assert made.label and made.address.startswith("/") and " " not in made.address
-    assert remedies.title("new-kind") == "New kind"
+    assert alert_actions.title("new-kind") == "New kind"
     alerts = [Alert(level=level, code=code, text="t", hint="h", run="r") for level, code in _CODES]
     assert [(group.level, group.code) for group in grouped(alerts)] == [("error", "run-lost"), ("warning", "saves-dropped")]
 
@@ -141,18 +141,18 @@ _CODES = (("warning", "saves-dropped"), ("error", "run-lost"), ("error", "run-lo
 def test_sentences() -> None:
     """What the strip and the verdict say, and for a state that is not known yet."""
     none = Overview(runs=0, states={}, errors=0, warnings=0, acknowledged=0, checkpoints=0, bytes=0, free_bytes=None)
-    assert [clause.text for clause in standing.strip(none)] == ["No runs training"]
+    assert [clause.text for clause in run_status.strip(none)] == ["No runs training"]
     busy = none.model_copy(update={"states": {"training": 3, "died": 2}, "exposed_s": 360.0, "cost": 0.009})
-    assert [clause.text for clause in standing.strip(busy)] == [
+    assert [clause.text for clause in run_status.strip(busy)] == [
         "3 runs training",
         "2 died",
         "Oldest unprotected work: 6\u00a0min",
         "Checkpointing costs 0.9 %",
     ]
-    assert standing.standing("archived").word == "archived" and standing.standing("odd").word == "odd"
-    assert standing.ago_text("2999-01-31T12:00:00Z") == "2999-01-31T12:00:00Z"  # a clock was set back since
-    assert standing.ago_text(moments.utc_now()).endswith("s ago") and standing.ago_text("never") == "never"
-    calm = standing.verdict(summary("calm"))
+    assert run_status.standing("archived").word == "archived" and run_status.standing("odd").word == "odd"
+    assert run_status.ago_text("2999-01-31T12:00:00Z") == "2999-01-31T12:00:00Z"  # a clock was set back since
+    assert run_status.ago_text(timestamps.utc_now()).endswith("s ago") and run_status.ago_text("never") == "never"
+    calm = run_status.verdict(summary("calm"))
     assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
-    assert standing.verdict(summary("dead", life="lost")).level == "error"
-    assert standing.cost_of_a_crash(summary("over", life="ended")) is None
+    assert run_status.verdict(summary("dead", life="lost")).level == "error"
+    assert run_status.cost_of_a_crash(summary("over", life="ended")) is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast_formats.rest.observed import Acknowledgement, Alert
-from holdfast_service.dashboard import repeated
+from holdfast_formats.rest.measurements import Acknowledgement, Alert
+from holdfast_service.dashboard import refreshed_parts
 from tests.control.insight.test_alerts import summary
 from tests.dashboard.reading import Page
 
@@ -26,16 +26,16 @@ def test_buttons_are_the_viewers_own() -> None:
         (("write",), ["Acknowledge", "Snooze 1 h"]),
         (("admin", "write"), ["Repair step 5", "Acknowledge", "Snooze 1 h"]),
     ):
-        shown = repeated.alert(one, "overview", may(*scopes))
+        shown = refreshed_parts.alert(one, "overview", may(*scopes))
         assert [label for label in ("Repair step 5", "Acknowledge", "Snooze 1 h") if f">{label}<" in shown] == labels
-    assert repeated.alert(one, "overview", may()) is repeated.alert(one, "overview", may())
-    assert "<p" not in repeated.alert(one, "run", may(), hint=False)
+    assert refreshed_parts.alert(one, "overview", may()) is refreshed_parts.alert(one, "overview", may())
+    assert "<p" not in refreshed_parts.alert(one, "run", may(), hint=False)
 
 
 def test_what_changes_is_shown() -> None:
     """Each thing that a line says, and a metric by whatever name."""
     lines = {
-        repeated.run_line(summary("r", **changes), metric)
+        refreshed_parts.run_line(summary("r", **changes), metric)
         for changes, metric in (
             ({}, ""),
             ({}, "loss"),
@@ -55,8 +55,8 @@ def test_hostile_text_is_text() -> None:
         Alert(level="error", code="x", text=HOSTILE, hint="`" + HOSTILE, since=HOSTILE, subject=HOSTILE, run=HOSTILE),
     ]
     made = summary(HOSTILE, life="ended", since=HOSTILE).model_copy(update={"metrics": {HOSTILE: 1e308}})
-    parts = [repeated.alert(one, "overview", may("admin", "write")) for one in alerts]
-    parts.append(repeated.run_line(made, HOSTILE))
+    parts = [refreshed_parts.alert(one, "overview", may("admin", "write")) for one in alerts]
+    parts.append(refreshed_parts.run_line(made, HOSTILE))
     for part in parts:
         assert "<script" not in part and "script" in part
         assert "x</script>" not in part

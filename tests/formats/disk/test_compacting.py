@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import coded, codings, manifest
+from holdfast_formats.disk import coded, codings, manifests
 from holdfast_formats.disk.compacted import CodedTensor, Compacted
 from holdfast_formats.disk.compacting import RULES, CodingCandidate, Encoded, candidates, plan, small_bytes, together
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.rest import bodies
 from tests.checkpoints import Built, build, trained_arrays, varied_arrays
@@ -143,7 +143,7 @@ def broken(made: Manifest, **changes: object) -> Manifest:
 )
 def test_a_manifest_that_contradicts_itself_is_refused(built: Built, changes: dict) -> None:
     with pytest.raises(CorruptManifest):
-        manifest.validate(broken(built.manifest, **changes))
+        manifests.validate(broken(built.manifest, **changes))
 
 
 def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_contents_are_in_the_order_of_what_is_stored(tmp_path: Path) -> None:
         name: CodedTensor("int8", "F32", (8, 300), 0.01 if name[0] == "a" else 0.0) for name in ("a/exp_avg", "c/exp_avg")
     }
     made = msgspec.structs.replace(whole, compacted=Compacted(AT, "int8", whole.bytes, "0" * 64, {"optim": told}))
-    manifest.validate(made)
+    manifests.validate(made)
     shown = coded.contents(made).tensors["optim"]
     assert sorted(shown) == ["a/exp_avg", "a/step", "b/exp_avg", "c/exp_avg"]
     assert list(shown) == list(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats import dtypes, naming, tensors
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, packing, safetensors
+from holdfast_formats.disk import manifests, packing, safetensors
 from holdfast_formats.staging import arena, wire
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
@@ -111,10 +111,10 @@ def test_names_are_as_documented() -> None:
 def test_the_manifests_fields_are_as_documented() -> None:
     """§ 3 names every field of the manifest, of files and of tensors, and the limits are the code's."""
     stated = sentences(3)
-    for kind in (manifest.Manifest, manifest.FileEntry, manifest.TensorEntry):
+    for kind in (manifests.Manifest, manifests.FileEntry, manifests.TensorEntry):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in stated or f'"{field}"' in stated, field
-    assert f"{manifest.EXTENT_BYTES_MAX:,}".replace(",", " ") in stated
+    assert f"{manifests.EXTENT_BYTES_MAX:,}".replace(",", " ") in stated
     assert f"1 to {tensors.NAME_BYTES_MAX} bytes" in stated
     assert f"at most {tensors.DIMENSIONS_MAX} sizes" in stated
     assert digest(b"") in sentences(4)

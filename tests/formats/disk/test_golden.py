@@ -16,8 +16,8 @@ import torch
 
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, safetensors, state_json, verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests, safetensors, state_json, verification
+from holdfast_formats.disk.manifests import Manifest
 
 ROOT = Path(__file__).parents[2] / "golden"
 DIRECTORY = ROOT / "v1/golden/checkpoints/step-00000500"
@@ -46,7 +46,7 @@ EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...], list[float]]]] = {
 
 @pytest.fixture(scope="module")
 def made() -> Manifest:
-    return manifest.decode((DIRECTORY / naming.MANIFEST).read_bytes(), (DIRECTORY / naming.COMMIT).read_bytes())
+    return manifests.decode((DIRECTORY / naming.MANIFEST).read_bytes(), (DIRECTORY / naming.COMMIT).read_bytes())
 
 
 @pytest.fixture(scope="module")

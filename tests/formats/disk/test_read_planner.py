@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
 from holdfast_formats.disk import read_planner, verification
-from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import PlannedRead, WantedBox
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, Shape, byte_box, byte_runs, byte_view, whole

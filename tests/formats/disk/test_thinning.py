@@ -12,7 +12,7 @@ import pytest
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.disk.thinning import can_be_thinned, thin, thin_bytes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.rest import bodies
@@ -23,7 +23,7 @@ __all__ = ["tmp_path"]
 AT = "2030-01-01T00:00:00.000Z"
 
 
-def parts(built: Built) -> tuple[manifest.Manifest, bytes, bytes]:
+def parts(built: Built) -> tuple[manifests.Manifest, bytes, bytes]:
     return built.manifest, (built.path / naming.MANIFEST).read_bytes(), (built.path / naming.STATE).read_bytes()
 
 
@@ -41,7 +41,7 @@ def test_weights_and_assets_stay_as_they_are(tmp_path: Path) -> None:
     assert json.loads(done.state)["metrics"] == {"loss": 2.5}
     assert done.made.thinned is not None and done.made.thinned.groups == ("extra", "master", "optim")
     assert done.made.thinned.bytes == built.manifest.bytes > done.made.bytes
-    assert manifest.stated_sha256((built.path / naming.COMMIT).read_bytes()) == done.made.thinned.manifest_sha256
+    assert manifests.stated_sha256((built.path / naming.COMMIT).read_bytes()) == done.made.thinned.manifest_sha256
     foreseen = thin_bytes(built.manifest)
     assert foreseen is not None and 0 <= foreseen - done.made.bytes < 200  # state.json has become shorter
 
@@ -55,9 +55,9 @@ def test_what_is_written_so_is_a_checkpoint(tmp_path: Path) -> None:
     for entry in done.stays:
         (there / entry.name).write_bytes((built.path / entry.name).read_bytes())
     (there / naming.STATE).write_bytes(done.state)
-    encoded = manifest.encode(done.made)
+    encoded = manifests.encode(done.made)
     (there / naming.MANIFEST).write_bytes(encoded)
-    (there / naming.COMMIT).write_bytes(manifest.encode_commit(done.made, encoded))
+    (there / naming.COMMIT).write_bytes(manifests.encode_commit(done.made, encoded))
     with CheckpointReader.open(DirectorySource(there)) as reader:
         assert reader.verify() == []
         assert np.array_equal(reader.read("model", "layers.0.q.weight"), built.arrays["model"]["layers.0.q.weight"])
@@ -102,4 +102,4 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path, wrong: di
     made = thin(*parts(build(tmp_path / "full")), AT).made
     assert made.thinned is not None
     with pytest.raises(CorruptManifest):
-        manifest.encode(msgspec.structs.replace(made, thinned=msgspec.structs.replace(made.thinned, **wrong)))
+        manifests.encode(msgspec.structs.replace(made, thinned=msgspec.structs.replace(made.thinned, **wrong)))

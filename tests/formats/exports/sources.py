@@ -14,8 +14,8 @@ import numpy as np
 from holdfast_formats.disk import state_json
 from holdfast_formats.exports.plan import ExportPlan
 from holdfast_formats.exports.source import ExportSource, of_committed
-from holdfast_formats.foreign import filling, optimizer_state, target_files
-from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.mapping import optimizer_state, reading, target_files
+from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Arrays, Built, build
 
@@ -90,7 +90,7 @@ def write(source: ExportSource, plan: ExportPlan, directory: Path) -> Path:
         crcs = {}
         for tensor in file.tensors:
             spec = tensor.mapped.spec
-            values = filling.elements(source.files, source.listing.tensors, tensor.mapped, 0, int(np.prod(spec.shape)))
+            values = reading.elements(source.files, source.listing.tensors, tensor.mapped, 0, int(np.prod(spec.shape)))
             data[tensor.start : tensor.start + spec.nbytes] = values.tobytes()
             crcs[tensor.mapped.key] = zlib.crc32(values.tobytes())
         for literal in (*file.literals, *(file.sealed(crcs) if file.sealed is not None else ())):

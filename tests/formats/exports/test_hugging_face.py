@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.exports import arranged, hugging_face
+from holdfast_formats.exports import hugging_face, ordered_tensors
 from holdfast_formats.exports.plan import ExportOptions
 from tests.formats.exports.sources import LLAMA, llama, made, trained, write
 
@@ -230,7 +230,7 @@ def test_what_modules_keep_beside_weights_is_left_out_and_said(tmp_path: Path, p
     ranks = {0: {"model": {"fp8._extra_state": '{"amax": {"$tensor": "ranks/00000/fp8._extra_state/amax"}}'}}}
     source = made(tmp_path / "step", groups, assets=ASSETS, ranks=ranks).source
     text = f"name = 'p'\nfrom = 'a'\nto = 'b'\nstatements = '{program}'"
-    compiled = None if program is None else arranged.compiled(source, text)
+    compiled = None if program is None else ordered_tensors.compiled(source, text)
     plan = hugging_face.plan(source, ExportOptions(program=compiled))
     assert _equal(_loaded(write(source, plan, tmp_path / "out")), WEIGHTS)
     left = [one.what for one in plan.left_out]

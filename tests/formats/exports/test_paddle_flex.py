@@ -15,8 +15,8 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.exports import paddle_flex
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.moves import same
 from holdfast_formats.foreign.paddle import flex
+from holdfast_formats.mapping.box_moves import same
 from holdfast_service.storage import PosixTier
 from tests.formats.exports.sources import LLAMA, llama, made, trained, values_of, write
 from tests.formats.exports.test_paddle_unified import check_equal

@@ -12,9 +12,9 @@ import pytest
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.exports import paddle_state, paddle_trainer
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
-from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.filling import elements
-from holdfast_formats.foreign.moves import same
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.reading import elements
 from tests.formats.exports.sources import LLAMA, llama, made, trained, values_of, write
 from tests.formats.exports.test_paddle_flex import load_pickle
 

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StateMismatch
 from holdfast_formats.exports import paddle_unified
 from holdfast_formats.exports.plan import ExportOptions
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.paddle import unified
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Arrays
 from tests.formats.exports.sources import BETAS, LLAMA, llama, made, trained, values_of, write

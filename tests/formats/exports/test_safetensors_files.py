@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.exports.plan import ExportPlan
 from holdfast_formats.exports.safetensors_files import KnownTensor, shard_set
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import same
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.exports.sources import made, write
 

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.exports import source as sources
 from holdfast_formats.exports.source import of_committed, of_listing
-from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.hugging_face import KIND
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 

@@ -14,7 +14,7 @@ from holdfast_formats.errors import CorruptManifest, InvalidRequest, Refused, St
 from holdfast_formats.foreign.hugging_face import KIND
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_service.storage import snapshot
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

@@ -7,8 +7,8 @@ import pytest
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
-from holdfast_formats.foreign.listing import ForeignListing
-from tests.formats.foreign.test_filling import InMemory
+from holdfast_formats.mapping.listing import ForeignListing
+from tests.formats.mapping.test_reading import InMemory
 
 
 def _kind(name: str, ending: str) -> ForeignKind:

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from holdfast_formats.errors import CheckpointError, StateMismatch
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.foreign.peft_adapter import KIND
+from holdfast_formats.mapping import reading
 from holdfast_service.storage import snapshot
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -44,7 +44,7 @@ def test_an_adapter(directory: Path, ending: str) -> None:
     assert {key.name for key in listing.tensors} == set(STATE)
     for key, tensor in listing.tensors.items():
         assert key.group == "adapter"
-        assert filling.fetched(files, tensor).tobytes() == STATE[key.name].view(torch.uint8).numpy().tobytes()
+        assert reading.fetched(files, tensor).tobytes() == STATE[key.name].view(torch.uint8).numpy().tobytes()
 
 
 def test_what_is_no_adapter(directory: Path) -> None:

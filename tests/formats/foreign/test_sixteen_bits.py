@@ -11,11 +11,11 @@ import torch
 from safetensors.numpy import save_file
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.sixteen_bits import StoredDtype, taken_for_bfloat16
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_service.storage import snapshot
 
 IDS = TensorKey("model", "lookup.ids")

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign import filling, optimizer_state
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.torch_weights import FILE_KIND
+from holdfast_formats.mapping import optimizer_state, reading
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_service.storage import snapshot
 
 
@@ -32,10 +32,10 @@ class Tied(nn.Module):
         return self.three(self.two(self.one(rows))).square().sum() * self.scale
 
 
-Given = Callable[[nn.Module], torch.optim.Optimizer]
+NamedSnapshot = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def _trained(given: Given) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(given: NamedSnapshot) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model = Tied()
     optimizer = given(model)
@@ -64,7 +64,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ],
     ids=["in order", "by names", "momentum"],
 )
-def test_by_names(tmp_path: Path, given: Given) -> None:
+def test_by_names(tmp_path: Path, given: NamedSnapshot) -> None:
     """All of its state is that of the right parameter, and so are hyper-parameters."""
     model, optimizer = _trained(given)
     listing = _read(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
@@ -73,7 +73,7 @@ def test_by_names(tmp_path: Path, given: Given) -> None:
     found = {key.name: tensor for key, tensor in listing.tensors.items() if key.group == "optim"}
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
-        value = filling.fetched(snapshot.opened(tmp_path), tensor)
+        value = reading.fetched(snapshot.opened(tmp_path), tensor)
         assert value.tobytes() == wanted[name].numpy().tobytes() and value.shape == wanted[name].shape
     document = listing.documents["optim"][optimizer_state.KEY]
     kept = [value for key, value in document["groups"].items() if key != "$keys"]
@@ -94,8 +94,8 @@ def test_masters_steps_and_other_values(tmp_path: Path) -> None:
     assert set(listing.tensors) == {
         TensorKey(*key) for key in (("model", "w"), ("optim", "w/exp_avg"), ("optim", "w/step"), ("master", "w"))
     }
-    assert filling.fetched(files, listing.tensors[TensorKey("optim", "w/step")]) == 4
-    assert filling.fetched(files, listing.tensors[TensorKey("master", "w")]).tolist() == [0.5, 0.5]
+    assert reading.fetched(files, listing.tensors[TensorKey("optim", "w/step")]) == 4
+    assert reading.fetched(files, listing.tensors[TensorKey("master", "w")]).tolist() == [0.5, 0.5]
     document = listing.documents["optim"][optimizer_state.KEY]
     assert document["masters"] == {"master_param": ["w"]}
     assert document["state"] == {"w": {"note": {"$tuple": [1, "a"]}}}
@@ -152,7 +152,7 @@ def test_parameters_by_name(tmp_path: Path, groups: bool) -> None:
     weights, state = get_state_dict(model, optimizer)
     listing = _read(tmp_path, {"model": weights, "optimizer": state})
     for name, parameter in model.named_parameters():
-        found = filling.fetched(snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
+        found = reading.fetched(snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
         assert found.tobytes() == optimizer.state[parameter]["exp_avg"].numpy().tobytes()
     assert not any("no names" in note for note in listing.notes)
     state["state"]["nobody"] = {}

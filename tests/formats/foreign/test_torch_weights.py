@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
 from holdfast_formats.foreign.torch_weights import DIRECTORY_KIND, FILE_KIND
+from holdfast_formats.mapping import reading
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_service.storage import snapshot
 
 
@@ -35,7 +35,7 @@ def check(directory: Path, kind: ForeignKind, wanted: dict[str, torch.Tensor]) -
     for key, tensor in listing.tensors.items():
         held = wanted[key.name].contiguous()
         assert tensor.spec.shape == tuple(held.shape)
-        assert filling.fetched(files, tensor).tobytes() == held.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert reading.fetched(files, tensor).tobytes() == held.reshape(-1).view(torch.uint8).numpy().tobytes()
     return listing
 
 

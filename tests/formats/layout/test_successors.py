@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.layout import language, successors
 from holdfast_formats.layout.mesh import Mesh
-from holdfast_formats.layout.successors import Heir
+from holdfast_formats.layout.successors import SavedRankChoice
 
 ORDERS = ["tp-cp-ep-sharding-dp-pp", "tp-cp-ep-dp-sharding-pp", "dp-tp-cp-sharding-ep-pp", "cp-tp-sharding-dp-ep-pp"]
 
@@ -38,7 +38,7 @@ def test_other_meshes_say_nothing_of_roles() -> None:
 def test_in_the_same_mesh_everyone_is_their_own_heir(mesh: Mesh) -> None:
     """Nothing moves where nothing changed."""
     for rank in range(mesh.world):
-        assert successors.position(mesh, mesh, rank) == successors.stream(mesh, mesh, rank) == Heir(rank, True)
+        assert successors.position(mesh, mesh, rank) == successors.stream(mesh, mesh, rank) == SavedRankChoice(rank, True)
     assert not successors.left(mesh, mesh)
 
 
@@ -70,15 +70,15 @@ def test_an_example() -> None:
     """From tp=2,dp=2 to tp=1,dp=4: rank 2 was rank 1's place before in no axis but dp, and index 2 is new."""
     saved, now = language.parse("tp=2,dp=2").mesh, language.parse("dp=4").mesh
     assert [successors.position(saved, now, rank) for rank in range(4)] == [
-        Heir(0, True),
-        Heir(2, True),
-        Heir(0, False),
-        Heir(2, False),
+        SavedRankChoice(0, True),
+        SavedRankChoice(2, True),
+        SavedRankChoice(0, False),
+        SavedRankChoice(2, False),
     ]
     assert [successors.stream(saved, now, rank) for rank in range(4)] == [
-        Heir(0, True),
-        Heir(2, True),
-        Heir(0, False),
-        Heir(2, False),
+        SavedRankChoice(0, True),
+        SavedRankChoice(2, True),
+        SavedRankChoice(0, False),
+        SavedRankChoice(2, False),
     ]
     assert list(successors.left(now, saved)) == [2, 3]

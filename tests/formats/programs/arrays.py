@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.foreign import filling, moves
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping import box_moves, reading
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.programs import CompiledProgram
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
@@ -60,8 +60,8 @@ def applied(compiled: CompiledProgram, arrays: Mapping[TensorKey, NDArray[Any]])
     }
     made = {}
     for each, mapped in compiled.tensors.items():
-        moves.check(mapped, known)
-        values = filling.elements(files, tensors, mapped, 0, prod(mapped.spec.shape))
+        box_moves.check(mapped, known)
+        values = reading.elements(files, tensors, mapped, 0, prod(mapped.spec.shape))
         made[each] = values.reshape(mapped.spec.shape)
     for equal in compiled.equal:
         assert all(arrays[each].tobytes() == arrays[equal[0]].tobytes() for each in equal)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.moves import MappedTensor, check
+from holdfast_formats.mapping.box_moves import MappedTensor, check
 from holdfast_formats.programs import arrangement
 from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.tensors import TensorSpec

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import Ranks, compile_program, environment, matching, read_program, statements_only
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.following import lossless

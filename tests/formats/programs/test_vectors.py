@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs import Program, Ranks, compile_program, inverted, statements_only
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.programs.arrays import Arrays, applied, key, specs

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptStatistics
 from holdfast_formats.rest import statistics
 from holdfast_formats.rest.statistics import (

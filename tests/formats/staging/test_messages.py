@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from holdfast_formats.lineage import Intent
 from holdfast_formats.rest import bodies
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import messages, wire
 from holdfast_formats.staging.messages import restate
-from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api.routes import uploads
 from tests.formats.staging.test_wire import TO_DAEMON, TO_RANK
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.disk import packing
-from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.staging.plan import PlannedFile, Receipt, WritePlan, decode_receipt, encode_receipt
 from tests.formats.strategies import SAMPLE_SPECS

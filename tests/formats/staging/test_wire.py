@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, Pinned
 from holdfast_formats.memory_bounds import Bound
+from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.wire import FrameDecoder, Message
-from holdfast_formats.whereabouts import RootMark
 
 TO_DAEMON: list[Message] = [
     wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", keep_last=3),

@@ -7,10 +7,10 @@ from pathlib import Path
 import ml_dtypes
 import pytest
 
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.dcp import kinds
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping import reading
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from tests.formats.foreign.dcp.directories import DirectoryFiles, read
 from tests.torchruns import torchrun
 
@@ -43,7 +43,7 @@ def test_weights_masters_and_moments(ranks: int, words: tuple[str, ...], tmp_pat
         for kind in ("exp_avg", "exp_avg_sq"):
             assert listing.tensors[TensorKey("optim", f"{name}/{kind}")].spec.shape == master.shape
         step = listing.tensors[TensorKey("optim", f"{name}/step")]
-        assert filling.fetched(DirectoryFiles(tmp_path), step) == 3
+        assert reading.fetched(DirectoryFiles(tmp_path), step) == 3
     assert listing.step == 3
 
 

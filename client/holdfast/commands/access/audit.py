@@ -11,10 +11,10 @@ from holdfast.config import default_url
 from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.printable import visible_lines
 from holdfast_formats.rest.access import AuditEntry
-from holdfast_formats.visible import visible_lines
 
-Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
+RankIdentity = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
 Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only entries about this run.")]
 Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind.")]
 Since = Annotated[str | None, typer.Option("--since", metavar="TIME", help="Only from this time on: 2030-01-31T12:00:00Z.")]
@@ -24,7 +24,7 @@ AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table
 
 
 def audit(  # noqa: PLR0913 - options of a command
-    who: Who = None,
+    who: RankIdentity = None,
     run: Run = None,
     kind: Kind = None,
     since: Since = None,
@@ -44,14 +44,14 @@ def audit(  # noqa: PLR0913 - options of a command
             print(visible_lines(text.replace("\r\n", "\n")), end="")
             return
         limit = str(min(count, PAGE_ITEMS))
-        found = list(islice(api.pages("/v1/audit", AuditEntry, {**query, "limit": limit}), count))
+        entries = list(islice(api.pages("/v1/audit", AuditEntry, {**query, "limit": limit}), count))
     if as_json:
-        console.print_json([entry.model_dump() for entry in found])
+        console.print_json([entry.model_dump() for entry in entries])
         return
     table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT", drop=("FROM",), wrap=("RESULT",))
-    for entry in found:
+    for entry in entries:
         table.add_row(entry.at[:19], entry.who or "?", _from(entry), entry.kind, _about(entry), _result(entry))
-    console.show(table if found else "No entries.")
+    console.show(table if entries else "No entries.")
 
 
 def _from(entry: AuditEntry) -> str:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from holdfast.commands.keep import parse_bytes
+from holdfast.commands.retention import parse_bytes
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
@@ -23,16 +23,16 @@ Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may ho
 def ls(url: Url = None, as_json: AsJson = False) -> None:
     """List quotas, and how much of each is used."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        found = list(api.pages("/v1/quotas", Quota))
+        quotas = list(api.pages("/v1/quotas", Quota))
     if as_json:
-        console.print_json([quota.model_dump() for quota in found])
+        console.print_json([quota.model_dump() for quota in quotas])
         return
     table = console.table("RUNS", "USED", "QUOTA", "FULL", "COUNT", right=("USED", "QUOTA", "FULL", "COUNT"))
-    for quota in found:
+    for quota in quotas:
         full = f"{100 * quota.used_bytes / quota.quota_bytes:.0f} %"
         sizes = (console.human_bytes(size) for size in (quota.used_bytes, quota.quota_bytes))
         table.add_row(quota.pattern, *sizes, full, str(quota.runs))
-    console.show(table if found else "No quotas.")
+    console.show(table if quotas else "No quotas.")
 
 
 @app.command("set")

@@ -11,15 +11,15 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from holdfast.commands.keep import parse_bytes
+from holdfast.commands.retention import parse_bytes
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, Token, TokenRequest
+from holdfast_formats.timestamps import utc_now
 
 app = typer.Typer(help="Create, rotate, list and revoke the tokens that the service requires.", no_args_is_help=True)
 Root = Annotated[
@@ -74,8 +74,8 @@ def create(  # noqa: PLR0913 - options of a command
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
-        made = store.create(wanted)
-    _show(made, as_json)
+        token = store.create(wanted)
+    _show(token, as_json)
 
 
 @app.command()
@@ -93,35 +93,35 @@ def rotate(  # noqa: PLR0913 - options of a command
         grace_s = 0 if grace in ("0", "0s") else _seconds(grace, "--grace") or 0
         if grace_s > GRACE_MAX_S:
             raise InvalidRequest(f"--grace {grace} is over 30d", hint="give 30d or less")
-        made = store.rotate(name, RotationRequest(grace_s=grace_s, expires_s=_seconds(expires)))
-    _show(made, as_json)
+        token = store.rotate(name, RotationRequest(grace_s=grace_s, expires_s=_seconds(expires)))
+    _show(token, as_json)
 
 
-def _show(made: NewToken, as_json: bool) -> None:
+def _show(new_token: NewToken, as_json: bool) -> None:
     """The token goes to stdout, alone; its description to stderr."""
     if as_json:
-        console.print_json(made.model_dump())
+        console.print_json(new_token.model_dump())
         return
-    until = f" until {made.expires}" if made.expires else ""
-    told = f"token {made.name}: scope {made.scope}, runs {made.runs}{until}; it cannot be shown again:"
-    console.err().print(told, markup=False)
-    console.out().print(made.token, markup=False)
+    until = f" until {new_token.expires}" if new_token.expires else ""
+    text = f"token {new_token.name}: scope {new_token.scope}, runs {new_token.runs}{until}; it cannot be shown again:"
+    console.err().print(text, markup=False)
+    console.out().print(new_token.token, markup=False)
 
 
 @app.command()
 def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
     """List tokens, newest first."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
-        found = store.all()
+        tokens = store.all()
     if as_json:
-        console.print_json([token.model_dump() for token in found])
+        console.print_json([token.model_dump() for token in tokens])
         return
     table = console.table("NAME", "SCOPE", "RUNS", "CREATED", "USED", "STATE", drop=("CREATED", "USED"))
-    for token in found:
+    for token in tokens:
         used = console.human_age(token.used) if token.used else "never"
         used += f", {token.used_from}" if token.used_from else ""
         table.add_row(token.name, token.scope, token.runs, console.human_age(token.created), used, _state(token))
-    console.show(table if found else "No tokens.")
+    console.show(table if tokens else "No tokens.")
 
 
 @app.command()
@@ -149,10 +149,10 @@ def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[
 
 
 def _seconds(span: str | None, option: str = "--expires") -> int | None:
-    found = _SPAN.fullmatch(span) if span is not None else None
-    if span is not None and found is None:
+    match = _SPAN.fullmatch(span) if span is not None else None
+    if span is not None and match is None:
         raise InvalidRequest(f"{option} {span!r} is not a time span", hint="write 900s, 15min, 12h or 30d")
-    return int(found[1]) * _SECONDS[found[2]] if found else None
+    return int(match[1]) * _SECONDS[match[2]] if match else None
 
 
 def _state(token: Token) -> str:

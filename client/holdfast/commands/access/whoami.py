@@ -6,8 +6,8 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.printable import visible
 from holdfast_formats.rest.access import Grant, Whoami
-from holdfast_formats.visible import visible
 
 _BY = {
     "token": "a token",
@@ -20,13 +20,13 @@ _BY = {
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
     """Show your name for the service, and your permissions."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        found = api.get("/v1/whoami", Whoami)
+        caller = api.get("/v1/whoami", Whoami)
     if as_json:
-        console.print_json(found.model_dump())
+        console.print_json(caller.model_dump())
         return
-    facts = [("you are", found.name), ("known by", _BY.get(found.by, found.by))]
-    for grant in found.grants or [Grant(scope=found.scope, runs=found.runs)]:
+    facts = [("you are", caller.name), ("known by", _BY.get(caller.by, caller.by))]
+    for grant in caller.grants or [Grant(scope=caller.scope, runs=caller.runs)]:
         facts.append(("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}"))
-    facts += [("until", found.expires or "for ever"), ("from", found.address)]
+    facts += [("until", caller.expires or "for ever"), ("from", caller.address)]
     for what, value in facts:
         console.out().print(f"{what:<10}{visible(value)}", markup=False, highlight=False, soft_wrap=True)

@@ -25,30 +25,30 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 def remove_run(run: str, url: str | None, *, marked: bool, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Delete a whole run, after asking."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        found = runs.delete(api, run, marked, dry_run=True)
+        trashed = runs.delete(api, run, marked, dry_run=True)
         if not yes and not dry_run:
             if as_json:
                 raise InvalidRequest("nothing was deleted: --json needs --yes")
-            typer.confirm(f"Delete the run {run} ({_size(found)}) from {api.url}?", abort=True, err=True)
+            typer.confirm(f"Delete the run {run} ({_size(trashed)}) from {api.url}?", abort=True, err=True)
         if not dry_run:
-            found = runs.delete(api, run, marked)
+            trashed = runs.delete(api, run, marked)
     if as_json:
-        console.print_json({"would delete" if dry_run else "deleted": found.model_dump()})
+        console.print_json({"would delete" if dry_run else "deleted": trashed.model_dump()})
         return
-    console.out().print(f"{'would delete' if dry_run else 'deleted'} {run} ({_size(found)})", markup=False)
-    if not dry_run and found.checkpoints:
-        until = f" until {found.expires}" if found.expires else ""
+    console.out().print(f"{'would delete' if dry_run else 'deleted'} {run} ({_size(trashed)})", markup=False)
+    if not dry_run and trashed.checkpoints:
+        until = f" until {trashed.expires}" if trashed.expires else ""
         console.err().print(f"`holdfast undelete {run}` brings it back{until}", markup=False)
 
 
 def undelete(run: Run, entry: Entry = None, url: Url = None, as_json: AsJson = False) -> None:
     """Bring a deleted run back from the trash."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        found = runs.undelete(api, run, entry)
+        restored = runs.undelete(api, run, entry)
     if as_json:
-        console.print_json({"undeleted": found.model_dump()})
+        console.print_json({"undeleted": restored.model_dump()})
     else:
-        console.out().print(f"brought {run} back ({_size(found)})", markup=False)
+        console.out().print(f"brought {run} back ({_size(restored)})", markup=False)
 
 
 def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url = None, as_json: AsJson = False) -> None:
@@ -72,21 +72,21 @@ def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url =
         _show(found)
 
 
-def _show(found: Trash) -> None:
-    if not found.items:
+def _show(trash: Trash) -> None:
+    if not trash.items:
         console.out().print("The trash is empty.")
         return
     right = ("CHECKPOINTS", "NEWEST", "BYTES")
     table = console.table("RUN", "DELETED", "UNTIL", *right, "ENTRY", right=right)
-    for one in found.items:
+    for one in trash.items:
         newest = "-" if one.newest is None else str(one.newest)
         until = one.expires or "for ever"
         numbers = (str(one.checkpoints), newest, console.human_bytes(one.bytes))
         table.add_row(one.run, console.human_age(one.deleted), until, *numbers, one.entry)
     console.out().print(table)
-    console.out().print(f"{console.human_bytes(found.bytes)} in all; it goes first when the disk is full", markup=False)
+    console.out().print(f"{console.human_bytes(trash.bytes)} in all; it goes first when the disk is full", markup=False)
 
 
-def _size(found: TrashedRun) -> str:
-    count = "1 checkpoint" if found.checkpoints == 1 else f"{found.checkpoints} checkpoints"
-    return f"{count}, {console.human_bytes(found.bytes)}"
+def _size(trashed_run: TrashedRun) -> str:
+    count = "1 checkpoint" if trashed_run.checkpoints == 1 else f"{trashed_run.checkpoints} checkpoints"
+    return f"{count}, {console.human_bytes(trashed_run.bytes)}"

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.integrations.dcp import names
-from holdfast.state.given import Given
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.tensors.fragments import Fragment, FragmentList
 from holdfast.tensors.leaves import Key
 from holdfast.tensors.torch_dtypes import has_memory, overlaps
@@ -57,7 +57,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def contents(plan: SavePlan, planner: SavePlanner, parts: ChunkFragments, groups: frozenset[str]) -> Given:
+def contents(plan: SavePlan, planner: SavePlanner, parts: ChunkFragments, groups: frozenset[str]) -> NamedSnapshot:
     """Everything that this rank stores; `InvalidRequest` or `StateMismatch` for what cannot be stored."""
     named = _named(plan, planner)
     parts.begin()
@@ -69,7 +69,7 @@ def contents(plan: SavePlan, planner: SavePlanner, parts: ChunkFragments, groups
     for key, held in fragments.items():
         filled = [part for part in held if part.tensor.numel()] or held[:1]
         tensors[key] = FragmentList(filled, "/".join(key)) if len(filled) > 1 else filled[0]
-    return Given(groups, tensors, named.values)
+    return NamedSnapshot(groups, tensors, named.values)
 
 
 def _named(plan: SavePlan, planner: SavePlanner) -> names.NamedContents:
@@ -104,15 +104,15 @@ def _paths(plan: SavePlan) -> Mapping[str, names.Path]:
 
 def _looked_up(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
     lookup = getattr(planner, "lookup_object", None)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in plan.items:
         if item.type != WriteItemType.BYTE_IO:
-            found[item.index.fqn] = torch.empty(0)
+            values[item.index.fqn] = torch.empty(0)
         elif callable(lookup):
-            found[item.index.fqn] = lookup(MetadataIndex(item.index.fqn))
+            values[item.index.fqn] = lookup(MetadataIndex(item.index.fqn))
         else:
             raise InvalidRequest(
                 f"{item.index.fqn}: {type(planner).__name__} gives this value only pickled, and nothing is stored pickled",
                 hint="derive the planner from DefaultSavePlanner, which has lookup_object()",
             )
-    return found
+    return values

@@ -46,8 +46,8 @@ class NamedContents(NamedTuple):
 
 
 def groups_of(first_keys: Iterable[str]) -> frozenset[str]:
-    found = {key if key in WHOLE else OPTIM for key in first_keys if key in WHOLE or key.startswith(OPTIM)}
-    return frozenset({EXTRA, *found})
+    groups = {key if key in WHOLE else OPTIM for key in first_keys if key in WHOLE or key.startswith(OPTIM)}
+    return frozenset({EXTRA, *groups})
 
 
 class Naming:
@@ -68,9 +68,9 @@ class Naming:
     def finish(self) -> NamedContents:
         """Raise `InvalidRequest`, with the path, for a value that JSON cannot express and for duplicate names."""
         documents = {
-            key: made
+            key: optimizer_parts
             for key, value in self._nested.items()
-            if str(key).startswith(OPTIM) and (made := optimizer_document(value, self._is_tensor)) is not None
+            if str(key).startswith(OPTIM) and (optimizer_parts := optimizer_document(value, self._is_tensor)) is not None
         }
         if len(documents) > 1:  # two optimizers may have parameters of the same names
             documents = {}
@@ -86,10 +86,10 @@ class Naming:
         self._refuse_doubles()
         return self.found
 
-    def _take_optimizer(self, key: str, made: OptimizerParts) -> None:
-        for name, stand_in in made.tensors.items():
+    def _take_optimizer(self, key: str, optimizer_parts: OptimizerParts) -> None:
+        for name, stand_in in optimizer_parts.tensors.items():
             self.found.tensors[self._names[id(stand_in)]] = OPTIM, name
-        self._take_tree(OPTIM, key, trees.grow(made.document, key, key))
+        self._take_tree(OPTIM, key, trees.grow(optimizer_parts.document, key, key))
 
     def _take_group(self, group: str, held: Mapping[Any, Any]) -> None:
         for path, value in _leaves(held, self._is_tensor):
@@ -245,13 +245,13 @@ def _put(nested: dict[str | int, Any], path: Path, value: Any) -> None:
     for position, key in enumerate(path):
         if isinstance(key, int) and isinstance(at, list):
             at.extend([None] * (key + 1 - len(at)))
-            there = at[key]
+            inner = at[key]
         elif isinstance(key, str) and isinstance(at, dict):
-            there = at.get(key)
+            inner = at.get(key)
         else:
             raise InvalidRequest(f"the planner gives {dotted(path)!r} a path that contradicts that of another name")
         if position + 1 == len(path):
-            there = value
-        elif there is None:
-            there = [] if isinstance(path[position + 1], int) else {}
-        at[key], at = there, there
+            inner = value
+        elif inner is None:
+            inner = [] if isinstance(path[position + 1], int) else {}
+        at[key], at = inner, inner

@@ -22,8 +22,8 @@ from holdfast.integrations.dcp.stored import KEPT, StoredLeaf, StoredState
 from holdfast.launch import answer_of_rank_0
 from holdfast.left_out import LeftOutWarning
 from holdfast.link import address
-from holdfast.read.directory_library import DirectoryLibrary
-from holdfast.read.library import Library, ServiceLibrary, open_library
+from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex, open_library
+from holdfast.read.directory_index import DirectoryIndex
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
 from holdfast.rest.api import Api
@@ -69,7 +69,7 @@ class HoldfastStorageReader(StorageReader):
         self._newest: tuple[int | None] | None = None  # once rank 0 has answered
         self._reader: CheckpointReader | None = None
         self._stored: StoredState | None = None
-        self._library_read: Library | None = None
+        self._library_read: CheckpointIndex | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, also in another process, opens the same checkpoint itself."""
@@ -101,9 +101,9 @@ class HoldfastStorageReader(StorageReader):
         self._library_read = self._library()
         self._reader = CheckpointReader.open(self._library_read.source(self.run, step))
         self._stored = StoredState(self._reader.contents, self._reader.state, _rank())
-        made = self._stored.metadata()
-        made.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
-        return made
+        metadata = self._stored.metadata()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
         """No set-up is needed."""
@@ -113,10 +113,10 @@ class HoldfastStorageReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """`StateMismatch` if ranks load different steps."""
-        found = sorted({plan.storage_data for plan in plans})
-        if len(found) > 1:
+        places = sorted({plan.storage_data for plan in plans})
+        if len(places) > 1:
             raise StateMismatch(
-                f"the ranks load different steps of {self.run}: {found}", hint="give all ranks' readers the same step"
+                f"the ranks load different steps of {self.run}: {places}", hint="give all ranks' readers the same step"
             )
         return plans
 
@@ -125,21 +125,21 @@ class HoldfastStorageReader(StorageReader):
         if self._reader is None or self._stored is None:
             raise InvalidRequest("read_data() without read_metadata()", hint="use the reader through dcp.load()")
         reader, stored = self._reader, self._stored
-        self._tell_unused(stored.unused({item.storage_index.fqn for item in plan.items}))
-        found = [(item, stored.find(item.storage_index.fqn)) for item in plan.items]
-        filled = [_filled(item, value, planner, stored) for item, value in found if item.type == LoadItemType.TENSOR]
+        self._warn_of_unused(stored.unused({item.storage_index.fqn for item in plan.items}))
+        entries = [(item, stored.find(item.storage_index.fqn)) for item in plan.items]
+        filled = [_filled(item, value, planner, stored) for item, value in entries if item.type == LoadItemType.TENSOR]
         try:
             self._load([target for one in filled for target in one.targets])
             for one in filled:
                 one.hand_over(planner)
-            for item, value in found:
+            for item, value in entries:
                 if item.type == LoadItemType.BYTE_IO and value is not KEPT:
                     planner.load_bytes(item, self._pickled(value))
         except Damaged as damage:
             damage.hint = f"{damage.hint}; an older step: HoldfastStorageReader({self.run!r}, step=…)".lstrip("; ")
             raise
         groups = {group for group, held in reader.manifest.tensors.items() if held}
-        read = {value.group for _, value in found if isinstance(value, StoredLeaf)}
+        read = {value.group for _, value in entries if isinstance(value, StoredLeaf)}
         runs.of(self.run, self._at).note_loaded(reader.manifest.step, whole=groups <= read)
         self.close()
         done: Future[None] = Future()
@@ -161,7 +161,7 @@ class HoldfastStorageReader(StorageReader):
                 held.close()
         self._reader = self._stored = self._library_read = None
 
-    def _tell_unused(self, unused: Mapping[str, Sequence[str]]) -> None:
+    def _warn_of_unused(self, unused: Mapping[str, Sequence[str]]) -> None:
         """`StateMismatch` if only an optimizer's hyper-parameters would be loaded; with several ranks a warning,
         because this one may have no part of its tensors.
         """
@@ -183,10 +183,10 @@ class HoldfastStorageReader(StorageReader):
 
     def _pickled(self, value: Any) -> io.BytesIO:
         """A value in the form that planners take, made here from JSON: no stored bytes are unpickled."""
-        made = io.BytesIO()
-        torch.save(tree_map_only(StoredLeaf, self._tensor, value), made)
-        made.seek(0)
-        return made
+        bytes_io = io.BytesIO()
+        torch.save(tree_map_only(StoredLeaf, self._tensor, value), bytes_io)
+        bytes_io.seek(0)
+        return bytes_io
 
     def _tensor(self, stored: StoredLeaf) -> Any:
         """A tensor or array inside a value."""
@@ -197,10 +197,10 @@ class HoldfastStorageReader(StorageReader):
         self._load(_targets(stored, tensor, tensor.shape, (0,) * tensor.dim()))
         return tensor.numpy() if stored.array else tensor
 
-    def _library(self) -> Library:
+    def _library(self) -> CheckpointIndex:
         if self._place.url is not None:
-            return ServiceLibrary(Api(self._place.url))
-        return DirectoryLibrary(self._place.root) if self._place.root is not None else open_library(None, None)
+            return ServiceIndex(Api(self._place.url))
+        return DirectoryIndex(self._place.root) if self._place.root is not None else open_library(None, None)
 
     def _chosen(self) -> int | None:
         if self._named is not None:

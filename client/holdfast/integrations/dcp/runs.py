@@ -15,7 +15,7 @@ from holdfast.config import launch_info
 from holdfast.integrations.dcp.contents import ChunkFragments
 from holdfast.launch import Launch, assigned
 from holdfast.link import address
-from holdfast.state.given import Given
+from holdfast.state.named_entries import NamedSnapshot
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import Existing
@@ -88,7 +88,7 @@ class RunOfProcess:
                 self._goes_on = self._committed, 0
             return uuid.uuid4().hex if failed or not self._launch else self._launch
 
-    def save(self, part: RankPart, contents: Given, asked: Asked, keep_last: int | None) -> SaveTicket:
+    def save(self, part: RankPart, contents: NamedSnapshot, asked: Asked, keep_last: int | None) -> SaveTicket:
         """Stage this rank's part, and return. Raises what `Checkpointer.save` raises."""
         with self._lock:
             checkpointer = self._checkpointer_of(part, keep_last)

@@ -18,9 +18,9 @@ def of_id(checkpoint_id: object) -> int:
     if isinstance(checkpoint_id, SupportsIndex) and not isinstance(checkpoint_id, bool):
         return naming.check_step(index(checkpoint_id))
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, str | os.PathLike) else None
-    found = _LAST_NUMBER.fullmatch(os.path.basename(text.rstrip("/"))) if isinstance(text, str) and text.isascii() else None
-    if found is None:
+    match = _LAST_NUMBER.fullmatch(os.path.basename(text.rstrip("/"))) if isinstance(text, str) and text.isascii() else None
+    if match is None:
         raise InvalidRequest(
             f"checkpoint_id={checkpoint_id!r} names no step", hint='write the step, or a path that ends in it: "step-500"'
         )
-    return naming.check_step(int(found[1]))
+    return naming.check_step(int(match[1]))

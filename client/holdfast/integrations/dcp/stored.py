@@ -22,7 +22,7 @@ from holdfast.tensors import json_values
 from holdfast.tensors.leaves import RANK_PREFIX
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.disk import state_json
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 
 
 @dataclass(frozen=True)  # a tuple would be taken apart with the values that it is in
@@ -65,8 +65,8 @@ class StoredState:
         if fqn in self.leaves:
             return self.leaves[fqn][1]
         for tree in self._trees:
-            for found in _under(tree, fqn):
-                return found
+            for value in _under(tree, fqn):
+                return value
         key = fqn.partition(".")[0]
         if any(_is_optimizer(tree.get(key)) for tree in self._trees) and names.is_implementation(fqn):
             return KEPT
@@ -84,11 +84,11 @@ class StoredState:
         return found
 
     def described(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        found = self.find(fqn)
-        if not isinstance(found, StoredLeaf) or found.array:
+        leaf = self.find(fqn)
+        if not isinstance(leaf, StoredLeaf) or leaf.array:
             return BytesStorageMetadata()
-        entry = self.entry(found)
-        dtype = torch_dtype(entry.dtype, found.name)
+        entry = self.entry(leaf)
+        dtype = torch_dtype(entry.dtype, leaf.name)
         size = torch.Size(local_shape(dtype, tuple(entry.shape)))
         return TensorStorageMetadata(
             TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]

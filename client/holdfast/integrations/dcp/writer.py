@@ -132,10 +132,10 @@ class HoldfastStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Wait for the commit, and raise its error. DCP informs the other ranks."""
         assert self._ticket is not None and self._part is not None  # write_data came before, in this process
-        said = {str(result.storage_data) for written in results for result in written if result.index.fqn == _DONE}
-        if len(said) != 1 or len(results) != self._part.world:
+        saved = {str(result.storage_data) for written in results for result in written if result.index.fqn == _DONE}
+        if len(saved) != 1 or len(results) != self._part.world:
             raise StateMismatch(
-                f"the ranks save different steps or runs: {', '.join(sorted(said))}",
+                f"the ranks save different steps or runs: {', '.join(sorted(saved))}",
                 hint="all ranks must make a HoldfastStorageWriter with the same run and step",
             )
         self._ticket.result()

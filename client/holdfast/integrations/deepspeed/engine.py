@@ -55,16 +55,16 @@ class EngineProgress:
         counters = {name: getattr(self._engine, name) for name in COUNTERS}
         return {"counters": counters, "loss_scale": self._scale(), "tag": self.tag, "client_state": self.client_state}
 
-    def load_state_dict(self, found: Mapping[str, Any]) -> None:
-        self.tag, self.client_state = found["tag"], found["client_state"]
+    def load_state_dict(self, document: Mapping[str, Any]) -> None:
+        self.tag, self.client_state = document["tag"], document["client_state"]
         if self.how.module_only:
             return
-        for name, value in found["counters"].items():
+        for name, value in document["counters"].items():
             setattr(self._engine, name, value)
         if self.how.optimizer:
             holder = self._holder()
-            for name in self._scale().keys() & found["loss_scale"].keys():
-                setattr(holder, name, found["loss_scale"][name])
+            for name in self._scale().keys() & document["loss_scale"].keys():
+                setattr(holder, name, document["loss_scale"][name])
 
     def _holder(self) -> Any:
         """The object that has the loss scale, if any."""
@@ -106,11 +106,15 @@ class AttachedEngine:
     def _refuse_accumulated(self) -> None:
         """Refuse accumulated gradients, which no checkpoint contains."""
         engine = self._engine
-        told = engine._is_gradient_accumulation_boundary  # by set_gradient_accumulation_boundary(); None: they are counted
+        is_gradient_accumulation_boundary = (
+            engine._is_gradient_accumulation_boundary
+        )  # by set_gradient_accumulation_boundary(); None: they are counted
         accumulated = engine.micro_steps % engine.gradient_accumulation_steps()
-        if told is False or (told is None and accumulated):
+        if is_gradient_accumulation_boundary is False or (is_gradient_accumulation_boundary is None and accumulated):
             which = (
-                f"{accumulated} micro-batches of {engine.gradient_accumulation_steps()}" if told is None else "micro-batches"
+                f"{accumulated} micro-batches of {engine.gradient_accumulation_steps()}"
+                if is_gradient_accumulation_boundary is None
+                else "micro-batches"
             )
             raise InvalidRequest(
                 f"save_checkpoint() in the middle of gradient accumulation: the gradients of {which} would be lost",
@@ -131,17 +135,17 @@ class AttachedEngine:
         step = engine.global_steps
         self._progress.tag, self._progress.client_state = tag, dict(client_state)
         before = self._saved.get(step)
-        told = _told(client_state)
+        state_text = _told(client_state)
         existing = "refuse" if before is None and not self._restored else "replace"
         if before is not None and before[0] != tag:
-            if before[1] != told:
+            if before[1] != state_text:
                 raise InvalidRequest(
                     f"step {step} is saved as {before[0]!r} with another client_state, and a run has one checkpoint a step",
                     hint="use the same tag, or make another step before the next save",
                 )
             existing = "same"
         ticket = self.checkpointer.save(step, existing=existing)  # type: ignore[arg-type]
-        self._saved[step] = (tag, told)
+        self._saved[step] = (tag, state_text)
         if self._has_links and engine.global_rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.checkpointer.link(ticket, path)
@@ -203,10 +207,10 @@ class AttachedEngine:
     def _is_foreign(self, step: int | None, how: LoadRequest) -> bool:
         """Whether another program saved the step, whose scheduler is not the engine's."""
         self._progress.how = how._replace(module_only=True)  # counters stay as they are until everything is restored
-        found = self.checkpointer.restore(step, groups=("extra",), exclude=self._all_but_progress(), strict=False)
+        restored_step = self.checkpointer.restore(step, groups=("extra",), exclude=self._all_but_progress(), strict=False)
         self._progress.how = how
         report = self.checkpointer.last_restore
-        return bool(found) and report is not None and f"extra/{PROGRESS}" in report.missing
+        return bool(restored_step) and report is not None and f"extra/{PROGRESS}" in report.missing
 
     def _all_but_progress(self) -> OwnPatterns:
         """Patterns of this state's group `extra` except the engine's counters."""
@@ -237,8 +241,8 @@ class AttachedEngine:
 
     def _partitioned(self) -> PartitionedOptimizer:
         optimizer = self._engine.optimizer
-        found = parameter_names(module_state(self._engine.module, "model").tensors)
-        names = {identity: name for identity, (name, _) in found.items()}
+        names_by_id = parameter_names(module_state(self._engine.module, "model").tensors)
+        names = {identity: name for identity, (name, _) in names_by_id.items()}
         return PartitionedOptimizer(units(optimizer, names), optimizer.optimizer)
 
     def _trained(self) -> Any:
@@ -312,10 +316,10 @@ def _path(directory: str, tag: str) -> Path:
 
 def _number(tag: str) -> int:
     """The number at the end of a tag without a link."""
-    found = re.search(r"(\d+)$", tag)
-    if found is None:
+    match = re.search(r"(\d+)$", tag)
+    if match is None:
         raise InvalidRequest(f"the tag {tag!r} has no link to a checkpoint, and does not end in the number of a step")
-    return int(found[1])
+    return int(match[1])
 
 
 def _told(client_state: Mapping[str, Any]) -> str:

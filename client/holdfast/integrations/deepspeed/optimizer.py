@@ -95,9 +95,9 @@ class _UnitState:
             self._refuse_different(key, found)
             kept[key] = self._as_before(key, before.get(key), found[0])
 
-    def _add(self, found: dict[str, dict[str, Any]], key: str, values: Mapping[str, Any]) -> None:
+    def _add(self, by_name: dict[str, dict[str, Any]], key: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            found[name][key] = value
+            by_name[name][key] = value
 
     def _viewed(self, key: str, tensor: torch.Tensor) -> dict[str, Fragment]:
         views = self._views.get(key)
@@ -113,8 +113,8 @@ class _UnitState:
         self._numbers[key].fill_(float(value))
         return self._scalars[key]
 
-    def _refuse_different(self, key: str, found: list[Any]) -> None:
-        numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in found]
+    def _refuse_different(self, key: str, values: list[Any]) -> None:
+        numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
         other = next((at for at, value in enumerate(numbers) if value != numbers[0]), None)
         if other is not None:
             names = list(self._parts)

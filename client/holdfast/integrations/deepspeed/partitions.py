@@ -48,14 +48,14 @@ def units(optimizer: Any, names: Mapping[int, str]) -> list[Unit]:
     contradict one another.
     """
     kind = type(optimizer).__name__
-    found = {
+    by_unit = {
         "DeepSpeedZeroOptimizer": _stages_1_and_2,
         STAGE_3: _stage_3,
         "BF16_Optimizer": _bf16,
         "FP16_Optimizer": _fp16,
         "FP16_UnfusedOptimizer": _fp16_unfused,
     }[kind](optimizer, names)
-    made = list(found)
+    made = list(by_unit)
     for unit in made:
         _check(kind, unit)
     return made

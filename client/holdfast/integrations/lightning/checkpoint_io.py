@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer_options import Options
 from holdfast.integrations.lightning import configs, contents, framework
-from holdfast.state.given import Taken
 from holdfast.state.modules import is_tensors
+from holdfast.state.named_entries import NamedEntry
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
@@ -92,7 +92,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
                 return
         self._state.clear()
         if model is not None:
-            self._state["model"] = Taken(checkpoint[model])
+            self._state["model"] = NamedEntry(checkpoint[model])
         self._state[contents.PLUGIN_KEY] = _Given({"model": model, "rest": rest})
         ticket = self._connected().save(step, wait="staged", existing="replace")
         self._link(ticket, path)  # before the commit: retention leaves what has a name
@@ -109,8 +109,8 @@ class HoldfastCheckpointIO(_CheckpointIO):
         if not contents.is_checkpoint(path):
             own = framework.fabric("plugins.io.torch_io").TorchCheckpointIO()
             known = {} if map_location is None else {"map_location": map_location}
-            found: dict[str, Any] = own.load_checkpoint(path, weights_only=weights_only, **known)
-            return found
+            checkpoint: dict[str, Any] = own.load_checkpoint(path, weights_only=weights_only, **known)
+            return checkpoint
         loaded = contents.stored_dictionary(path)
         return loaded if map_location is None else _moved(loaded, torch.device(map_location))
 
@@ -206,9 +206,9 @@ class _Given:
 
 def _step(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> int:
     for name in _STEP:
-        found = checkpoint.get(name)
-        if isinstance(found, int) and not isinstance(found, bool):
-            return naming.check_step(found)
+        value = checkpoint.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return naming.check_step(value)
     name = Path(path).stem
     for pattern in _NUMBERED:
         if number := pattern.search(name):
@@ -216,7 +216,7 @@ def _step(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> int:
     epoch = checkpoint.get("epoch")
     if isinstance(epoch, int) and not isinstance(epoch, bool):
         return naming.check_step(epoch)
-    numbers = [found[1] for found in [_EPOCH.search(name)] if found] or re.findall(r"\d+", name)
+    numbers = [value[1] for value in [_EPOCH.search(name)] if value] or re.findall(r"\d+", name)
     if len(numbers) != 1:
         raise InvalidRequest(
             f"neither the dictionary nor the name {Path(path).name} says which step this is",

@@ -55,19 +55,19 @@ def _container(value: Any) -> Any:
         if value[_KIND] not in _KINDS:
             raise CorruptManifest(f"{value[_KIND]!r} is not a class of OmegaConf's containers", file="state.json")
         return getattr(omegaconf, value[_KIND])
-    made = omegaconf.OmegaConf.create(value[_CONFIG]["value"])
+    container = omegaconf.OmegaConf.create(value[_CONFIG]["value"])
     if value[_CONFIG]["struct"]:
-        omegaconf.OmegaConf.set_struct(made, True)
+        omegaconf.OmegaConf.set_struct(container, True)
     if value[_CONFIG]["readonly"]:
-        omegaconf.OmegaConf.set_readonly(made, True)
-    return made
+        omegaconf.OmegaConf.set_readonly(container, True)
+    return container
 
 
 def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Replace recursively; returns the value itself if nothing is replaced."""
-    found = replace(value)
-    if found is not value:
-        return found
+    replacement = replace(value)
+    if replacement is not value:
+        return replacement
     if type(value) in (dict, OrderedDict):
         items = {key: _replaced(item, replace) for key, item in value.items()}
         return value if all(items[key] is item for key, item in value.items()) else type(value)(items)

@@ -76,13 +76,13 @@ def document(checkpoint: Checkpoint, key: str = KEY) -> Any:
 
 def weights(checkpoint: Checkpoint, groups: tuple[str, ...]) -> dict[str, Any]:
     """The tensors of these groups on the CPU, by name; tied ones share their memory."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for group in groups:
         for name in checkpoint.tensors.get(group, {}):
-            found[name] = checkpoint.read(name, group=group, framework="torch")
+            tensors[name] = checkpoint.read(name, group=group, framework="torch")
         for alias, name in checkpoint.manifest.aliases.get(group, {}).items():
-            found[alias] = found[name]
-    return found
+            tensors[alias] = tensors[name]
+    return tensors
 
 
 def stored_dictionary(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -95,17 +95,17 @@ def stored_dictionary(path: str | os.PathLike[str]) -> dict[str, Any]:
         if PLUGIN_KEY not in state_json.for_rank(checkpoint.reader.state, 0).values.get("extra", {}):
             return lightning_dictionary(checkpoint)
         given = document(checkpoint, PLUGIN_KEY)
-        found = dict(given["rest"])
+        dictionary = dict(given["rest"])
         if given["model"] is not None:
-            found[given["model"]] = weights(checkpoint, ("model",))
-        return found
+            dictionary[given["model"]] = weights(checkpoint, ("model",))
+        return dictionary
 
 
 def lightning_dictionary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything that Lightning's own file would have, but the optimizers."""
-    found = dict(document(checkpoint))
-    averaged, inside = found.pop(AVERAGED, False), found.pop(INSIDE, None)
-    found.pop(OPTIMIZERS, None)
+    values = dict(document(checkpoint))
+    averaged, inside = values.pop(AVERAGED, False), values.pop(INSIDE, None)
+    values.pop(OPTIMIZERS, None)
     if averaged:
         state = weights(checkpoint, ("ema",))
         state.pop("n_averaged", None)
@@ -113,7 +113,7 @@ def lightning_dictionary(checkpoint: Checkpoint) -> dict[str, Any]:
         prefix = f"{inside}." if inside else ""
         state = {prefix + name: value for name, value in weights(checkpoint, ("model",)).items()}
         state |= weights(checkpoint, ("module",))
-    return found | {STATE: state}
+    return values | {STATE: state}
 
 
 def load_from_checkpoint(kind: Any, path: str | os.PathLike[str], *, strict: bool | None = None, **hparams: Any) -> Any:
@@ -124,14 +124,14 @@ def load_from_checkpoint(kind: Any, path: str | os.PathLike[str], *, strict: boo
     """
     if not is_checkpoint(path):
         return kind.load_from_checkpoint(path, strict=strict, **hparams)
-    found = stored_dictionary(path)
-    if not isinstance(found.get(STATE), Mapping):
+    checkpoint = stored_dictionary(path)
+    if not isinstance(checkpoint.get(STATE), Mapping):
         raise InvalidRequest(
             f"{path} has no {STATE!r}: it is not a checkpoint of a Trainer",
             hint="fabric.load(), or holdfast.open() for its tensors",
         )
     saving = framework.part("core.saving")
-    if kind.CHECKPOINT_HYPER_PARAMS_KEY in found:
-        found[kind.CHECKPOINT_HYPER_PARAMS_KEY] = dict(found[kind.CHECKPOINT_HYPER_PARAMS_KEY])
-    found.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hparams)
-    return saving._load_state(kind, found, strict=strict, **hparams)
+    if kind.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
+        checkpoint[kind.CHECKPOINT_HYPER_PARAMS_KEY] = dict(checkpoint[kind.CHECKPOINT_HYPER_PARAMS_KEY])
+    checkpoint.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hparams)
+    return saving._load_state(kind, checkpoint, strict=strict, **hparams)

@@ -77,20 +77,20 @@ class LiveState:
 
     def reduced(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Lightning's dictionary without what is saved in place. `InvalidRequest` if a hook replaced one of these values."""
-        found = dict(checkpoint)
-        tensors = found.pop(STATE, None)
-        if averaged_model(self._trainer) is not None and isinstance(found.get("current_model_state"), NotGathered):
-            found.pop("current_model_state")
-            found.pop("averaging_state")
-            found[AVERAGED] = True
+        values = dict(checkpoint)
+        tensors = values.pop(STATE, None)
+        if averaged_model(self._trainer) is not None and isinstance(values.get("current_model_state"), NotGathered):
+            values.pop("current_model_state")
+            values.pop("averaging_state")
+            values[AVERAGED] = True
         elif not isinstance(tensors, NotGathered):
             raise InvalidRequest(
                 "a hook has replaced checkpoint['state_dict'], and Holdfast saves the live tensors",
                 hint="put what the hook adds under a key of its own",
             )
-        if OPTIMIZERS in found:
-            found[OPTIMIZERS] = len(found[OPTIMIZERS])
-        return configs.stored(found) | {INSIDE: self._weights}
+        if OPTIMIZERS in values:
+            values[OPTIMIZERS] = len(values[OPTIMIZERS])
+        return configs.stored(values) | {INSIDE: self._weights}
 
     def shown(self) -> dict[str, Any]:
         """The document as Lightning's callbacks and hooks expect it, with live tensors."""
@@ -128,5 +128,5 @@ def is_flat(trainer: Any) -> bool:
 def averaged_model(trainer: Any) -> Any | None:
     """The averaged model of a WeightAveraging callback."""
     kind = getattr(framework.part("callbacks"), "WeightAveraging", None)
-    found = [one._average_model for one in trainer.callbacks if kind is not None and isinstance(one, kind)]
-    return next((one for one in found if one is not None), None)
+    averaged = [one._average_model for one in trainer.callbacks if kind is not None and isinstance(one, kind)]
+    return next((one for one in averaged if one is not None), None)

@@ -113,8 +113,8 @@ class SameOrder:
 
     @property
     def generator(self) -> torch.Generator:
-        found: torch.Generator = self._inner.generator
-        return found
+        inner_generator: torch.Generator = self._inner.generator
+        return inner_generator
 
 
 def has_cycled(combined: Any, batches: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.threads.calls import is_stepping
+from holdfast.threads.reentrancy import is_stepping
 
 
 class OptimizerSteps:

@@ -145,16 +145,16 @@ class TakenOver:
         for path, _ in put_off:
             self._warn(f"{path} was not saved: the step in which it was asked for did not end")
 
-    def _warn(self, told: str) -> None:
+    def _warn(self, text: str) -> None:
         hint = "the newest checkpoint of the run is what there is"
-        framework.part("utilities.rank_zero").rank_zero_warn(f"{told}; {hint}")
+        framework.part("utilities.rank_zero").rank_zero_warn(f"{text}; {hint}")
 
     def _load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         restored, self._restored = self._restored, None
         if restored is None:
             self._shown = None
-            found: dict[str, Any] = self._own["load_checkpoint"](checkpoint_path, weights_only=weights_only)
-            return found
+            checkpoint: dict[str, Any] = self._own["load_checkpoint"](checkpoint_path, weights_only=weights_only)
+            return checkpoint
         self._filled = self._run.tensors()
         held = restored[STATE]
         self._shown = {} if isinstance(held, NotGathered) else dict(held)

@@ -135,20 +135,20 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
     checkpoints = _checkpoints(place, load_arg, ddp_model, optimizer, opt_param_scheduler)
     step = getattr(args, "ckpt_step", None)
     finetune = bool(getattr(args, "finetune", False))
-    found = checkpoints.peek(step, foreign=finetune or not strict)
-    if found is None:
+    peeked = checkpoints.peek(step, foreign=finetune or not strict)
+    if peeked is None:
         if pretrained is not None:
             return _pretrained(args, ddp_model, optimizer, opt_param_scheduler, strict)
         if getattr(args, "exit_on_missing_checkpoint", False):
             raise NoSuchCheckpoint(f"--{load_arg} {place} has no checkpoint, and one must be there")
         return 0, 0
-    saved = found[1]
+    saved = peeked[1]
     if saved is None:
-        return _foreign(checkpoints, found[0], args, place)
+        return _foreign(checkpoints, peeked[0], args, place)
     if not finetune:
         _check_architecture(args, saved)
     restored = checkpoints.restore(step, saved, _part(args, finetune, strict))
-    if not finetune and restored != found[0]:  # a damaged step was passed over, or one without an optimizer
+    if not finetune and restored != peeked[0]:  # a damaged step was passed over, or one without an optimizer
         saved = checkpoints.progress
     _forget_other(checkpoints, place, args)
     if finetune:
@@ -207,12 +207,12 @@ def _checkpoints(
     if known is not None:
         known.check_same(model, optimizer, scheduler)
         return known
-    made = MegatronCheckpoints(model, optimizer, scheduler, _settings.names)
+    megatron_checkpoints = MegatronCheckpoints(model, optimizer, scheduler, _settings.names)
     options = _settings.options.copy()
     options["at"] = at
-    made.open(str(run), options)
-    _open[str(at), str(run)] = made
-    return made
+    megatron_checkpoints.open(str(run), options)
+    _open[str(at), str(run)] = megatron_checkpoints
+    return megatron_checkpoints
 
 
 def _place(place: str | PathLike[str] | None, option: str) -> tuple[Any, str]:

@@ -95,25 +95,25 @@ class MegatronCheckpoints:
         With `foreign`, steps of other programs count too; their progress is None.
         """
         try:
-            found = self.checkpointer.restore(step, groups=("extra",), exclude=_ONLY_PROGRESS, strict=False)
+            restored_step = self.checkpointer.restore(step, groups=("extra",), exclude=_ONLY_PROGRESS, strict=False)
         except StateMismatch as error:  # no step has a group `extra`: then `best` is the newest of all
             if "best" not in error.members:
                 raise
             return self._foreign(error.members["best"], foreign)
-        said = dict(self._state[PROGRESS])
+        progress = dict(self._state[PROGRESS])
         self._says(self._now)
         report = self.checkpointer.last_restore
         if report is None:
             return None
         if any(name.split("/")[1] == PROGRESS for name in report.missing):
-            return self._foreign(found, foreign)
-        if said.get("names") != self._names.family:
+            return self._foreign(restored_step, foreign)
+        if progress.get("names") != self._names.family:
             raise StateMismatch(
-                f"step {found} of {self.checkpointer.run} has the names of {said.get('names')}, and this training those of "
+                f"step {restored_step} of {self.checkpointer.run} has the names of {progress.get('names')}, and this training those of "
                 f"{self._names.family}",
-                hint=f"pass names={said.get('names')!r} to holdfast.integrations.megatron.configure",
+                hint=f"pass names={progress.get('names')!r} to holdfast.integrations.megatron.configure",
             )
-        return found, said
+        return restored_step, progress
 
     def _foreign(self, step: int, foreign: bool) -> tuple[int, None]:
         if not foreign:
@@ -130,9 +130,9 @@ class MegatronCheckpoints:
         Sets `progress` to the checkpoint's.
         """
         restored = self._restore(step, saved, part)
-        said = dict(self._state[PROGRESS])
-        if "extra" in (part.groups or ("extra",)) and said["parallel"] != saved["parallel"]:
-            restored = self._restore(restored, said, part)  # another one than `peek` found, and of another layout
+        progress = dict(self._state[PROGRESS])
+        if "extra" in (part.groups or ("extra",)) and progress["parallel"] != saved["parallel"]:
+            restored = self._restore(restored, progress, part)  # another one than `peek` found, and of another layout
         self.progress = self._state[PROGRESS]
         return restored
 
@@ -157,7 +157,7 @@ class MegatronCheckpoints:
         try:
             if self._by_name is not None:
                 self._by_name.others = self._stepped_elsewhere(others)
-            found = self.checkpointer.restore(
+            restored_step = self.checkpointer.restore(
                 step, groups=part.groups, exclude=OwnPatterns(ignored), strict=part.strict, masters=part.masters
             )
         finally:
@@ -166,8 +166,8 @@ class MegatronCheckpoints:
             if self._by_name is not None:
                 self._by_name.others = {}
         process_state.install_extra_states(self._tensors.modules, self._state.get(EXTRA_STATES, {}))
-        self._held = {found} if "extra" in (part.groups or ("extra",)) else set()  # else it is finetuned
-        return found
+        self._held = {restored_step} if "extra" in (part.groups or ("extra",)) else set()  # else it is finetuned
+        return restored_step
 
     def _says(self, progress: dict[str, Any]) -> None:
         self.progress.clear()
@@ -202,18 +202,18 @@ class MegatronCheckpoints:
     def _note_extra_states(self) -> None:
         """Put the current extra state of modules into the state; it is small, and may be new objects each time."""
         self._state.pop(EXTRA_STATES, None)
-        found = process_state.extra_states(self._tensors.modules)
-        if found:
-            self._state[EXTRA_STATES] = found
+        tensors = process_state.extra_states(self._tensors.modules)
+        if tensors:
+            self._state[EXTRA_STATES] = tensors
 
     def _of_other_ranks(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of all ranks' parameters, by stored name. A collective."""
         own = {name: (parts[0].shape, parts[0].dtype) for name, parts in self._state["model"].items()}
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return own
-        found: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, own)
-        return {name: about for one in found for name, about in one.items()}
+        gathered: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, own)
+        return {name: about for one in gathered for name, about in one.items()}
 
     def _stepped_elsewhere(self, known: dict[str, tuple[Shape, torch.dtype]]) -> dict[str, Shape]:
         assert self._by_name is not None
@@ -230,10 +230,10 @@ def arrangement() -> dict[str, int]:
 
 
 def _add(group: dict[str, list[Fragment]], stored: Stored) -> None:
-    found: dict[str, list[Fragment]] = {}
+    by_name: dict[str, list[Fragment]] = {}
     for piece in stored.pieces:
-        found.setdefault(piece.name, []).append(piece.of(stored.tensor))
-    for name, parts in found.items():
+        by_name.setdefault(piece.name, []).append(piece.of(stored.tensor))
+    for name, parts in by_name.items():
         if name in group:
             raise InvalidRequest(
                 f"two tensors of the model on this rank would be stored as {name!r}, one of them {stored.own!r}",

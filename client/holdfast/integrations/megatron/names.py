@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.integrations.megatron.pieces import ModelTensors, ParameterPiece
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.foreign.moves import BoxMove, drawn
+from holdfast_formats.mapping.box_moves import BoxMove, drawn
 from holdfast_formats.programs.choice import load
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.programs.operations import Ranks

@@ -44,10 +44,10 @@ class Trained(NamedTuple):
     def cut(self, tensor: torch.Tensor) -> Named:
         """The part of each stored tensor in a tensor of `stepped`'s shape."""
         flat = tensor.detach().view(-1)
-        found: Named = {}
+        named: Named = {}
         for piece in self.weight.pieces:
-            found.setdefault(piece.name, []).append(piece.within(flat, self.begin))
-        return {name: [part for part in parts if part.tensor.numel()] or parts[:1] for name, parts in found.items()}
+            named.setdefault(piece.name, []).append(piece.within(flat, self.begin))
+        return {name: [part for part in parts if part.tensor.numel()] or parts[:1] for name, parts in named.items()}
 
 
 class MegatronOptimizerByName:
@@ -105,30 +105,30 @@ class MegatronOptimizerByName:
         return self._said
 
     def _read(self, kept: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         self._copies.clear()
         for one, values in zip(self.trained, kept, strict=True):
             if one.copied:
-                self._add(found, one, MASTER, one.stepped)
+                self._add(by_name, one, MASTER, one.stepped)
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() and key != STEP:
-                    self._add(found, one, key, value)
+                    self._add(by_name, one, key, value)
                 elif isinstance(value, torch.Tensor):
-                    self._add_number(found, one, key, value)
+                    self._add_number(by_name, one, key, value)
                 else:
                     for name in one.names:
-                        found.setdefault(name, {})[key] = value
-        return found
+                        by_name.setdefault(name, {})[key] = value
+        return by_name
 
     def new_tensor(self, name: str, key: str, dtype: torch.dtype) -> list[Fragment]:
         """Memory for state that a checkpoint has and this optimizer does not have yet."""
         one = self._by_name.get(name)
         if one is None:
             return [empty(self.others[name], dtype)]
-        made = self._made.get((id(one.stepped), key))
-        if made is None:
-            made = self._made[id(one.stepped), key] = one, torch.zeros_like(one.stepped.detach(), dtype=dtype)
-        return one.cut(made[1])[name]
+        kept = self._made.get((id(one.stepped), key))
+        if kept is None:
+            kept = self._made[id(one.stepped), key] = one, torch.zeros_like(one.stepped.detach(), dtype=dtype)
+        return one.cut(kept[1])[name]
 
     def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
         """Install restored values, except tensors that were filled in place."""
@@ -141,7 +141,7 @@ class MegatronOptimizerByName:
         for one in self.trained:
             self._install_numbers(one, values)
 
-    def _add(self, found: dict[str, dict[str, Any]], one: Trained, key: str, tensor: torch.Tensor) -> None:
+    def _add(self, by_name: dict[str, dict[str, Any]], one: Trained, key: str, tensor: torch.Tensor) -> None:
         if tensor.shape != one.stepped.shape or not tensor.is_contiguous():
             raise InvalidRequest(
                 f"the optimizer keeps {key} of {one.weight.own} as a tensor of shape {list(tensor.shape)}, and steps one of "
@@ -152,18 +152,18 @@ class MegatronOptimizerByName:
         if before is None or before[0] is not tensor:
             before = self._cut[id(one.stepped), key] = tensor, one.cut(tensor)
         for name, parts in before[1].items():
-            found.setdefault(name, {})[key] = parts
+            by_name.setdefault(name, {})[key] = parts
 
-    def _add_number(self, found: dict[str, dict[str, Any]], one: Trained, key: str, value: torch.Tensor) -> None:
+    def _add_number(self, by_name: dict[str, dict[str, Any]], one: Trained, key: str, value: torch.Tensor) -> None:
         """Add a number that the torch optimizer keeps as a tensor, with copies if several stored tensors have it."""
         names = one.names
         if len(names) == 1:
-            found.setdefault(names[0], {})[key] = value
+            by_name.setdefault(names[0], {})[key] = value
             return
         for name in names:
             copy = self._steps.setdefault(f"{name}/{key}", torch.empty_like(value, device="cpu"))
             self._copies.append((copy, value))
-            found.setdefault(name, {})[key] = copy
+            by_name.setdefault(name, {})[key] = copy
 
     def _install_numbers(self, one: Trained, values: Mapping[str, Mapping[str, Any]]) -> None:
         kept = one.optimizer.state.get(one.stepped, {})
@@ -214,17 +214,17 @@ def _trained(member: Any, known: Mapping[Any, Stored]) -> Iterator[Trained]:
 
     _refuse(member)
     if type(member) is DistributedOptimizer:
-        found = _distributed(member)
+        optimizer = _distributed(member)
     elif type(member) is Float16OptimizerWithFloat16Params:
-        found = _mixed(member)
+        optimizer = _mixed(member)
     elif type(member) is FP32Optimizer:
-        found = _plain(member)
+        optimizer = _plain(member)
     else:
         raise InvalidRequest(
             f"{type(member).__name__} is an optimizer that is not supported",
             hint="supported are DistributedOptimizer, Float16OptimizerWithFloat16Params and FP32Optimizer, also chained",
         )
-    for number, parameter, stepped, begin, copied in found:
+    for number, parameter, stepped, begin, copied in optimizer:
         if stepped is None:
             raise InvalidRequest(f"{type(member).__name__} keeps a part of a parameter where it cannot be found (FP8)")
         stored = known.get(place(parameter))

@@ -99,10 +99,10 @@ def _sharded_state(chunk: Any) -> Mapping[str, Any]:
     # Layers by number rather than stacked, so that a name is one layer's. The group is the default of 0.16.1; without it
     # 0.16.1 takes the tensor-parallel rank of every tensor for 0.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": group})
-    if not isinstance(found, Mapping):
-        raise InvalidRequest(f"sharded_state_dict() of {type(chunk).__name__} returns a {type(found).__name__}")
-    return found
+    state_dict = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": group})
+    if not isinstance(state_dict, Mapping):
+        raise InvalidRequest(f"sharded_state_dict() of {type(chunk).__name__} returns a {type(state_dict).__name__}")
+    return state_dict
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -209,15 +209,15 @@ class _Live:
                 f"{own} is a {type(data).__name__}, whose memory cannot be stored as it is",
                 hint="parameters in FP8 are not supported: train without fp8_param, so that they are in bfloat16",
             )
-        found = self._by_place.get(place(data))
-        if found is None:
+        live_tensor = self._by_place.get(place(data))
+        if live_tensor is None:
             raise InvalidRequest(
                 f"{own}: sharded_state_dict() makes a tensor of shape {list(data.shape)} for it that is no parameter or "
                 "buffer of the module, so a restore into it would be lost"
             )
-        if not found.is_contiguous():
+        if not live_tensor.is_contiguous():
             raise InvalidRequest(f"{own} is not contiguous, so it is not known which of its elements are where")
-        return found
+        return live_tensor
 
     def owner(self, own: str) -> torch.nn.Module:
         """The module whose extra state has this name."""

@@ -62,13 +62,13 @@ class TrackedStreams:
 
         tracker = tensor_parallel.get_cuda_rng_tracker()
         safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        found = {name: tensor_parallel.convert_cuda_rng_state(one, to_graphable=safe) for name, one in state.items()}
-        tracker.set_states(found)
+        states = {name: tensor_parallel.convert_cuda_rng_state(one, to_graphable=safe) for name, one in state.items()}
+        tracker.set_states(states)
 
 
 def extra_states(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
     """The current extra state of these modules, as bytes, by module name. `InvalidRequest` for a value that is not bytes."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         value: Any = module.get_extra_state()
         if isinstance(value, io.BytesIO):  # Transformer Engine before 1.14
@@ -80,8 +80,8 @@ def extra_states(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tens
                 f"the extra state {name} is a {type(value).__name__}, which would have to be pickled",
                 hint="let get_extra_state() return a tensor of dtype uint8, or None",
             )
-        found[name] = value.detach().cpu().clone().view(-1)
-    return found
+        tensors[name] = value.detach().cpu().clone().view(-1)
+    return tensors
 
 
 def install_extra_states(modules: Mapping[str, torch.nn.Module], restored: Mapping[str, torch.Tensor]) -> None:

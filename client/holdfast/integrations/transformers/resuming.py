@@ -53,19 +53,19 @@ def own_checkpoint(output_dir: str) -> tuple[int, str] | None:
         entries = list(Path(output_dir).iterdir())
     except OSError:
         return None
-    found = [(int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))]
-    own = [(step, str(entry)) for step, entry in found if not entry.is_symlink() and (entry / STATE_FILE).is_file()]
+    numbered = [(int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))]
+    own = [(step, str(entry)) for step, entry in numbered if not entry.is_symlink() and (entry / STATE_FILE).is_file()]
     return max((one for one in own if not (Path(one[1]) / naming.COMMIT).is_file()), default=None)
 
 
 def links(output_dir: str, run: str) -> dict[int, Path]:
     """The links `checkpoint-N` to checkpoints of the run, by step, in ascending order."""
-    found = {}
+    by_step = {}
     for entry in Path(output_dir).glob("checkpoint-*"):
         match = _CHECKPOINT.fullmatch(entry.name)
         if match is not None and entry.is_symlink() and naming.linked_step(run, os.readlink(entry)) == int(match[1]):
-            found[int(match[1])] = entry
-    return dict(sorted(found.items()))
+            by_step[int(match[1])] = entry
+    return dict(sorted(by_step.items()))
 
 
 def not_of(run: str, path: Path) -> InvalidRequest:

@@ -138,12 +138,12 @@ def attach(trainer: AnyTrainer, run: str, **options: Unpack[TrainerOptions]) -> 
         raise InvalidRequest(
             f"attach has no option {', '.join(sorted(unknown))}", hint=f"it has {', '.join(TrainerOptions.__annotations__)}"
         )
-    made = TrainerRun(trainer, run, options)
+    trainer_run = TrainerRun(trainer, run, options)
     kind = type(trainer)
     if not issubclass(kind, HoldfastTrainerMixin):
         bases = (HoldfastTrainerMixin,) if kind is Trainer else (kind, HoldfastTrainerMixin)
         trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-    trainer.holdfast = made
+    trainer.holdfast = trainer_run
     return trainer
 
 

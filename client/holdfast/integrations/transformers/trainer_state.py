@@ -49,19 +49,19 @@ def assets(trainer: Any) -> list[Any]:
 
     peft = peft_model(trainer)
     model: Any = unwrap(trainer.model)
-    found: list[Any] = [{ARGUMENTS_FILE: trainer.args.to_json_string()}]
+    files: list[Any] = [{ARGUMENTS_FILE: trainer.args.to_json_string()}]
     if peft is not None:
-        found.append(adapter_config(peft))
+        files.append(adapter_config(peft))
     elif isinstance(model, PreTrainedModel):
-        found.append(_config(model))
+        files.append(_config(model))
         if model.can_generate():
-            found.append(model.generation_config)
+            files.append(model.generation_config)
     elif hasattr(getattr(model, "config", None), "save_pretrained"):
-        found.append(model.config)
+        files.append(model.config)
     processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if hasattr(processor, "save_pretrained"):
-        found.append(processor)
-    return found
+        files.append(processor)
+    return files
 
 
 def state_file(trainer: Any) -> dict[str, str]:
@@ -85,12 +85,12 @@ def state_file(trainer: Any) -> dict[str, str]:
 
 
 def metrics(trainer: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for entry in reversed(trainer.state.log_history):
         if entry.get("step") != trainer.state.global_step:
             break
-        found = {name: value for name, value in entry.items() if type(value) in (int, float)} | found
-    return {name: value for name, value in found.items() if name != "step"}
+        values = {name: value for name, value in entry.items() if type(value) in (int, float)} | values
+    return {name: value for name, value in values.items() if name != "step"}
 
 
 def _config(model: Any) -> Any:

@@ -272,8 +272,8 @@ class TrainerRun:
 
     def _own_links(self, checkpointer: Checkpointer) -> dict[int, Path]:
         """Links to checkpoints of this run in this root, by step; some may not be committed yet."""
-        found = resuming.links(self.trainer.args.output_dir, self.run)
-        return {step: path for step, path in found.items() if _leads_to(checkpointer, path)}
+        paths = resuming.links(self.trainer.args.output_dir, self.run)
+        return {step: path for step, path in paths.items() if _leads_to(checkpointer, path)}
 
     def _clear_way(self, checkpointer: Checkpointer, step: int) -> None:
         """Make room for the link, and release abandoned checkpoints: a linked one is never replaced."""

@@ -69,7 +69,7 @@ class Attributes:
         self._tracer = tracer
         self._known: dict[int, object] = {}
         self._places: dict[_Place, int] = {}  # of looks
-        self._looks: list[_Look] = []
+        self._probe: list[_Look] = []
         self._held: list[Mapping[str, Any]] = []
         self._sizes: list[int] = []
         self._turn: list[int] = []
@@ -104,7 +104,7 @@ class Attributes:
 
     def look_again(self) -> None:
         """Record everything again as the first look."""
-        for place, look in enumerate(self._looks):
+        for place, look in enumerate(self._probe):
             self._put(place, self._of(look.path, look.held, look.rule, look.held.items()))
 
     def changed(self, whole: bool = False) -> dict[str, object]:
@@ -112,7 +112,7 @@ class Attributes:
         self._see_newcomers()
         left = self.AT_ONCE
         for _ in self._turn:
-            look = self._looks[self._turn[self._next]]
+            look = self._probe[self._turn[self._next]]
             self._next = (self._next + 1) % len(self._turn)
             left -= 1 + self.OF_TRACE * len(look.traces)
             for name in self._news(look):
@@ -134,7 +134,7 @@ class Attributes:
             return
         for place, (before, now) in enumerate(zip(self._sizes, sizes, strict=True)):
             if before != now:
-                look = self._looks[place]
+                look = self._probe[place]
                 new = self._of(look.path, look.held, look.rule, islice(look.held.items(), min(before, now), None))
                 came = [name for name in (*new.names, *new.traces) if look.rule.comes(name, look.held[name])]
                 self._changed.update({f"{look.path}.{name}": (look.held, name) for name in came})
@@ -143,10 +143,10 @@ class Attributes:
 
     def _look(self, place: _Place, path: str, held: Mapping[str, Any], rule: _Rule) -> None:
         if place not in self._places:
-            self._places[place] = len(self._looks)
+            self._places[place] = len(self._probe)
             self._held.append(held)
             self._sizes.append(0)
-            self._looks.append(_Look(path, held, rule, 0, (), (), {}))
+            self._probe.append(_Look(path, held, rule, 0, (), (), {}))
         self._put(self._places[place], self._of(path, held, rule, held.items()))
 
     def _of(self, path: str, held: Mapping[str, Any], rule: _Rule, items: Iterable[tuple[str, Any]]) -> _Look:
@@ -157,9 +157,9 @@ class Attributes:
         return _Look(path, held, rule, len(held), plain, tuple(map(counts.get, plain)), traces)
 
     def _put(self, place: int, look: _Look) -> None:
-        if (look.names or look.traces) and not (self._looks[place].names or self._looks[place].traces):
+        if (look.names or look.traces) and not (self._probe[place].names or self._probe[place].traces):
             self._turn.append(place)
-        self._looks[place], self._held[place], self._sizes[place] = look, look.held, look.size
+        self._probe[place], self._held[place], self._sizes[place] = look, look.held, look.size
 
     def _news(self, look: _Look) -> Iterator[str]:
         now = tuple(map(look.held.get, look.names))

@@ -143,8 +143,8 @@ def _is_restored(group: str, stored: OfferedLeaves, selection: Selection) -> boo
     return any(selection.takes(group, name) for name in names)
 
 
-def _not_called(found: list[_Written], why: str, way: str) -> LeftOutNote:
-    return LeftOutNote(f"not called by the restore: {', '.join(one.what for one in found)}: {why}; {way}")
+def _not_called(written: list[_Written], why: str, way: str) -> LeftOutNote:
+    return LeftOutNote(f"not called by the restore: {', '.join(one.what for one in written)}: {why}; {way}")
 
 
 @contextmanager

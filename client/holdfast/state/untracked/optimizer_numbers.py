@@ -40,14 +40,14 @@ class WrapperNumbers:
 
     def look(self, value: object) -> dict[str, _Named]:
         """Look again; the numbers that have changed since the first look, by their names in the checkpoint."""
-        found: dict[str, _Named] = {}
+        named: dict[str, _Named] = {}
         for name, one in self._named(value):
             now, place = getattr(one.owner, one.attribute), (id(one.owner), one.attribute)
             if _token(self._first.setdefault(place, (one.owner, _kept(now)))[1]) != _token(_kept(now)):
                 self._changed.add(place)
             if place in self._changed:
-                found[name] = one
-        return found
+                named[name] = one
+        return named
 
     def put(self, value: object, numbers: Mapping[str, Any]) -> None:
         """Restore the objects' numbers, which from then on count as changed."""
@@ -83,8 +83,8 @@ def owners(value: object) -> Iterator[NamedOwner]:
     """The optimizers of an entry, and their wrappers."""
     if isinstance(value, OptimizerShards):
         return
-    found, seen = optimizer_wrappers.find(value), dict[str, int]()
-    for owner in (*found.wrappers, *found.optimizers):
+    located, seen = optimizer_wrappers.find(value), dict[str, int]()
+    for owner in (*located.wrappers, *located.optimizers):
         kind = type(owner).__name__
         seen[kind] = number = seen.get(kind, 0) + 1
         yield NamedOwner(f"{kind}{f'#{number}' if number > 1 else ''}", owner)
@@ -120,10 +120,10 @@ class SavedNumbers(NamedTuple):
         return f"{self.numbers.key}/numbers"
 
     def collect(self, content: Content) -> None:
-        found = self.numbers.look(self.state[self.numbers.key])
-        if not found:
+        numbers = self.numbers.look(self.state[self.numbers.key])
+        if not numbers:
             return
-        values = {name: getattr(*one) for name, one in sorted(found.items())}
+        values = {name: getattr(*one) for name, one in sorted(numbers.items())}
         tree = trees.grow(values, self.name, self.name, f"{RANK_PREFIX}{self.rank:05d}/{self.name}")
         content.add_value(GROUP, self.name, tree.text)
         for name, tensor in tree.tensors.items():

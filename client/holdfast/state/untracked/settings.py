@@ -74,7 +74,7 @@ class Settings:
         for root in self._roots.values():
             if root.held["training"]:
                 self._note_modes(root)
-        return {kind: found for kind, found in self._changed.items() if found}
+        return {kind: paths for kind, paths in self._changed.items() if paths}
 
     def flags(self) -> dict[str, bool]:
         return {path: one.requires_grad for (path, _, _), one in zip(self._places, self._parameters, strict=True)}
@@ -91,9 +91,9 @@ class Settings:
         if self._modes.get(id(root.held)) == modes:
             return
         self._modes[id(root.held)] = modes
-        found, known = tuple[str, ...](), self._changed["modes"]
+        prefixes, known = tuple[str, ...](), self._changed["modes"]
         for path, held, mode in zip(root.paths, root.parts, modes, strict=True):
             if path in known or self._first_modes.setdefault(id(held), mode) is not mode:
-                if not path.startswith(found) or path in known:
+                if not path.startswith(prefixes) or path in known:
                     known[path] = mode
-                found = (*found, f"{path}.")
+                prefixes = (*prefixes, f"{path}.")

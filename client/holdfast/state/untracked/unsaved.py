@@ -63,15 +63,15 @@ class Unsaved:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
         self._stored.look_at_values()
         changed = dict(list(self._attributes.changed().items())[:STORED_MAX])
-        told = shown(changed)
-        found = {
-            "numbers": told,
-            "attributes": [path for path in changed if path not in told],
+        shown_numbers = shown(changed)
+        notes = {
+            "numbers": shown_numbers,
+            "attributes": [path for path in changed if path not in shown_numbers],
             "buffers": self._buffers.changed()[:STORED_MAX],
             "gradients": self.gradients.accumulated(),
             **{kind: dict(list(held.items())[:STORED_MAX]) for kind, held in self._settings.changed().items()},
         }
-        self.last = {kind: held for kind, held in found.items() if held}
+        self.last = {kind: held for kind, held in notes.items() if held}
         return self.last
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,17 +93,17 @@ class Unsaved:
         return self._settings.flags()
 
     def values(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
         for key, value in self._state.items():
             for module in modules_of(value):
                 for name, part in module.named_modules():
                     below = f"{key}.{name}" if name else key
-                    found.update(plain_values(below, vars(part)))
+                    plain.update(plain_values(below, vars(part)))
                     for of_tensor, tensor in (*part._parameters.items(), *part._buffers.items()):
-                        found.update(plain_values(f"{below}.{of_tensor}", getattr(tensor, "__dict__", {})))
+                        plain.update(plain_values(f"{below}.{of_tensor}", getattr(tensor, "__dict__", {})))
             for path, owner in self._optimizers(key, value):
-                found.update(plain_values(path, vars(owner)))
-        return found
+                plain.update(plain_values(path, vars(owner)))
+        return plain
 
     def _optimizers(self, key: str, value: object) -> list[NamedOwner]:
         """An entry's optimizers of the user's classes, and their wrappers. torch's own have no counters."""
@@ -156,9 +156,9 @@ class UnsavedState(NamedTuple):
         return frozenset({GROUP})
 
     def collect(self, content: Content) -> None:
-        found = self.unsaved.found()
-        if found:
-            content.add_value(GROUP, KEY, json_values.dumps(found, KEY))
+        notes = self.unsaved.found()
+        if notes:
+            content.add_value(GROUP, KEY, json_values.dumps(notes, KEY))
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Note what the save had left out, and what differs here."""

@@ -19,14 +19,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign import json_values, optimizer_state
+from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.dcp import optimizers
 from holdfast_formats.foreign.dcp.gathering import GatheredListing, Unread
 from holdfast_formats.foreign.dcp.metadata import Path, SavedState
 from holdfast_formats.foreign.dcp.optimizers import SavedOptimizer
 from holdfast_formats.foreign.dcp.payloads import Payloads
 from holdfast_formats.foreign.json_values import Trail
-from holdfast_formats.foreign.listing import TensorKey
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 
 MODEL, EXTRA = "model", "extra"
@@ -86,17 +87,17 @@ class StateDictArrangement:
             self._put_value(EXTRA, fqn, fqn)
 
     def _leaves(self) -> list[_Leaf]:
-        found = [_Leaf(self._path(fqn), fqn) for fqn in (*self._saved.tensors, *self._saved.values)]
-        found = self._optimizer_apart(found)
-        tops = {leaf.path[0] for leaf in found if len(leaf.path) > 1}
+        leaves = [_Leaf(self._path(fqn), fqn) for fqn in (*self._saved.tensors, *self._saved.values)]
+        leaves = self._optimizer_apart(leaves)
+        tops = {leaf.path[0] for leaf in leaves if len(leaf.path) > 1}
         if tops & set(_MODELS):
-            return found
-        around = {leaf.path[0] for leaf in found if len(leaf.path) > 2 and leaf.path[1] in _MODELS}
+            return leaves
+        around = {leaf.path[0] for leaf in leaves if len(leaf.path) > 2 and leaf.path[1] in _MODELS}
         if len(around) != 1:
-            return found
+            return leaves
         (key,) = around
         self._gathered.notes.append(f"the key {key!r}, which contains model and optimizer, was left away")
-        return [leaf._replace(path=leaf.path[1:]) if leaf.path[0] == key and len(leaf.path) > 1 else leaf for leaf in found]
+        return [leaf._replace(path=leaf.path[1:]) if leaf.path[0] == key and len(leaf.path) > 1 else leaf for leaf in leaves]
 
     def _optimizer_apart(self, leaves: list[_Leaf]) -> list[_Leaf]:
         """Move the joined keys of an optimizer that are among the weights, as in `{**model, **optimizer}`, under a separate
@@ -151,28 +152,28 @@ class StateDictArrangement:
             )
 
     def _optimizer(self, top: str, leaves: list[_Leaf]) -> None:
-        found = optimizers.parsed([(leaf.path[1:], leaf.fqn) for leaf in leaves], self._weights)
+        optimizer = optimizers.parsed([(leaf.path[1:], leaf.fqn) for leaf in leaves], self._weights)
         held = dict(self._gathered.tensors)
-        if not isinstance(found, str):
-            found = self._take_optimizer(top, found)
-        if isinstance(found, str):
+        if not isinstance(optimizer, str):
+            optimizer = self._take_optimizer(top, optimizer)
+        if isinstance(optimizer, str):
             self._gathered.tensors = held
-            self._gathered.notes.append(f"{top} is kept as it is in the group extra: {found}")
+            self._gathered.notes.append(f"{top} is kept as it is in the group extra: {optimizer}")
             self._extra(top, leaves)
 
-    def _take_optimizer(self, top: str, found: SavedOptimizer) -> SavedOptimizer | str:
+    def _take_optimizer(self, top: str, saved_optimizer: SavedOptimizer) -> SavedOptimizer | str:
         """Store the state of an optimizer; returns the reason if it is impossible."""
-        groups = self._groups(top, found)
+        groups = self._groups(top, saved_optimizer)
         if isinstance(groups, str):
             return groups
         names = [name for params, _ in groups for name in params]
-        unknown = sorted(found.state.keys() - set(names))
+        unknown = sorted(saved_optimizer.state.keys() - set(names))
         if len(names) != len(set(names)) or unknown:
             return f"its groups do not have {unknown[0]!r}" if unknown else "a parameter is in two of its groups"
         document = optimizer_state.document(groups)
         kept: dict[str, Any] = {}
         masters: dict[str, list[str]] = {}
-        for name, kinds in found.state.items():
+        for name, kinds in saved_optimizer.state.items():
             for kind, fqn in kinds.items():
                 if fqn in self._saved.values:
                     value = self._value(fqn, optimizer_state.GROUP, f"{top}/state/{name.replace('/', '|')}/{kind}")
@@ -186,20 +187,20 @@ class StateDictArrangement:
         document["state"] = json_values.ordered({name: json_values.ordered(held) for name, held in kept.items()})
         document["masters"] = json_values.ordered(masters)
         self._gathered.document(optimizer_state.GROUP, top, document)
-        return found
+        return saved_optimizer
 
-    def _groups(self, top: str, found: SavedOptimizer) -> list[tuple[list[str], Mapping[str, Any]]] | str:
+    def _groups(self, top: str, saved_optimizer: SavedOptimizer) -> list[tuple[list[str], Mapping[str, Any]]] | str:
         hyper: list[Mapping[str, Any]] = []
         params: list[list[str]] = []
-        for group in found.groups:
+        for group in saved_optimizer.groups:
             held = {kind: self._hyper(top, kind, fqn) for kind, fqn in group.items()}
             names = held.pop(optimizers.PARAMS, None)
-            if not found.names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            if not saved_optimizer.names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                 return "its parameters have no names"
             params.append(names or [])
             hyper.append({kind: value for kind, value in held.items() if not isinstance(value, Unread)})
-        if found.names:
-            return optimizers.grouped(found.names, hyper)
+        if saved_optimizer.names:
+            return optimizers.grouped(saved_optimizer.names, hyper)
         return list(zip(params, hyper, strict=True))
 
     def _hyper(self, top: str, kind: str, fqn: str) -> Any:
@@ -259,11 +260,11 @@ class StateDictArrangement:
     def _step(self) -> int | None:
         held = self._gathered.documents.get(EXTRA, {})
         for path in STEPS:
-            found: Any = held
+            value: Any = held
             for key in path:
-                found = found.get(key) if isinstance(found, dict) else None
-            if type(found) is int and found >= 0:
-                return found
+                value = value.get(key) if isinstance(value, dict) else None
+            if type(value) is int and value >= 0:
+                return value
         return None
 
 
@@ -286,13 +287,13 @@ def _put(root: dict[str, Any], path: Path, value: Any, fqn: str) -> None:
     for position, key in enumerate(path):
         if isinstance(key, int) and isinstance(at, list) and key < len(at) + 2**16:
             at.extend([None] * (key + 1 - len(at)))
-            there = at[key]
+            inner = at[key]
         elif isinstance(key, str) and isinstance(at, dict):
-            there = at.get(key)
+            inner = at.get(key)
         else:
             raise StateMismatch(f"the path of {fqn!r} contradicts that of another entry", tensor=fqn)
         last = position + 1 == len(path)
-        if last or there is None:
-            there = value if last else [] if isinstance(path[position + 1], int) else {}
-            at[key] = there
-        at = there
+        if last or inner is None:
+            inner = value if last else [] if isinstance(path[position + 1], int) else {}
+            at[key] = inner
+        at = inner

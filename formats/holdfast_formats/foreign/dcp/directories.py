@@ -9,7 +9,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.dcp.metadata import METADATA, SavedState
-from holdfast_formats.foreign.listing import FileUse
+from holdfast_formats.mapping.listing import FileUse
 
 FILES_MAX = 2**20
 DEPTH_MAX = 8
@@ -36,19 +36,19 @@ def uses(files: Files, saved: SavedState, directory: str, known: Mapping[str, Fi
     """The use of every file. `known` are those read besides the metadata and its files."""
     of_tensors = {chunk.at.file for tensor in saved.tensors.values() for chunk in tensor.chunks}
     of_values = {at.file for at in saved.values.values()}
-    found: list[FileUse] = []
+    listed: list[FileUse] = []
     for path in walk(files):
         if path in of_tensors:
-            found.append(FileUse(path, "tensors"))
+            listed.append(FileUse(path, "tensors"))
         elif path in of_values or path == (f"{directory}/{METADATA}" if directory else METADATA):
-            found.append(FileUse(path, "state"))
+            listed.append(FileUse(path, "state"))
         else:
-            found.append(known[path] if path in known else _other(path))
-    return tuple(found)
+            listed.append(known[path] if path in known else _other(path))
+    return tuple(listed)
 
 
-def assets(found: tuple[FileUse, ...]) -> tuple[str, ...]:
-    return tuple(use.file for use in found if use.use == "asset")
+def assets(uses: tuple[FileUse, ...]) -> tuple[str, ...]:
+    return tuple(use.file for use in uses if use.use == "asset")
 
 
 def _other(path: str) -> FileUse:

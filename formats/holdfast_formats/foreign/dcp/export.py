@@ -9,11 +9,11 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign import pickle_writer, torch_zips
 from holdfast_formats.foreign.dcp import export_names
 from holdfast_formats.foreign.dcp.export_names import ExportedLeaf
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.foreign.torch_zips import ALIGNMENT_BYTES, TORCH_DTYPES, ZipAround
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.region import Shape
 
 FILE_BYTES_MAX = 5_000_000_000  # a larger tensor has a file of its own

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
-from holdfast_formats.foreign import json_values, optimizer_state
-from holdfast_formats.foreign.listing import TensorKey, is_of_rank
-from holdfast_formats.foreign.moves import MappedTensor
+from holdfast_formats.foreign import json_values
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey, is_of_rank
 
 Layout = Literal["fsdp", "torchtitan", "plain"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -112,9 +113,9 @@ class _Naming:
     def optimizer_without_document(self) -> None:
         """Name optimizer state without hyper-parameters."""
         titan = self.layout == "torchtitan"
-        found = [key.name.rpartition("/")[0] for key in self.waiting if key.group == optimizer_state.GROUP]
-        self._state([name for name in dict.fromkeys(found) if name], _OptimizerPlace(optimizer_state.KEY, titan))
-        if found:
+        owners = [key.name.rpartition("/")[0] for key in self.waiting if key.group == optimizer_state.GROUP]
+        self._state([name for name in dict.fromkeys(owners) if name], _OptimizerPlace(optimizer_state.KEY, titan))
+        if owners:
             self.left_out.append((f"{optimizer_state.GROUP} (hyper-parameters)", "the checkpoint has none"))
 
     def document(self, key: str, document: Any, group: str, path: Path) -> None:

@@ -10,9 +10,9 @@ from holdfast_formats.files import Files
 from holdfast_formats.foreign import json_values, pickles
 from holdfast_formats.foreign.dcp.metadata import StoredAt
 from holdfast_formats.foreign.json_values import Trail
-from holdfast_formats.foreign.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.foreign.pickled.calls import LatinBytes
 from holdfast_formats.foreign.pickles import PickledArray, PickledBytes, PickledGlobal, PickledRecord
+from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -122,14 +122,14 @@ class GatheredListing:
 
     def _namespace(self, trail: Trail, fields: dict[str, Any], place: ValuePlace) -> Any:
         """The arguments of a program: those that are not plain are left out, and named."""
-        made: dict[str, Any] = {}
+        namespace: dict[str, Any] = {}
         for field, value in fields.items():
             inner = (*trail, str(field))
             try:
-                made[str(field)] = json_values.encode(value, lambda t, v: self._other(t, v, place), inner)
+                namespace[str(field)] = json_values.encode(value, lambda t, v: self._other(t, v, place), inner)
             except Refused as error:
                 self.notes.append(f"{place.prefix}: left out: {error.detail}")
-        return json_values.ordered(made)
+        return json_values.ordered(namespace)
 
     def _bytes(self, value: PickledBytes | LatinBytes, trail: Trail, file: str) -> bytes:
         if value.length > BYTES_MAX:

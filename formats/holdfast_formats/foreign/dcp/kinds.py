@@ -14,7 +14,7 @@ from holdfast_formats.foreign.dcp.megatron import ALLOWED, MegatronArrangement
 from holdfast_formats.foreign.dcp.metadata import METADATA, StoredAt
 from holdfast_formats.foreign.dcp.payloads import Payloads
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing
+from holdfast_formats.mapping.listing import FileUse, ForeignListing
 
 LIGHTNING = "meta.pt"
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -65,9 +65,9 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
     if LIGHTNING in names:
         known[LIGHTNING] = _of_lightning(files, gathered)
         step = _number(gathered, "lightning", "global_step", step)
-    found = directories.uses(files, saved, "", known)
+    listed = directories.uses(files, saved, "", known)
     return ForeignListing(
-        "dcp", gathered.tensors, found, gathered.documents, directories.assets(found), tuple(gathered.notes), step
+        "dcp", gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
     )
 
 
@@ -103,9 +103,9 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
     step = arrangement.as_is() if options.as_is else arrangement.arrange()
     if kind == "nemo":
         known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}
-    found = directories.uses(files, saved, directory, known)
+    listed = directories.uses(files, saved, directory, known)
     return ForeignListing(
-        kind, gathered.tensors, found, gathered.documents, directories.assets(found), tuple(gathered.notes), step
+        kind, gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
     )
 
 
@@ -118,17 +118,17 @@ def _backend(files: Files, directory: str) -> str | None:
         document: Any = json.loads(files.read(path, 0, 2**16))
     except (ValueError, RecursionError):
         return None
-    found = document.get("sharded_backend") if isinstance(document, dict) else None
-    return found if isinstance(found, str) else None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
+    return backend if isinstance(backend, str) else None
 
 
 def _of_lightning(files: Files, gathered: GatheredListing) -> FileUse:
     """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
-    made = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
-    if isinstance(made, Unread):
-        gathered.notes.append(f"{LIGHTNING} was left out: {made.reason}")
-        return FileUse(LIGHTNING, "unused", f"it cannot be read without running code: {made.reason}")
-    gathered.document(EXTRA, "lightning", made)
+    encoded = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
+    if isinstance(encoded, Unread):
+        gathered.notes.append(f"{LIGHTNING} was left out: {encoded.reason}")
+        return FileUse(LIGHTNING, "unused", f"it cannot be read without running code: {encoded.reason}")
+    gathered.document(EXTRA, "lightning", encoded)
     return FileUse(LIGHTNING, "state")
 
 
@@ -143,8 +143,8 @@ def _of_context(path: str) -> FileUse:
 
 
 def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:
-    found = gathered.documents.get(EXTRA, {}).get(document)
-    number = found.get(key) if isinstance(found, dict) else None
+    values = gathered.documents.get(EXTRA, {}).get(document)
+    number = values.get(key) if isinstance(values, dict) else None
     return number if type(number) is int and number >= 0 else otherwise
 
 

@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign import filling, json_values, optimizer_state
+from holdfast_formats.foreign import json_values
 from holdfast_formats.foreign.dcp.arrangement import EXTRA, MODEL
 from holdfast_formats.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_formats.foreign.dcp.metadata import SavedState
 from holdfast_formats.foreign.dcp.payloads import Payloads
-from holdfast_formats.foreign.listing import FetchBox, ForeignPiece, ForeignTensor
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord
+from holdfast_formats.mapping import optimizer_state, reading
+from holdfast_formats.mapping.listing import FetchBox, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box, Shape, whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -162,15 +163,15 @@ class MegatronArrangement:
             self._note_steps(value)
             match = _OBJECT.fullmatch(fqn)
             key, place = (match["key"], match["at"]) if match is not None else (fqn, "")
-            made = (
+            encoded = (
                 value
                 if isinstance(value, Unread)
                 else self._gathered.json(value, ValuePlace(at.file, EXTRA, f"{key}/{place}".rstrip("/")))
             )
-            if isinstance(made, Unread):
-                self._gathered.notes.append(f"{fqn} was left out: {made.reason}")
+            if isinstance(encoded, Unread):
+                self._gathered.notes.append(f"{fqn} was left out: {encoded.reason}")
             else:
-                held.setdefault(key, {})[place] = made
+                held.setdefault(key, {})[place] = encoded
         for key, places in held.items():
             document = places[""] if list(places) == [""] else json_values.ordered(dict(sorted(places.items())))
             self._gathered.document(EXTRA, key, document)
@@ -180,20 +181,20 @@ class MegatronArrangement:
     def _common(self) -> int | None:
         if self.common is None:
             return None
-        made = (
+        local_tensors = (
             self.common
             if isinstance(self.common, Unread)
             else self._gathered.json(self.common, ValuePlace(self.common_file, EXTRA, "common"))
         )
-        if isinstance(made, Unread):
-            self._gathered.notes.append(f"the common state was left out: {made.reason}")
+        if isinstance(local_tensors, Unread):
+            self._gathered.notes.append(f"the common state was left out: {local_tensors.reason}")
             return None
-        self._gathered.document(EXTRA, "common", made)
+        self._gathered.document(EXTRA, "common", local_tensors)
         self._note_steps(self.common.get("optimizer") if isinstance(self.common, dict) else None)
         for key in ("iteration", "global_step"):
-            found = made.get(key) if isinstance(made, dict) else None
-            if type(found) is int and found >= 0:
-                return found
+            value = local_tensors.get(key) if isinstance(local_tensors, dict) else None
+            if type(value) is int and value >= 0:
+                return value
         return None
 
     def _note_steps(self, value: Any, depth: int = 0) -> None:
@@ -215,7 +216,7 @@ class MegatronArrangement:
         if isinstance(step, PickledArray) and not step.shape:
             spec = TensorSpec(EXTRA, "step", step.dtype, ())
             stored = ForeignTensor(spec, (ForeignPiece(step.file, step.offset, whole(()), ()),))
-            step = filling.fetched(self._gathered.files, stored).item()
+            step = reading.fetched(self._gathered.files, stored).item()
         if isinstance(step, int | float) and not isinstance(step, bool):
             self._steps.add(float(step))
 
@@ -232,8 +233,8 @@ class MegatronArrangement:
                 f"the optimizer's step, {step:.0f}, is that of the common state, for every parameter"
             )
         else:
-            found = ", ".join(f"{one:.0f}" for one in sorted(self._steps)) or "none"
-            self._gathered.notes.append(f"no step of the optimizer is stored: the common state says {found}")
+            steps = ", ".join(f"{one:.0f}" for one in sorted(self._steps)) or "none"
+            self._gathered.notes.append(f"no step of the optimizer is stored: the common state says {steps}")
         document = optimizer_state.document([(names, {})])
         document["masters"] = {_MASTER_KEY: self._mastered} if self._mastered else {}
         self._gathered.document(optimizer_state.GROUP, optimizer_state.KEY, document)
@@ -245,12 +246,12 @@ class MegatronArrangement:
 
 def _split(pieces: tuple[ForeignPiece, ...], count: int, width: int) -> list[tuple[ForeignPiece, ...]]:
     """The pieces of each index of the first dimension, without that dimension."""
-    found: list[list[ForeignPiece]] = [[] for _ in range(count)]
+    rows: list[list[ForeignPiece]] = [[] for _ in range(count)]
     for file, start, box, steps, member in pieces:
         inner = Box(box.offset[1:], box.shape[1:])
         for row in range(box.shape[0]):
-            found[box.offset[0] + row].append(ForeignPiece(file, start + row * steps[0] * width, inner, steps[1:], member))
-    return [tuple(one) for one in found]
+            rows[box.offset[0] + row].append(ForeignPiece(file, start + row * steps[0] * width, inner, steps[1:], member))
+    return [tuple(one) for one in rows]
 
 
 def _is_empty(value: Any) -> bool:

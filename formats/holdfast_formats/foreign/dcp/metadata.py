@@ -132,10 +132,10 @@ class EntryKey(NamedTuple):
 Places = dict[EntryKey, StoredAt]
 
 
-def _places(files: Files, directory: str, found: Any, path: str) -> Places:
+def _places(files: Files, directory: str, value: Any, path: str) -> Places:
     places: Places = {}
     sizes: dict[str, int | None] = {}
-    for index, info in _dict(found, "storage_data", path).items():
+    for index, info in _dict(value, "storage_data", path).items():
         fqn = index.get("fqn") if isinstance(index, PickledRecord) else None
         offset = None if fqn is None else index.get("offset")
         if not isinstance(fqn, str) or not isinstance(info, PickledRecord) or not (offset is None or _is_shape(offset)):
@@ -205,8 +205,8 @@ def _box(chunk: Any, fqn: str, path: str) -> Box:
 
 def _dtype(properties: PickledRecord, fqn: str, path: str) -> str:
     state = properties.state
-    found = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
-    name = found.name if isinstance(found, PickledGlobal) else repr(found)
+    dtype = state[0] if isinstance(state, tuple) and state else properties.get("dtype")
+    name = dtype.name if isinstance(dtype, PickledGlobal) else repr(dtype)
     if name not in pickles.TORCH_DTYPES:
         raise StateMismatch(f"{fqn!r} is {name}, which no checkpoint can hold", file=path, tensor=fqn)
     return pickles.TORCH_DTYPES[name]
@@ -219,43 +219,43 @@ def _place(places: Places, key: EntryKey, path: str) -> StoredAt:
     return places[key]
 
 
-def _paths(found: Any, path: str) -> dict[str, Path]:
-    if found is None:
+def _paths(value: Any, path: str) -> dict[str, Path]:
+    if value is None:
         return {}
-    for fqn, keys in _dict(found, "paths", path).items():
+    for fqn, keys in _dict(value, "paths", path).items():
         plain = isinstance(fqn, str) and isinstance(keys, tuple) and keys and all(isinstance(k, str | int) for k in keys)
         if not plain:
             raise StateMismatch(f"{path} has paths that no planner of torch writes: {fqn!r:.80}", file=path)
-    paths: dict[str, Path] = found
+    paths: dict[str, Path] = value
     return paths
 
 
-def _flattened(found: Any, path: str) -> dict[str, Shape]:
+def _flattened(value: Any, path: str) -> dict[str, Shape]:
     """True shapes of the tensors that Megatron-core 0.6 to 0.14 flattened, cell by cell."""
-    made: dict[str, Shape] = {}
-    for fqn, about in _dict(found or {}, "mcore_data", path).items():
+    shapes: dict[str, Shape] = {}
+    for fqn, about in _dict(value or {}, "mcore_data", path).items():
         shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
         if shape is not None:
             if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
                 raise StateMismatch(f"{path} has no true shape of {fqn!r}", file=path, tensor=str(fqn))
-            made[str(fqn)] = tuple(shape)
-    return made
+            shapes[str(fqn)] = tuple(shape)
+    return shapes
 
 
-def _is_shape(found: Any) -> TypeGuard[Shape]:
-    return isinstance(found, tuple) and all(type(n) is int and n >= 0 for n in found)
+def _is_shape(value: Any) -> TypeGuard[Shape]:
+    return isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
 
 
-def _dict(found: Any, name: str, path: str) -> dict[Any, Any]:
-    if not isinstance(found, dict):
+def _dict(value: Any, name: str, path: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
         raise StateMismatch(f"{path} has no {name}", file=path)
-    return found
+    return value
 
 
-def _list(found: Any, fqn: str, path: str) -> list[Any]:
-    if not isinstance(found, list):
+def _list(value: Any, fqn: str, path: str) -> list[Any]:
+    if not isinstance(value, list):
         raise StateMismatch(f"{path} has no chunks of {fqn!r}", file=path, tensor=fqn)
-    return found
+    return value
 
 
 def _below(directory: str, name: str) -> str:

@@ -67,10 +67,10 @@ def owner(joined: str, weights: Collection[str]) -> str:
 
 def grouped(names: Iterable[str], hyper: Iterable[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[str, Any]]]:
     """Parameters with equal hyper-parameters, which are JSON values, as one group."""
-    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
+    by_values: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for name, values in zip(names, hyper, strict=True):
-        found.setdefault(json.dumps(values, sort_keys=True), ([], values))[0].append(name)
-    return list(found.values())
+        by_values.setdefault(json.dumps(values, sort_keys=True), ([], values))[0].append(name)
+    return list(by_values.values())
 
 
 def _split(inner: str, weights: Collection[str]) -> tuple[str, str]:

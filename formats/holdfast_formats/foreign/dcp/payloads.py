@@ -14,9 +14,9 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs, pickles
 from holdfast_formats.foreign.dcp.metadata import SavedChunk, SavedState, SavedTensor
-from holdfast_formats.foreign.listing import ForeignPiece
 from holdfast_formats.foreign.pickles import PickledArray
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import ForeignPiece
 from holdfast_formats.region import Box, Shape, flat_boxes
 
 SHARDING = "DCP_SHARDING_INFO"  # in the header of safetensors that DCP wrote: where each tensor's first element belongs
@@ -63,13 +63,13 @@ class Payloads:
         if key not in self._parts:
             self._parts[key] = safetensors_part(self._files, at.file, at.start)
         part = self._parts[key]
-        found = part.tensors.get(tensor.fqn)
-        if found is None:
+        entry = part.tensors.get(tensor.fqn)
+        if entry is None:
             raise _unfit(tensor, chunk, "the safetensors there have no tensor of this name")
-        _check(tensor, chunk, found.dtype, found.shape)
+        _check(tensor, chunk, entry.dtype, entry.shape)
         if part.offsets is not None and part.offsets.get(tensor.fqn) != chunk.box.offset:
             raise _unfit(tensor, chunk, f"the tensor there is the part at {part.offsets.get(tensor.fqn)}")
-        return ForeignPiece(at.file, part.data + found.start, chunk.box, strides(chunk.box.shape))
+        return ForeignPiece(at.file, part.data + entry.start, chunk.box, strides(chunk.box.shape))
 
 
 def safetensors_part(files: Files, file: str, start: int = 0) -> SafetensorsPart:
@@ -82,19 +82,19 @@ def safetensors_part(files: Files, file: str, start: int = 0) -> SafetensorsPart
     length = safetensors.header_length(head[: safetensors.LENGTH_BYTES], size, file)
     header = safetensors.decode(files.read(file, start, safetensors.LENGTH_BYTES + length), size, file)
     tensors = {tensor.name: tensor for tensor in header.tensors}
-    said = (header.metadata or {}).get(SHARDING)
-    return SafetensorsPart(tensors, start + header.header_bytes, None if said is None else _offsets(said, file))
+    sharding = (header.metadata or {}).get(SHARDING)
+    return SafetensorsPart(tensors, start + header.header_bytes, None if sharding is None else _offsets(sharding, file))
 
 
-def _offsets(said: str, file: str) -> dict[str, Shape]:
+def _offsets(text: str, file: str) -> dict[str, Shape]:
     try:
-        document: Any = json.loads(said)
-        made = {name: tuple(about["saved_offsets"]) for name, about in document.items()}
+        document: Any = json.loads(text)
+        offsets = {name: tuple(about["saved_offsets"]) for name, about in document.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateMismatch(f"{file} has a {SHARDING} that cannot be read: {error}", file=file) from error
-    if not all(type(n) is int and n >= 0 for offset in made.values() for n in offset):
+    if not all(type(n) is int and n >= 0 for offset in offsets.values() for n in offset):
         raise StateMismatch(f"{file} has a {SHARDING} with offsets that are no numbers", file=file)
-    return made
+    return offsets
 
 
 def _check(tensor: SavedTensor, chunk: SavedChunk, dtype: str, shape: Shape) -> None:
@@ -123,13 +123,13 @@ def _cells(tensor: SavedTensor, piece: ForeignPiece, shape: Shape) -> list[Forei
     corner = tuple(i * n for i, n in zip(box.offset[:-1], inner, strict=True))
     width = piece.strides[-1]
     first = box.offset[-1]
-    made, at = [], 0
+    cells, at = [], 0
     for part in flat_boxes(first, first + box.shape[-1], inner):
         steps = tuple(width * step for step in strides(part.shape))
         place = Box(tuple(c + o for c, o in zip(corner, part.offset, strict=True)), part.shape)
-        made.append((at, place, steps))
+        cells.append((at, place, steps))
         at += part.volume
     size = dtypes.bits(tensor.dtype) // 8
     return [
-        ForeignPiece(piece.file, piece.start + at * width * size, place, steps, piece.member) for at, place, steps in made
+        ForeignPiece(piece.file, piece.start + at * width * size, place, steps, piece.member) for at, place, steps in cells
     ]

@@ -10,8 +10,8 @@ from holdfast_formats.foreign.dcp import directories
 from holdfast_formats.foreign.dcp.gathering import GatheredListing
 from holdfast_formats.foreign.dcp.metadata import SavedState, check_tiled
 from holdfast_formats.foreign.dcp.payloads import safetensors_part
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignPiece
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -48,22 +48,22 @@ def read(files: Files, shards: int | None) -> ForeignListing:
         shape = _extent([piece.box for piece in held])
         check_tiled(name, shape, [piece.box for piece in held], held[0].file)
         gathered.add(TensorSpec("model", name, dtypes[name], shape), tuple(one for one in held if one.box.volume))
-    found = directories.uses(files, SavedState({}, {}, {}, {}), "", known)
-    return ForeignListing("dcp", gathered.tensors, found, assets=directories.assets(found), notes=(_NOTE,))
+    listed = directories.uses(files, SavedState({}, {}, {}, {}), "", known)
+    return ForeignListing("dcp", gathered.tensors, listed, assets=directories.assets(listed), notes=(_NOTE,))
 
 
 def _check_count(files: Files, shards: int | None) -> None:
-    found = sorted({int(match[1]) for file in files.list("") if (match := directories.SHARD.fullmatch(file))})
-    if shards == len(found):
+    ranks = sorted({int(match[1]) for file in files.list("") if (match := directories.SHARD.fullmatch(file))})
+    if shards == len(ranks):
         return
-    there = f"there are shards of {len(found)} ranks, the last of rank {found[-1]}"
+    shards_text = f"there are shards of {len(ranks)} ranks, the last of rank {ranks[-1]}"
     if shards is None:
         raise StateMismatch(
-            f"{there}, and nothing in the directory says how many there were: without its last shard a tensor is cut",
-            hint=f"compare with the ranks of the training; if nothing is missing: --shards {len(found)}",
+            f"{shards_text}, and nothing in the directory says how many there were: without its last shard a tensor is cut",
+            hint=f"compare with the ranks of the training; if nothing is missing: --shards {len(ranks)}",
         )
     raise StateMismatch(
-        f"{there}, and not of {shards}", hint="copy the whole directory; a rank that held nothing has written no file"
+        f"{shards_text}, and not of {shards}", hint="copy the whole directory; a rank that held nothing has written no file"
     )
 
 

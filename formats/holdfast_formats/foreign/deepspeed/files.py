@@ -47,10 +47,10 @@ def tag(files: Files) -> str | None:
     if any(_OPTIMIZER.fullmatch(name) for name in names):
         return ""
     if LATEST in names:
-        said = files.read(LATEST, 0, LATEST_BYTES_MAX).decode("utf-8", "replace").strip()
-        return said if said in names and _is_checkpoint(files, said) else None
-    found = [name for name in names if _TAG.fullmatch(name) and _is_checkpoint(files, name)]
-    return found[0] if len(found) == 1 else None
+        latest = files.read(LATEST, 0, LATEST_BYTES_MAX).decode("utf-8", "replace").strip()
+        return latest if latest in names and _is_checkpoint(files, latest) else None
+    tags = [name for name in names if _TAG.fullmatch(name) and _is_checkpoint(files, name)]
+    return tags[0] if len(tags) == 1 else None
 
 
 def _is_checkpoint(files: Files, directory: str) -> bool:
@@ -99,30 +99,30 @@ def read(files: Files, path: str) -> dict[str, Any]:
 
 def stage(optimizer: Mapping[str, Any], path: str) -> int:
     """ZeRO's stage, which DeepSpeed's bfloat16 optimizer does not state: it is 1."""
-    found = optimizer.get("zero_stage")
-    if found is None and "single_partition_of_fp32_groups" in optimizer:
+    value = optimizer.get("zero_stage")
+    if value is None and "single_partition_of_fp32_groups" in optimizer:
         return 1
-    if isinstance(found, PickledRecord) and len(found.args) == 1:
-        found = found.args[0]
-    if found not in (1, 2, 3):
+    if isinstance(value, PickledRecord) and len(value.args) == 1:
+        value = value.args[0]
+    if value not in (1, 2, 3):
         raise refused(path, "does not say which stage of ZeRO it is of")
-    return int(found)
+    return int(value)
 
 
 def dict_in(held: Mapping[str, Any], key: str, path: str) -> dict[Any, Any]:
     """A required dict."""
-    found = held.get(key)
-    if not isinstance(found, dict):
+    value = held.get(key)
+    if not isinstance(value, dict):
         raise torch_values.mismatch(path, key, f"has no dict {key!r}", _UNIVERSAL)
-    return found
+    return value
 
 
 def list_in(held: Mapping[str, Any], key: str, path: str) -> list[Any]:
     """A required list."""
-    found = held.get(key)
-    if not isinstance(found, list):
+    value = held.get(key)
+    if not isinstance(value, list):
         raise torch_values.mismatch(path, key, f"has no list {key!r}", _UNIVERSAL)
-    return found
+    return value
 
 
 def flat(arrays: Sequence[Any], key: str, path: str) -> list[PickledArray]:
@@ -135,11 +135,11 @@ def flat(arrays: Sequence[Any], key: str, path: str) -> list[PickledArray]:
 
 def shapes_in(held: Mapping[str, Any], key: str, path: str) -> dict[str, tuple[int, ...]]:
     """Required shapes by parameter name."""
-    found = dict_in(held, key, path)
-    for name, shape in found.items():
+    shapes = dict_in(held, key, path)
+    for name, shape in shapes.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise torch_values.mismatch(path, str(name), f"has no shape of parameter {name!r}", _UNIVERSAL)
-    return found
+    return shapes
 
 
 def refused(path: str, what: str, hint: str = _UNIVERSAL) -> Exception:

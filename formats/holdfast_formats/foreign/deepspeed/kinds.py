@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import optimizer_state, torch_values
+from holdfast_formats.foreign import torch_values
 from holdfast_formats.foreign.deepspeed import files as zero_files
-from holdfast_formats.foreign.deepspeed import leftovers, zero_partitions
+from holdfast_formats.foreign.deepspeed import unused_files, zero_partitions
 from holdfast_formats.foreign.deepspeed.files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
 from holdfast_formats.foreign.deepspeed.optimizer import ZeroRank, optimizer_tensors, parameter_groups, rank_state
 from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import rounded
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -65,9 +66,9 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     groups = parameter_groups(parameters, saved.ranks[0], saved.stage)
     if saved.stage == 3:
         notes.append(_LEFT_OUT)
-    documents = leftovers.documents(saved.models[0], saved.ranks[0], saved.model_path)
+    documents = unused_files.documents(saved.models[0], saved.ranks[0], saved.model_path)
     documents["optim"] = {optimizer_state.KEY: optimizer_state.document(groups)}
-    uses, assets = leftovers.uses(files, saved.held)
+    uses, assets = unused_files.uses(files, saved.held)
     step = torch_values.integer(saved.models[0], "global_steps", saved.model_path)
     return ForeignListing(KIND.name, listed, uses, documents, assets, tuple(notes), step)
 
@@ -128,8 +129,8 @@ def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRa
                 high = min(run.first + run.stop - run.start, begin + lanes[run.lane][number].shape[0])
                 if low < high:
                     computed[run.lane][parameter.name] = (low - begin, high - low)
-        for group, (own, said) in enumerate(zip(computed, rank.fragments, strict=False)):
-            wrong = sorted(name for name in own.keys() | said.keys() if own.get(name) != said.get(name))
+        for group, (own, stored) in enumerate(zip(computed, rank.fragments, strict=False)):
+            wrong = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
             if wrong:
                 raise torch_values.mismatch(
                     rank.path, wrong[0], f"says that {wrong[0]!r} of group {group} is elsewhere than its order tells"
@@ -152,25 +153,25 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
     missing = sorted(masters.keys() - module.keys())
     if missing:
         raise torch_values.mismatch(path, missing[0], f"has no weight {missing[0]!r}, of which there is a master")
-    found, notes = [], list[str]()
+    tensors, notes = [], list[str]()
     for tensor in torch_values.state_dict(module, path, GROUP):
         name = tensor.spec.name
         master = masters.get(shared.get(name, name))
         if saved.stage == 3 and name not in buffers:
-            found.append(_partitioned(tensor, master, frozen.get(shared.get(name, name)), path))
+            tensors.append(_partitioned(tensor, master, frozen.get(shared.get(name, name)), path))
         elif master is not None:
-            found.append(_compared(tensor, master, path))
+            tensors.append(_compared(tensor, master, path))
         else:
-            found.append(tensor)
-    narrow = {tensor.spec.name for tensor in found if tensor.spec.dtype != "F32"}
-    found += [master for name, master in masters.items() if name in narrow]
+            tensors.append(tensor)
+    narrow = {tensor.spec.name for tensor in tensors if tensor.spec.dtype != "F32"}
+    tensors += [master for name, master in masters.items() if name in narrow]
     if len(narrow & masters.keys()) < len(masters):
         notes.append("masters of weights in F32 are the weights themselves, and are not listed beside them")
     if saved.stage == 3 and buffers:
         notes.append("buffers are those of rank 0, as in DeepSpeed's own conversion")
     if saved.stage == 3 and narrow & masters.keys():
         notes.append("ZeRO 3 stores no weights but the FP32 masters: the weights are these, rounded as DeepSpeed does")
-    return found, notes
+    return tensors, notes
 
 
 def _names(given: list[Any], key: str, path: str) -> set[str]:
@@ -212,7 +213,7 @@ def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
     shapes = saved.models[0].get("frozen_param_shapes") or {}
     if saved.stage != 3 or not shapes:
         return {}
-    found = {}
+    frozen = {}
     for name, shape in shapes_in({"frozen_param_shapes": shapes}, "frozen_param_shapes", saved.model_path).items():
         lanes = []
         for file, model in zip(saved.held.models, saved.models, strict=True):
@@ -221,8 +222,8 @@ def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
             lanes.append([stored(array, name) for array in flat([part], name, path)])
         (parameter,) = zero_partitions.by_rank({name: shape}, lanes)
         spec = TensorSpec(GROUP, name, lanes[0][0].dtype, shape)
-        found[name] = ForeignTensor(spec, zero_partitions.pieces(parameter, lanes))
-    return found
+        frozen[name] = ForeignTensor(spec, zero_partitions.pieces(parameter, lanes))
+    return frozen
 
 
 def stored(array: PickledArray, key: str) -> StoredArray:

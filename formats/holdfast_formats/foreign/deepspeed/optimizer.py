@@ -9,15 +9,16 @@ import numpy as np
 
 from holdfast_formats import dtypes
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import optimizer_state, torch_values
+from holdfast_formats.foreign import torch_values
 from holdfast_formats.foreign.deepspeed import files as zero_files
 from holdfast_formats.foreign.deepspeed import zero_partitions
 from holdfast_formats.foreign.deepspeed.files import dict_in, flat, list_in
 from holdfast_formats.foreign.deepspeed.zero_partitions import FlatParameter
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.foreign.paddle.computed import scalar
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.tensors import TensorSpec
 
 STEP = "step"
@@ -106,21 +107,21 @@ def _paddings(given: Any, path: str) -> list[list[int]] | None:
         return None
     if not isinstance(given, list) or not all(isinstance(one, list | tuple) for one in given):
         raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are no lists")
-    found = [list(one) for one in given]
-    if not all(type(n) is int and n >= 0 for one in found for n in one):
+    paddings = [list(one) for one in given]
+    if not all(type(n) is int and n >= 0 for one in paddings for n in one):
         raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are no numbers")
-    return found
+    return paddings
 
 
 def _fragments(given: Any, path: str) -> list[dict[str, tuple[int, int]]] | None:
     if not isinstance(given, list):
         return None
-    found = []
+    fragments = []
     for group in given:
         if not isinstance(group, dict) or not all(isinstance(one, PickledRecord) for one in group.values()):
             raise torch_values.mismatch(path, "param_slice_mappings", "has places of parameters that are none")
-        found.append({str(name): (one.get("start"), one.get("numel")) for name, one in group.items()})
-    return found
+        fragments.append({str(name): (one.get("start"), one.get("numel")) for name, one in group.items()})
+    return fragments
 
 
 def optimizer_tensors(
@@ -193,11 +194,11 @@ def parameter_groups(
     """Names and hyper-parameters of each group, for the optimizer's document."""
     if stage == 3 or len(rank.groups) != len(rank.masters):
         return [([parameter.name for parameter in parameters], {})]
-    found: list[tuple[Sequence[str], Mapping[str, Any]]] = []
+    groups: list[tuple[Sequence[str], Mapping[str, Any]]] = []
     for number, group in enumerate(rank.groups):
         names = [parameter.name for parameter in parameters if parameter.group == number]
         hyper = {
             str(key): torch_values.plain(one, rank.path, str(key)) for key, one in group.items() if key not in _NO_HYPER
         }
-        found.append((names, hyper))
-    return found
+        groups.append((names, hyper))
+    return groups

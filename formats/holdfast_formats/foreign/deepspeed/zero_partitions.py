@@ -12,8 +12,8 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import ForeignPiece
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.mapping.listing import ForeignPiece
 from holdfast_formats.region import Shape
 
 Lanes = Sequence[Sequence[StoredArray]]  # arrays that follow each other, for each group (stages 1 and 2) or rank (3)
@@ -41,23 +41,23 @@ def by_group(
     groups: Sequence[Mapping[str, Shape]], paddings: Sequence[Sequence[int]] | None, lanes: Lanes
 ) -> list[FlatParameter]:
     """The parameters of stages 1 and 2. `StateMismatch` if the partitions' lengths are not DeepSpeed's."""
-    found = []
+    parameters = []
     for group, (shapes, arrays) in enumerate(zip(groups, lanes, strict=True)):
         inner = paddings[group] if paddings is not None else [0] * len(shapes)
         offset = 0
         for (name, shape), padding in zip(shapes.items(), inner, strict=True):
             run = FlatRun(group, offset, 0, prod(shape))
-            found.append(FlatParameter(name, shape, group, (run,)))
+            parameters.append(FlatParameter(name, shape, group, (run,)))
             offset += prod(shape) + padding
         held, align = sum(array.shape[0] for array in arrays), 2 * len(arrays)
         if ceil(offset / align) != ceil(held / align):
             raise _wrong(arrays[0], f"group {group} has {held} elements in all partitions, and its parameters {offset}")
-    return found
+    return parameters
 
 
 def by_rank(shapes: Mapping[str, Shape], lanes: Lanes) -> list[FlatParameter]:
     """The parameters of stage 3. `StateMismatch` if the partitions' lengths are not DeepSpeed's."""
-    found = []
+    parameters = []
     offset, world = 0, len(lanes)
     ends = [sum(array.shape[0] for array in lanes[0][: n + 1]) for n in range(len(lanes[0]))]
     for name, shape in shapes.items():
@@ -65,13 +65,13 @@ def by_rank(shapes: Mapping[str, Shape], lanes: Lanes) -> list[FlatParameter]:
         share = ceil(numel / world)
         runs = (FlatRun(rank, offset, rank * share, min((rank + 1) * share, numel)) for rank in range(world))
         group = next((n for n, end in enumerate(ends) if offset < end), 0)
-        found.append(FlatParameter(name, shape, group, tuple(run for run in runs if run.start < run.stop)))
+        parameters.append(FlatParameter(name, shape, group, tuple(run for run in runs if run.start < run.stop)))
         offset += share
     for rank, arrays in enumerate(lanes):
         held = sum(array.shape[0] for array in arrays)
         if held != offset or [len(array.shape) for array in arrays] != [1] * len(ends):
             raise _wrong(arrays[0], f"rank {rank} has {held} elements, and its shares of the parameters are {offset}")
-    return found
+    return parameters
 
 
 def pieces(parameter: FlatParameter, lanes: Lanes) -> tuple[ForeignPiece, ...]:

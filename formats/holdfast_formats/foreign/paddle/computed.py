@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 

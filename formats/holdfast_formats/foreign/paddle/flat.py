@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from math import prod
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import ForeignPiece
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_formats.mapping.listing import ForeignPiece
 from holdfast_formats.region import Shape
 
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, ForeignPiece, ForeignTensor
-from holdfast_formats.foreign.paddle import leftovers, progress
+from holdfast_formats.foreign.paddle import progress, unused_files
 from holdfast_formats.foreign.paddle.gathering import Gathering, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import RECORDS, read_dict, refuse_rest
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from holdfast_formats.foreign.pickles import PickledRecord, read_pickle
+from holdfast_formats.mapping.listing import ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
 from holdfast_formats.tensors import TensorSpec
 
@@ -40,29 +40,29 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of a FlexCheckpoint; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
-    there = {state: files.list(state) for state in GROUPS if state in names}
-    writers = [int(match[1]) + 1 for held in there.values() for name in held if (match := _FILE.fullmatch(name))]
-    leftovers.check_signals(names, max(writers, default=0))
+    files_by_state = {state: files.list(state) for state in GROUPS if state in names}
+    writers = [int(match[1]) + 1 for held in files_by_state.values() for name in held if (match := _FILE.fullmatch(name))]
+    unused_files.check_signals(names, max(writers, default=0))
     gathering = Gathering(files, options)
-    found: dict[str, dict[str, ForeignTensor]] = {}
+    by_state: dict[str, dict[str, ForeignTensor]] = {}
     used: list[str] = []
-    for state, held in there.items():
+    for state, held in files_by_state.items():
         reader = StateReader(files, state, [name for name in held if _FILE.fullmatch(name)])
         metadata = [name for name in held if name.endswith(".metadata")]
-        found[state] = reader.tensors(metadata)
+        by_state[state] = reader.tensors(metadata)
         used += [f"{state}/{name}" for name in (*reader.arrays, *metadata)]
-    gathering.names.update(_owner(state, key) for state, tensors in found.items() for key in tensors)
-    for state, tensors in found.items():
+    gathering.names.update(_owner(state, key) for state, tensors in by_state.items() for key in tensors)
+    for state, tensors in by_state.items():
         if state == "optimizer_state":
             _optimizer(gathering, tensors)
             continue
         for key, tensor in tensors.items():
             owner = _owner(state, key)
             gathering.weight(renamed(tensor, GROUPS[state], key if options.as_is else owner), owner)
-    if "ema_state" in there:
+    if "ema_state" in files_by_state:
         gathering.notes.append("group ema is Paddle's average, which began at zero and is not corrected for it")
-    others = [f"{state}/{name}" for state, held in there.items() for name in held]
-    return gathering.listing(NAME, [*(name for name in names if name not in there), *others], used)
+    others = [f"{state}/{name}" for state, held in files_by_state.items() for name in held]
+    return gathering.listing(NAME, [*(name for name in names if name not in files_by_state), *others], used)
 
 
 def _owner(state: str, key: str) -> str:
@@ -198,8 +198,8 @@ class StateReader:
         length = None if shard.flat is None else (shard.flat[1] - shard.flat[0],)
         wanted = length or shard.box.shape
         if array is None or array.dtype != shard.dtype or array.shape != wanted or array.decoder is not None:
-            there = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
-            raise self._odd(path, key, f"has {there} in {name} instead of {shard.dtype} of shape {list(wanted)}")
+            array_text = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
+            raise self._odd(path, key, f"has {array_text} in {name} instead of {shard.dtype} of shape {list(wanted)}")
         if shard.flat is None:
             moved = [shard.box.place(piece.box) for piece in array.pieces]
             return [piece._replace(box=box) for piece, box in zip(array.pieces, moved, strict=True)]

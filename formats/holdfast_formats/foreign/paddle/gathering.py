@@ -11,14 +11,14 @@ from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
-from holdfast_formats.foreign.paddle import agreement, computed, leftovers, progress
+from holdfast_formats.foreign.paddle import computed, consistency, progress, unused_files
 from holdfast_formats.foreign.paddle.quantised import FIRST, SECOND
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.paddle.transposition import Linears, linears, turned
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Shape, whole
 
 CONFIG = "config.json"
@@ -46,8 +46,8 @@ class Gathering:
     @property
     def half(self) -> str | None:
         """The narrow dtype of the weights in config.json; None for others."""
-        said = (self.config or {}).get("torch_dtype") or (self.config or {}).get("dtype")
-        return HALF.get(str(said).removeprefix("paddle.").removeprefix("torch."))
+        dtype = (self.config or {}).get("torch_dtype") or (self.config or {}).get("dtype")
+        return HALF.get(str(dtype).removeprefix("paddle.").removeprefix("torch."))
 
     @property
     def linears(self) -> Linears:
@@ -101,8 +101,8 @@ class Gathering:
                 )
         missing = [kind for kind in _MOMENTS if kind not in held]
         if missing:
-            there = next(iter(held.values()))
-            raise StateMismatch(f"{where(there)}: {missing[0]} of {of!r} is missing", tensor=f"{of}/{missing[0]}")
+            present = next(iter(held.values()))
+            raise StateMismatch(f"{where(present)}: {missing[0]} of {of!r} is missing", tensor=f"{of}/{missing[0]}")
         for kind, tensor in held.items():
             self.weight(renamed(tensor, optimizer_state.GROUP, f"{of}/{_MOMENTS[kind]}"), of)
         key = TensorKey(optimizer_state.GROUP, f"{of}/step")
@@ -125,10 +125,10 @@ class Gathering:
             return
         if not (self.config.get("tie_word_embeddings") if self.config is not None else self._alike(first, second)):
             return
-        for here, there in (_TIED, _TIED[::-1]):
+        for here, target in (_TIED, _TIED[::-1]):
             for key, tensor in list(self.tensors.items()):
                 name = key.name.removeprefix(here)
-                other = TensorKey(key.group, there + name)
+                other = TensorKey(key.group, target + name)
                 if key.group != "model" and name in ("", "/exp_avg", "/exp_avg_sq", "/step") and name != key.name:
                     self.tensors.setdefault(other, renamed(tensor, *other))
         self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
@@ -160,15 +160,15 @@ class Gathering:
             hyper["lr"] = self.progress.learning_rate
         self.tie()
         if not self.options.as_is:
-            self.notes += agreement.check(self.tensors, self._tied(), self.progress.step is not None)
+            self.notes += consistency.check(self.tensors, self._tied(), self.progress.step is not None)
         documents: dict[str, dict[str, Any]] = {}
         # Files and not values of group `extra`: a trainer refuses to restore values that it has no use for.
-        told = {f"{key}.json": json.dumps(value, indent=1).encode() for key, value in self.progress.documents.items()}
+        assets = {f"{key}.json": json.dumps(value, indent=1).encode() for key, value in self.progress.documents.items()}
         steps = sorted(key.name.removesuffix("/step") for key in self.tensors if key.name.endswith("/step"))
         if steps:
             documents["extra"] = {}  # a trainer expects the group
             documents[optimizer_state.GROUP] = {optimizer_state.KEY: optimizer_state.document([(steps, hyper)])}
-        rest = leftovers.sort_out(self.files, names, {*used, *self.progress.files})
+        rest = unused_files.sort_out(self.files, names, {*used, *self.progress.files})
         uses = [FileUse(name, "tensors") for name in used] + [FileUse(name, "state") for name in self.progress.files]
         return ForeignListing(
             kind,
@@ -178,7 +178,7 @@ class Gathering:
             rest.assets,
             tuple(self.notes),
             self.progress.step,
-            told,
+            assets,
         )
 
 
@@ -195,12 +195,12 @@ def read_json(files: Files, path: str) -> dict[str, Any]:
     if size > JSON_BYTES_MAX:
         raise LimitExceeded(f"{path} has {size} bytes, over the limit of {JSON_BYTES_MAX}", file=path)
     try:
-        found = json.loads(files.read(path, 0, JSON_BYTES_MAX))
+        document = json.loads(files.read(path, 0, JSON_BYTES_MAX))
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"{path} is not JSON: {error}", file=path) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptManifest(f"{path} is not a JSON object", file=path)
-    return found
+    return document
 
 
 def where(tensor: ForeignTensor) -> str:

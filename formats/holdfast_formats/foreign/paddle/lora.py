@@ -15,13 +15,13 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor
-from holdfast_formats.foreign.paddle import leftovers
+from holdfast_formats.foreign.paddle import unused_files
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
 from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set
 from holdfast_formats.foreign.paddle.transposition import turned
 from holdfast_formats.foreign.paddle.unified import MASTERS, OPTIMIZER, UnifiedReader
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor
 
 NAME = "paddle-lora"
 CONFIG = "lora_config.json"
@@ -64,7 +64,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     sets = {stem: find_set(files, names, stem, options.int16) for stem in (_STEM, MASTERS, OPTIMIZER)}
     kinds = {_STEM: "model", MASTERS: "master", OPTIMIZER: "optimizer"}
     writers = max(held.writers for held in sets.values())
-    leftovers.check_signals(names, writers, [kinds[stem] for stem, held in sets.items() if held.arrays])
+    unused_files.check_signals(names, writers, [kinds[stem] for stem, held in sets.items() if held.arrays])
     gathering = Gathering(files, options)
     used = {file for held in sets.values() for file in held.used}
     reader = UnifiedReader(gathering, options)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import LatinArray, PickledArray, read_pickle
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape, byte_span, flat_boxes
 
 BIG = "UnpackBigParamInfor@@"
@@ -67,7 +67,7 @@ def _unknown(path: str, key: str) -> StateMismatch:
 
 
 def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensorParts], dict[str, Any]]:
-    found: dict[str, LocalTensorParts] = {}
+    tensors: dict[str, LocalTensorParts] = {}
     rest: dict[str, Any] = {}
     for key, held in value.items():
         if not isinstance(key, str):
@@ -75,11 +75,11 @@ def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensor
         named = isinstance(held, tuple | list) and len(held) == 2 and isinstance(held[0], str)
         array = held[1] if named else held
         if isinstance(array, PickledArray | LatinArray):
-            found[key] = _parts(key, array)
+            tensors[key] = _parts(key, array)
         else:
             rest[key] = held
-    _join_big(path, found, rest.pop(BIG, {}))
-    return found, rest
+    _join_big(path, tensors, rest.pop(BIG, {}))
+    return tensors, rest
 
 
 def _parts(key: str, array: PickledArray | LatinArray) -> LocalTensorParts:
@@ -90,19 +90,19 @@ def _parts(key: str, array: PickledArray | LatinArray) -> LocalTensorParts:
     return LocalTensorParts(dtype, array.shape, (stored.all(),), (), array.file, key)
 
 
-def _join_big(path: str, found: dict[str, LocalTensorParts], stated: Any) -> None:
+def _join_big(path: str, tensors: dict[str, LocalTensorParts], stated: Any) -> None:
     """Replace slices of cut arrays by the whole ones."""
     if not isinstance(stated, dict):
         raise _unknown(path, BIG)
     for key, how in stated.items():
         names = how.get("slices") if isinstance(how, dict) else None
         shape = _shape(how.get("OriginShape")) if isinstance(how, dict) else None
-        if not isinstance(names, list | tuple) or not names or shape is None or key in found:
+        if not isinstance(names, list | tuple) or not names or shape is None or key in tensors:
             raise StateMismatch(f"{path}: {BIG} does not say how {key!r} was cut", file=path, tensor=str(key))
-        missing = [name for name in names if name not in found]
+        missing = [name for name in names if name not in tensors]
         if missing:
             raise StateMismatch(f"{path}: slice {missing[0]!r} of {key!r} is missing", file=path, tensor=str(key))
-        found[str(key)] = _joined([found.pop(name) for name in names], shape, str(key))
+        tensors[str(key)] = _joined([tensors.pop(name) for name in names], shape, str(key))
 
 
 def _shape(value: Any) -> Shape | None:
@@ -134,12 +134,12 @@ class Concatenated(NamedTuple):
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         start, stop = byte_span(box, self.shape, 1)
-        made, at = [], 0
+        parts, at = [], 0
         for one in self.inputs:
             low, high = max(start - at, 0), min(stop - at, prod(one.spec.shape))
-            made += [fetch(one, part).reshape(-1) for part in flat_boxes(low, max(low, high), one.spec.shape)]
+            parts += [fetch(one, part).reshape(-1) for part in flat_boxes(low, max(low, high), one.spec.shape)]
             at += prod(one.spec.shape)
-        return _out_of(np.concatenate(made) if made else np.empty(0), box, self.shape, start)
+        return _out_of(np.concatenate(parts) if parts else np.empty(0), box, self.shape, start)
 
 
 def _out_of(values: NDArray[Any], box: Box, shape: Shape, start: int) -> NDArray[Any]:
@@ -173,7 +173,7 @@ class Latin:
 
     def _bytes(self, start: int, stop: int, fetch: FetchBox) -> NDArray[np.uint8]:
         self._count(fetch)
-        made = np.empty(stop - start, np.uint8)
+        values_read = np.empty(stop - start, np.uint8)
         for block, before in enumerate(self._counts[:-1]):
             if before < stop and self._counts[block + 1] > start:
                 text = self._block(block, fetch)
@@ -184,8 +184,8 @@ class Latin:
                 following = np.append(text, np.uint8(0))[chosen + 1]
                 wide = text[chosen] >= 0x80
                 values = np.where(wide, (text[chosen] & 3) << 6 | following & 0x3F, text[chosen])
-                made[before + low - start : before + high - start] = values
-        return made
+                values_read[before + low - start : before + high - start] = values
+        return values_read
 
     def _block(self, block: int, fetch: FetchBox) -> NDArray[np.uint8]:
         """A block of text, from the first character that begins in it to the end of the last one."""

@@ -16,10 +16,10 @@ import numpy as np
 from holdfast_formats.errors import CheckpointError, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import json_values
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_formats.foreign.pickles import PickledArray, PickledRecord, read_pickle
+from holdfast_formats.mapping.reading import fetched
 
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 _DOCUMENTS = {"scheduler.pdparams": "paddle_scheduler", "scaler.pdparams": "paddle_scaler"}
@@ -47,19 +47,19 @@ def read(files: Files) -> TrainingProgress:
     for path in TRAINER_STATES:
         if files.size(path) is None:
             continue
-        found = _trainer_state(files, path)
-        told = found.get("global_step") if isinstance(found, dict) else None
-        if not isinstance(told, int) or isinstance(told, bool) or told < 0 or step not in (None, told):
-            raise StateMismatch(f"{path} says that global_step is {told!r}", file=path)
-        step, documents["paddle_trainer_state"] = told, document(found)
+        state = _trainer_state(files, path)
+        told_step = state.get("global_step") if isinstance(state, dict) else None
+        if not isinstance(told_step, int) or isinstance(told_step, bool) or told_step < 0 or step not in (None, told_step):
+            raise StateMismatch(f"{path} says that global_step is {told_step!r}", file=path)
+        step, documents["paddle_trainer_state"] = told_step, document(state)
         used.append(path)
     for path, key in _DOCUMENTS.items():
         if files.size(path) is not None:
-            found = _plain(files, read_pickle(files, path, _RECORDS))
-            documents[key] = document(found)
+            state = _plain(files, read_pickle(files, path, _RECORDS))
+            documents[key] = document(state)
             used.append(path)
-            if key == "paddle_scheduler" and isinstance(found, dict):
-                rate = found.get("last_lr")
+            if key == "paddle_scheduler" and isinstance(state, dict):
+                rate = state.get("last_lr")
     known = isinstance(rate, float) and math.isfinite(rate)
     return TrainingProgress(step, documents, tuple(used), rate if known else None)
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -47,8 +47,8 @@ class Bytes(NamedTuple):
         """One number for all, or one for each index of dimension 1."""
         if not scale.spec.shape:
             return fetch(scale, Box((), ())).astype(np.float64)
-        found = fetch(scale, Box(box.offset[1:2], box.shape[1:2])).astype(np.float64)
-        return found.reshape(1, -1, *(1,) * (len(box.shape) - 2))
+        scales = fetch(scale, Box(box.offset[1:2], box.shape[1:2])).astype(np.float64)
+        return scales.reshape(1, -1, *(1,) * (len(box.shape) - 2))
 
 
 class HalfBytes(NamedTuple):
@@ -75,8 +75,8 @@ class HalfBytes(NamedTuple):
     def _scale(scale: ForeignTensor, box: Box, fetch: FetchBox) -> NDArray[Any]:
         (row, column), (rows, columns) = box
         first, last = row // GROUP_ROWS, -(-(row + rows) // GROUP_ROWS)
-        found = fetch(scale, Box((first, column), (last - first, columns)))
-        return np.asarray(found[np.arange(row, row + rows) // GROUP_ROWS - first])
+        scales = fetch(scale, Box((first, column), (last - first, columns)))
+        return np.asarray(scales[np.arange(row, row + rows) // GROUP_ROWS - first])
 
 
 def _second(part: NDArray[Any], lowest: NDArray[Any], highest: NDArray[Any]) -> NDArray[Any]:

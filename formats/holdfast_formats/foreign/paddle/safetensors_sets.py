@@ -75,15 +75,15 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
     arrays: dict[str, list[StoredArray]] = defaultdict(list)
     formats: dict[str, str | None] = {}
     for name in held:
-        found = read_safetensors(files, name)
-        if found.format not in FORMATS:
+        safetensors_file = read_safetensors(files, name)
+        if safetensors_file.format not in FORMATS:
             raise StateMismatch(
-                f"{name} has format {found.format!r}: how its matrices lie is not known",
+                f"{name} has format {safetensors_file.format!r}: how its matrices lie is not known",
                 hint="Paddle writes 'np', or 'pt' for Hugging Face's layout",
                 file=name,
             )
-        formats[name] = found.format
-        for array in found.arrays:
+        formats[name] = safetensors_file.format
+        for array in safetensors_file.arrays:
             arrays[array.key].append(array)
     bits = _bits(files, names, arrays, int16)
     numbers = [match for name in held if (match := _NUMBERED.fullmatch(name[len(stem) :]))]
@@ -98,12 +98,12 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
             )
         ranks, degree, count = _ranks(held, stem, index.get("optim_shard_num"))
     sharded = bool(ranks) and any("shard" in name[len(stem) :].partition(".safetensors")[0] for name in held)
-    made = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count, sharded)
+    file_set = FileSet(index_name, index, dict(arrays), formats, bits, ranks, degree, count, sharded)
     if index and not ranks:
-        _check_index(made)
+        _check_index(file_set)
     elif numbers and not index:
         raise CorruptManifest(f"{index_name} is missing, which says where tensors are", hint=_INCOMPLETE, file=index_name)
-    return made
+    return file_set
 
 
 def is_paddles(files: Files, names: Iterable[str]) -> bool:
@@ -155,12 +155,12 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
     return ranks, max((dict(place).get("tp", 0) for place in places), default=0) + 1, len(places)
 
 
-def _missing(found: set[int], shards: int | None) -> int | None:
+def _missing(numbers: set[int], shards: int | None) -> int | None:
     """The first missing number of a rank's files; 0 is a file without a number."""
-    if shards is None and found == {0}:
+    if shards is None and numbers == {0}:
         return None
-    last = shards or max(found, default=0)
-    return next((number for number in range(min(last, 1), last + 1) if number not in found), None)
+    last = shards or max(numbers, default=0)
+    return next((number for number in range(min(last, 1), last + 1) if number not in numbers), None)
 
 
 def _check_index(held: FileSet) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
-from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, tensor_parallel
+from holdfast_formats.foreign.paddle import computed, flat, progress, tensor_parallel, unused_files
 from holdfast_formats.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
 from holdfast_formats.foreign.paddle.static_names import META, RankPlace, StaticNames, every_place, place_of
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.region import Shape
 
 NAME = "paddle-sharding-io"
@@ -30,15 +30,15 @@ _FILE = re.compile(r"(model_state|optimizer|ema)((?:[._](?:tp|pp|shard|sharding|
 
 
 def recognises(files: Files) -> bool:
-    found = {match[1] for name in files.list("") if (match := _FILE.fullmatch(name))}
-    return "optimizer" in found or "model_state" in found
+    kinds = {match[1] for name in files.list("") if (match := _FILE.fullmatch(name))}
+    return "optimizer" in kinds or "model_state" in kinds
 
 
 def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of such a directory; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     held = {name: match for name in names if (match := _FILE.fullmatch(name))}
-    leftovers.check_signals(names, len({match[2] for match in held.values()}))
+    unused_files.check_signals(names, len({match[2] for match in held.values()}))
     gathering = Gathering(files, options)
     meta = read_json(files, META) if META in names else None
     ranks = _ranks(held)
@@ -52,16 +52,16 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
 
 def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]:
     """Each kind's files by rank. `CorruptManifest` if a rank lacks the files of one kind."""
-    found: dict[str, dict[RankPlace, str]] = defaultdict(dict)
+    by_kind: dict[str, dict[RankPlace, str]] = defaultdict(dict)
     for name, match in held.items():
         place = place_of(match[2])
-        if place in found[match[1]]:
-            raise StateMismatch(f"{name} and {found[match[1]][place]} are of the same rank", file=name)
-        found[match[1]][place] = name
+        if place in by_kind[match[1]]:
+            raise StateMismatch(f"{name} and {by_kind[match[1]][place]} are of the same rank", file=name)
+        by_kind[match[1]][place] = name
     most = RankPlace(
-        *(max(places) + 1 for places in zip(*(place for files in found.values() for place in files), strict=True))
+        *(max(places) + 1 for places in zip(*(place for files in by_kind.values() for place in files), strict=True))
     )
-    for kind, files in found.items():
+    for kind, files in by_kind.items():
         # Weights may be those of one sharding rank: then their names say nothing of sharding.
         whole = kind == "model_state" and not any("shard" in name for name in files.values())
         sizes = most._replace(shard=1) if whole else most
@@ -76,7 +76,7 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
             hint="copy the files of all nodes",
             file=f"{kind} of rank {rank}",
         )
-    return found
+    return by_kind
 
 
 class RankReader:
@@ -120,8 +120,8 @@ class RankReader:
                 gathering.powers(held.values())
             else:
                 shaped = {place: held[place] for place in held} if state not in progress.POWERS else {}
-                found = self._whole(name, shaped) if shaped else _all_equal(list(held.values()))
-                moments[name][state] = found.tensor("optim", f"{name}/{state}")
+                local_tensor_parts = self._whole(name, shaped) if shaped else _all_equal(list(held.values()))
+                moments[name][state] = local_tensor_parts.tensor("optim", f"{name}/{state}")
         for name, states in moments.items():
             gathering.moments(name, states)
         self._weights_of_masters()
@@ -130,7 +130,7 @@ class RankReader:
 
     def _weights_of_masters(self) -> None:
         """List unsaved weights, which are rounded masters."""
-        made = set()
+        dtypes = set()
         for place, parameter in self.naming.parameters():
             key, master = TensorKey("model", parameter.name), TensorKey("master", parameter.name)
             if key in self.gathering.tensors:
@@ -150,10 +150,10 @@ class RankReader:
                 )
             same = dtype == held.spec.dtype
             self.gathering.tensors[key] = renamed(held, *key) if same else computed.rounded(held, key, dtype)
-            made.add(dtype)
-        if made:
+            dtypes.add(dtype)
+        if dtypes:
             self.gathering.notes.append(
-                f"weights were not saved: they are their masters, rounded to {', '.join(sorted(made))}"
+                f"weights were not saved: they are their masters, rounded to {', '.join(sorted(dtypes))}"
             )
 
     def _whole(self, name: str, held: Mapping[RankPlace, LocalTensorParts]) -> LocalTensorParts:
@@ -167,7 +167,7 @@ class RankReader:
             parameter = self.naming.parameter(RankPlace(tp, pp, 0, moe), name)
             distributed = parameter.distributed if distributed is None else distributed
             by_rank[tp].append(self._local(slices, parameter.shape))
-        ranks = {tp: _all_equal(found) for tp, found in by_rank.items()}
+        ranks = {tp: _all_equal(parts) for tp, parts in by_rank.items()}
         first = next(iter(ranks.values()))
         if self._degree == 1:
             return first

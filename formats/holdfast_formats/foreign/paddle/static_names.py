@@ -28,8 +28,8 @@ class RankPlace(NamedTuple):
 
 
 def place_of(suffix: str) -> RankPlace:
-    found = re.findall(r"([a-z]+)(\d+)", suffix)
-    return RankPlace(**{_AXES[axis]: int(number) for axis, number in found if axis in _AXES})
+    numbers = re.findall(r"([a-z]+)(\d+)", suffix)
+    return RankPlace(**{_AXES[axis]: int(number) for axis, number in numbers if axis in _AXES})
 
 
 def every_place(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

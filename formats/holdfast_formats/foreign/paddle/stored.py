@@ -10,8 +10,8 @@ from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, StoredMember
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, StoredMember
 from holdfast_formats.region import Box, Shape, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import Decoder, ForeignPiece, ForeignTensor
 from holdfast_formats.foreign.paddle.stored import StoredArray
+from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box, Shape, intersect
 from holdfast_formats.tensors import TensorSpec
 
@@ -147,7 +147,7 @@ class Cutting(NamedTuple):
     degree: int
 
     def placed(self, part: LocalTensorParts, pieces: Sequence[ForeignPiece], rank: int) -> list[ForeignPiece]:
-        made = []
+        moved_parts = []
         for before, size in zip(accumulate((0, *self.sizes)), self.sizes, strict=False):
             offset, extent = [0] * len(part.shape), list(part.shape)
             offset[self.dimension], extent[self.dimension] = before, size
@@ -158,8 +158,8 @@ class Cutting(NamedTuple):
                 if clipped is not None:
                     moved = list(clipped.box.offset)
                     moved[self.dimension] += shift
-                    made.append(clipped._replace(box=Box(tuple(moved), clipped.box.shape)))
-        return made
+                    moved_parts.append(clipped._replace(box=Box(tuple(moved), clipped.box.shape)))
+        return moved_parts
 
 
 def clip(piece: ForeignPiece, box: Box, dtype: str) -> ForeignPiece | None:
@@ -168,5 +168,5 @@ def clip(piece: ForeignPiece, box: Box, dtype: str) -> ForeignPiece | None:
     if common is None:
         return None
     steps = zip(common.offset, piece.box.offset, piece.strides, strict=True)
-    first = sum((here - there) * step for here, there, step in steps)
+    first = sum((here - low) * step for here, low, step in steps)
     return piece._replace(start=piece.start + first * dtypes.to_numpy(dtype).itemsize, box=common)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import Decoder, FetchBox, ForeignPiece, ForeignTensor
+from holdfast_formats.mapping.listing import Decoder, FetchBox, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box
 
 _DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -85,8 +85,8 @@ def _pattern(linear: tuple[str, ...]) -> re.Pattern[str]:
 def turned(tensor: ForeignTensor) -> ForeignTensor:
     spec = tensor.spec
     decoder = None if tensor.decoder is None else Turned(tensor.decoder)
-    made = type(spec)(spec.group, spec.name, spec.dtype, spec.shape[::-1])
-    return ForeignTensor(made, _turn(tensor.pieces), _turn(tensor.copies), decoder)
+    spec_turned = type(spec)(spec.group, spec.name, spec.dtype, spec.shape[::-1])
+    return ForeignTensor(spec_turned, _turn(tensor.pieces), _turn(tensor.copies), decoder)
 
 
 def _turn(pieces: tuple[ForeignPiece, ...]) -> tuple[ForeignPiece, ...]:

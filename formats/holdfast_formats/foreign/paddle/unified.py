@@ -13,12 +13,12 @@ from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import sixteen_bits
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
-from holdfast_formats.foreign.paddle import computed, flat, leftovers, progress, quantised, tensor_parallel
+from holdfast_formats.foreign.paddle import computed, flat, progress, quantised, tensor_parallel, unused_files
 from holdfast_formats.foreign.paddle.gathering import Gathering
 from holdfast_formats.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set, is_paddles
 from holdfast_formats.foreign.paddle.stored import SafetensorsFile, StoredArray, read_safetensors
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.region import Shape
 
 NAME = "paddle-uc"
@@ -41,22 +41,22 @@ def recognises(files: Files) -> bool:
     if not held:
         return False
     try:
-        found = read_safetensors(files, held[0])
+        safetensors_file = read_safetensors(files, held[0])
     except CorruptManifest:
         return False  # the reader of Hugging Face models reports the error
-    return found.format == "np" or (_has_bits(found) and is_paddles(files, names))
+    return safetensors_file.format == "np" or (_has_bits(safetensors_file) and is_paddles(files, names))
 
 
-def _has_bits(found: SafetensorsFile) -> bool:
-    return any(array.dtype == "U16" for array in found.arrays)
+def _has_bits(safetensors_file: SafetensorsFile) -> bool:
+    return any(array.dtype == "U16" for array in safetensors_file.arrays)
 
 
 def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of a unified checkpoint; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     sets = {stem: find_set(files, names, stem, options.int16) for stem in _KINDS}
-    there = [_KINDS[stem] for stem, held in sets.items() if held.arrays]
-    leftovers.check_signals(names, max(held.writers for held in sets.values()), there)
+    kinds = [_KINDS[stem] for stem, held in sets.items() if held.arrays]
+    unused_files.check_signals(names, max(held.writers for held in sets.values()), kinds)
     reader = UnifiedReader(Gathering(files, options), options)
     reader.read(sets)
     used = sorted({file for held in sets.values() for file in held.used})
@@ -98,8 +98,8 @@ class UnifiedReader:
         dtype = self.gathering.half
         assert dtype is not None
         for key, tensor in list(self.gathering.tensors.items()):
-            made = computed.rounded(tensor, TensorKey("model", key.name), dtype)
-            self.gathering.tensors[made.key] = made
+            rounded = computed.rounded(tensor, TensorKey("model", key.name), dtype)
+            self.gathering.tensors[rounded.key] = rounded
         self.gathering.notes.append(
             f"the model's files hold its masters (skip_save_model_weight): the model is these, rounded to {dtype}"
         )
@@ -132,17 +132,17 @@ class UnifiedReader:
                 raise tensor_parallel.of_arrays(arrays).odd("a key of the optimizer is a parameter's name, / and a type")
             types[owner][kind] = arrays
         count = 0
-        for owner, found in types.items():
-            powers = {kind: found.pop(kind) for kind in progress.POWERS if kind in found}
+        for owner, kinds in types.items():
+            powers = {kind: kinds.pop(kind) for kind in progress.POWERS if kind in kinds}
             self._powers(held, owner, powers)
-            single = {kind: arrays[0] for kind, arrays in found.items()}
+            single = {kind: arrays[0] for kind, arrays in kinds.items()}
             if quantised.is_quantised(single):
                 count += 1
-                self._decoded(held, owner, found)
-            elif found:
+                self._decoded(held, owner, kinds)
+            elif kinds:
                 moments = {
                     kind: self.tensor(held, TensorKey("optim", f"{owner}/{kind}"), arrays, self._shape(owner))
-                    for kind, arrays in found.items()
+                    for kind, arrays in kinds.items()
                 }
                 self.gathering.moments(owner, moments)
             else:
@@ -161,11 +161,11 @@ class UnifiedReader:
         if not self.options.as_is:
             self.gathering.powers(tensor_parallel.of_arrays([array]) for arrays in powers.values() for array in arrays)
 
-    def _decoded(self, held: FileSet, owner: str, found: Mapping[str, list[StoredArray]]) -> None:
-        for arrays in found.values():
+    def _decoded(self, held: FileSet, owner: str, arrays_by_kind: Mapping[str, list[StoredArray]]) -> None:
+        for arrays in arrays_by_kind.values():
             if len(arrays) > 1 or held.ranks:
                 raise tensor_parallel.of_arrays(arrays).odd(f"quantised parts of {owner!r} cannot be put together")
-        single = {kind: arrays[0] for kind, arrays in found.items()}
+        single = {kind: arrays[0] for kind, arrays in arrays_by_kind.items()}
         self.gathering.moments(owner, quantised.decoded(owner, single, self._shape(owner)))
 
     def tensor(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
@@ -186,8 +186,8 @@ class UnifiedReader:
 
     def _cut(self, held: FileSet) -> list[list[StoredArray]]:
         """Keys in several files, such as a parameter sliced between two ranks."""
-        found = [arrays for key, arrays in held.arrays.items() if not key.endswith(progress.POWERS)]
-        return [arrays for arrays in found if len(arrays) > 1]
+        cut_arrays = [arrays for key, arrays in held.arrays.items() if not key.endswith(progress.POWERS)]
+        return [arrays for arrays in cut_arrays if len(arrays) > 1]
 
     def _of_ranks(self, held: FileSet, key: TensorKey, arrays: Sequence[StoredArray], shape: Shape | None) -> ForeignTensor:
         by_rank: dict[int, list[StoredArray]] = defaultdict(list)
@@ -195,7 +195,7 @@ class UnifiedReader:
             by_rank[held.ranks[array.file]].append(array)
         owner = key.name.rpartition("/")[0] if key.group == "optim" else key.name
         local = None if shape is None else tensor_parallel.local_shape(owner, shape, held.degree)
-        parts = {rank: self._of_shards(held, found, shape, local) for rank, found in by_rank.items()}
+        parts = {rank: self._of_shards(held, shards, shape, local) for rank, shards in by_rank.items()}
         first = next(iter(parts.values()))
         if shape is None:
             if held.degree > 1 and key.name.rpartition("/")[2] not in progress.POWERS:

@@ -27,57 +27,57 @@ def _values(args: tuple[Any, ...], what: str) -> list[Any] | tuple[Any, ...]:
         return ()
     if len(args) > 1 or type(args[0]) not in (list, tuple):
         raise Unfit(f"makes a {what} of what is neither a list nor a tuple")
-    found: list[Any] | tuple[Any, ...] = args[0]
-    return found
+    values: list[Any] | tuple[Any, ...] = args[0]
+    return values
 
 
 def _dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     """`OrderedDict()`, or of a list of pairs, as Python 2 wrote it."""
-    made: dict[Any, Any] = m.counted({})
+    mapping: dict[Any, Any] = m.counted({})
     items: list[Any] = []
     for pair in _values(args, "dict"):
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise Unfit("makes a dict of what are no pairs")
         items += pair
     if items:
-        m.set_items(made, items)
-    return made
+        m.set_items(mapping, items)
+    return mapping
 
 
 def _default_dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     factory = args[0] if len(args) == 1 else None
     if len(args) > 1 or (factory is not None and (type(factory) is not PickledGlobal or factory.name not in _FACTORIES)):
         raise Unfit("makes a dict with defaults of its own")
-    made: dict[Any, Any] = m.counted({})
-    return made
+    mapping: dict[Any, Any] = m.counted({})
+    return mapping
 
 
 def _counter(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     if len(args) != 1 or type(args[0]) is not dict:
         raise Unfit("makes a Counter of what is no dict")
-    found: dict[Any, Any] = args[0]
-    return found
+    mapping: dict[Any, Any] = args[0]
+    return mapping
 
 
 def _set(m: PickleMachine, args: tuple[Any, ...]) -> set[Any]:
-    made: set[Any] = m.counted(set())
-    m.add_items(made, list(_values(args, "set")))
-    return made
+    values: set[Any] = m.counted(set())
+    m.add_items(values, list(_values(args, "set")))
+    return values
 
 
 def _frozen_set(m: PickleMachine, args: tuple[Any, ...]) -> frozenset[Any]:
-    made: frozenset[Any] = m.counted(frozenset(_set(m, args)))
-    return made
+    values: frozenset[Any] = m.counted(frozenset(_set(m, args)))
+    return values
 
 
 def _tuple(m: PickleMachine, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    made: tuple[Any, ...] = m.counted(tuple(_values(args, "tuple")))
-    return made
+    values: tuple[Any, ...] = m.counted(tuple(_values(args, "tuple")))
+    return values
 
 
 def _list(m: PickleMachine, args: tuple[Any, ...]) -> list[Any]:
-    made: list[Any] = m.counted(list(_values(args, "list")))
-    return made
+    values: list[Any] = m.counted(list(_values(args, "list")))
+    return values
 
 
 def _size(m: PickleMachine, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -88,8 +88,8 @@ def _size(m: PickleMachine, args: tuple[Any, ...]) -> tuple[int, ...]:
 def _complex(m: PickleMachine, args: tuple[Any, ...]) -> complex:
     if len(args) != 2 or not all(type(part) is float for part in args):
         raise Unfit("makes a complex number of what are not two floats")
-    made: complex = m.counted(complex(*args))
-    return made
+    value: complex = m.counted(complex(*args))
+    return value
 
 
 def _bytes(m: PickleMachine, args: tuple[Any, ...]) -> PickledBytes | LatinBytes:

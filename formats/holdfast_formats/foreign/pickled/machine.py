@@ -117,9 +117,9 @@ class PickleMachine:
         """Pop the values since the last mark, and the mark."""
         if not self._below:
             raise Unfit("takes values since a mark where there is none")
-        found, self.stack = self.stack, self._below.pop()
+        stack, self.stack = self.stack, self._below.pop()
         self._deep -= len(self.stack)
-        return found
+        return stack
 
     def memoize(self, index: int | None = None) -> None:
         value, memo = self.top(), self._memo
@@ -165,13 +165,13 @@ class PickleMachine:
         """Push a class or function by its name; refuses those that are not in a table."""
         module = _OLD_MODULES.get(module, module)
         full = f"{module}.{name}"
-        found = self._globals.get(full)
-        if found is None:
+        value = self._globals.get(full)
+        if value is None:
             if full not in calls.NAMES and full not in KNOWN_CALLS and full not in self.allowed:
                 raise Unfit(f"names {full[:200]!r}, which is neither a tensor nor a plain value: it is not read, nor run")
             self.charge(400 + len(full))
-            found = self._globals[full] = PickledGlobal(full)
-        return found
+            value = self._globals[full] = PickledGlobal(full)
+        return value
 
     def call(self, function: Any, args: Any) -> Any:
         """The result of a call."""
@@ -192,11 +192,11 @@ class PickleMachine:
         value = self.top()
         if type(value) is UnfilledArray:
             self.charge(400)
-            found = calls.array(self.stream.path, state)
+            array = calls.array(self.stream.path, state)
             for index in value.places:
                 if self._memo[index] is value:
-                    self._memo[index] = found
-            self.stack[-1] = found
+                    self._memo[index] = array
+            self.stack[-1] = array
         elif type(value) is NumpyDtype:
             calls.numpy_dtype_state(value, state)
         elif type(value) is PickledRecord and value.state is None:

@@ -90,14 +90,14 @@ def _tuple(count: int) -> Act:
 
 
 def _tuple_of_mark(m: PickleMachine) -> None:
-    found = tuple(m.to_mark())
-    m.stack.append(m.counted(found))
+    values = tuple(m.to_mark())
+    m.stack.append(m.counted(values))
 
 
 def _frozenset(m: PickleMachine) -> None:
-    found: set[Any] = set()
-    m.add_items(found, m.to_mark())
-    m.stack.append(m.counted(frozenset(found)))
+    values: set[Any] = set()
+    m.add_items(values, m.to_mark())
+    m.stack.append(m.counted(frozenset(values)))
 
 
 def _append(m: PickleMachine) -> None:
@@ -149,12 +149,12 @@ def _new_object(m: PickleMachine) -> None:
 
 def _new_object_ex(m: PickleMachine) -> None:
     keywords, args, kind = m.pop(), m.pop(), m.pop()
-    made = m.call(kind, args)
-    if keywords and (type(keywords) is not dict or type(made) is not PickledRecord):
+    record = m.call(kind, args)
+    if keywords and (type(keywords) is not dict or type(record) is not PickledRecord):
         raise Unfit("makes a value of named arguments")
     if keywords:
-        made.state = keywords
-    m.stack.append(made)
+        record.state = keywords
+    m.stack.append(record)
 
 
 def _build(m: PickleMachine) -> None:

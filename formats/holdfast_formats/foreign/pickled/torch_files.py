@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.listing import StoredMember
 from holdfast_formats.foreign.pickled import zip_members
 from holdfast_formats.foreign.pickled.calls import Unfit
 from holdfast_formats.foreign.pickled.dtypes import STORAGES
@@ -16,6 +15,7 @@ from holdfast_formats.foreign.pickled.machine import PickleMachine
 from holdfast_formats.foreign.pickled.stream import PickleStream
 from holdfast_formats.foreign.pickled.values import PickledArray, PickledGlobal
 from holdfast_formats.foreign.pickled.zip_members import ZipMember, ZipWindow
+from holdfast_formats.mapping.listing import StoredMember
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 PICKLE_START = b"\x80"
@@ -102,8 +102,8 @@ class _ZipStorages:
         storage = _storage_id(given, 5)
         member = self._held.get(self._data + storage.key)
         if member is None or member.bytes != storage.nbytes:
-            there = "is not there" if member is None else f"has {member.bytes} bytes instead of {storage.nbytes}"
-            raise Unfit(f"has a storage {storage.key[:40]!r}, which {there}")
+            problem = "is not there" if member is None else f"has {member.bytes} bytes instead of {storage.nbytes}"
+            raise Unfit(f"has a storage {storage.key[:40]!r}, which {problem}")
         if storage.key not in self.found:
             start = zip_members.data_start(self._zip, member)
             if member.bytes <= VALUE_BYTES_MAX:

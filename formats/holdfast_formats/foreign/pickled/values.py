@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from holdfast_formats.foreign.listing import StoredMember
+from holdfast_formats.mapping.listing import StoredMember
 
 
 class PickledArray(NamedTuple):

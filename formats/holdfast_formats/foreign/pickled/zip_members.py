@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.listing import StoredMember
+from holdfast_formats.mapping.listing import StoredMember
 
 MEMBERS_MAX = 2**17
 DIRECTORY_BYTES_MAX = 2**25
@@ -68,16 +68,16 @@ def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
     if count > MEMBERS_MAX or length > DIRECTORY_BYTES_MAX:
         raise LimitExceeded(f"{zip_file.path} has {count} members, over the limit of {MEMBERS_MAX}", file=zip_file.path)
     data = zip_file.read(first, length)
-    found: list[ZipMember] = []
+    zip_members: list[ZipMember] = []
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
             raise zip_file.broken("has a directory that ends too early")
-        found.append(_member(zip_file, data, at))
+        zip_members.append(_member(zip_file, data, at))
         at += _ENTRY.size + sum(_ENTRY.unpack_from(data, at)[10:13])
     if at != len(data):
         raise zip_file.broken("has a directory with more in it than members")
-    return _apart(zip_file, found, first)
+    return _apart(zip_file, zip_members, first)
 
 
 def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
@@ -94,18 +94,18 @@ def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
 
 def check(zip_file: ZipWindow, member: ZipMember, start: int) -> None:
     """`CorruptExtent` unless the content from byte `start` on has the stated CRC-32."""
-    found = 0
+    crc = 0
     for at in range(start, start + member.bytes, READ_BYTES):
-        found = zlib.crc32(zip_file.read(at, min(READ_BYTES, start + member.bytes - at)), found)
-    check_crc(zip_file.path, StoredMember(member.name, start, member.bytes, member.crc), found)
+        crc = zlib.crc32(zip_file.read(at, min(READ_BYTES, start + member.bytes - at)), crc)
+    check_crc(zip_file.path, StoredMember(member.name, start, member.bytes, member.crc), crc)
 
 
-def check_crc(path: str, member: StoredMember, found: int) -> None:
+def check_crc(path: str, member: StoredMember, crc: int) -> None:
     """`CorruptExtent` unless the computed CRC-32 is the stated one, or none is stated."""
-    if member.crc in (0, found):
+    if member.crc in (0, crc):
         return
     raise CorruptExtent(
-        f"{path}: the bytes of its member {member.name!r} have the CRC-32 {found:08x} and not {member.crc:08x}, which the "
+        f"{path}: the bytes of its member {member.name!r} have the CRC-32 {crc:08x} and not {member.crc:08x}, which the "
         "zip file states",
         hint=_COPY,
         file=path,
@@ -172,9 +172,9 @@ def _sizes(zip_file: ZipWindow, entry: tuple[int, ...], extra: bytes) -> tuple[i
     return packed, size, header
 
 
-def _apart(zip_file: ZipWindow, found: list[ZipMember], directory: int) -> dict[str, ZipMember]:
+def _apart(zip_file: ZipWindow, zip_members: list[ZipMember], directory: int) -> dict[str, ZipMember]:
     """The members by name, each with its end; `CorruptManifest` if two share a name or bytes."""
-    ordered = sorted(found, key=lambda member: member.header)
+    ordered = sorted(zip_members, key=lambda member: member.header)
     bounds = [*(member.header for member in ordered), directory]
     made: dict[str, ZipMember] = {}
     for member, (header, stop) in zip(ordered, pairwise(bounds), strict=True):

@@ -42,7 +42,7 @@ def _table(name: str) -> RuleTable:
 
 
 def _lineage(document: Document) -> list[Document]:
-    found = [document]
+    documents = [document]
     waiting = _bases(document)
     while waiting:
         name = waiting.pop()
@@ -52,12 +52,12 @@ def _lineage(document: Document) -> list[Document]:
                 hint=f"one of {', '.join(packaged())}",
             )
         base = _document(name)
-        if base not in found:
-            found.append(base)
-        if len(found) > EXTENDS_MAX:
+        if base not in documents:
+            documents.append(base)
+        if len(documents) > EXTENDS_MAX:
             raise InvalidRequest(f"rules table {document.name!r} extends more than {EXTENDS_MAX} tables")
         waiting += _bases(base)
-    return found
+    return documents
 
 
 def _bases(document: Document) -> list[str]:
@@ -104,20 +104,20 @@ def _chosen(
         if table not in packaged():
             raise InvalidRequest(f"there is no rules table {table!r}", hint=f"auto, none, {', '.join(packaged())}")
         return _table(table)
-    found = None if config is None else _by_config(config, held)
-    return found or _marked([_table(name) for name in packaged()], held) or _NONE
+    rule_table = None if config is None else _by_config(config, held)
+    return rule_table or _marked([_table(name) for name in packaged()], held) or _NONE
 
 
 def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> RuleTable | None:
     """The table of the config's architecture, else of its model type; if there are several, the one whose marks match."""
-    said = _documents_of(config)
-    architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
-    model_types = [name for doc in said for name in _texts([doc.get("model_type")])]
+    documents = _documents_of(config)
+    architectures = {name for doc in documents for name in _texts(doc.get("architectures"))}
+    model_types = [name for doc in documents for name in _texts([doc.get("model_type")])]
     tables = [_table(name) for name in packaged()]
-    found = [table for table in tables if table.architectures & architectures]
+    matching = [table for table in tables if table.architectures & architectures]
     for model_type in model_types:
-        found = found or [table for table in tables if model_type in table.model_types]
-    return (_marked(found, held) if len(found) > 1 else None) or next(iter(found), None)
+        matching = matching or [table for table in tables if model_type in table.model_types]
+    return (_marked(matching, held) if len(matching) > 1 else None) or next(iter(matching), None)
 
 
 def _texts(value: Any) -> list[str]:
@@ -143,9 +143,9 @@ def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | No
 
 
 def _sizes(table: RuleTable, config: Mapping[str, Any]) -> dict[str, int]:
-    said = _documents_of(config)
+    documents = _documents_of(config)
     keys = {key for expression in table.sizes.values() for key in names_in(expression)}
-    values = {key: value for key in keys if (value := _whole(said, key)) is not None}
+    values = {key: value for key in keys if (value := _whole(documents, key)) is not None}
     sizes: dict[str, int] = {}
     for name, expression in table.sizes.items():
         try:
@@ -157,8 +157,8 @@ def _sizes(table: RuleTable, config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    value = next((doc[key] for doc in reversed(said) if doc.get(key) is not None), None)
+def _whole(documents: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    value = next((doc[key] for doc in reversed(documents) if doc.get(key) is not None), None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX):
         raise InvalidRequest(
             f"config.json has {key} = {value!r}, which is not a valid size", hint='rules "none" do not need the config'
@@ -189,14 +189,14 @@ def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[
     """Tied names and the stored name of each. Without a checkpoint, the target counts as stored. Two stored names are
     no tie.
     """
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for tie in ties:
-        said = (doc.get(tie.when) for doc in _documents_of(config))
-        if not next((value for value in said if isinstance(value, bool)), tie.default):
+        values = (doc.get(tie.when) for doc in _documents_of(config))
+        if not next((value for value in values if isinstance(value, bool)), tie.default):
             continue
         stored = next((target for target in tie.targets if target in held), None)
         if tie.alias not in held and (stored or not held):
-            found[tie.alias] = stored or tie.targets[0]
+            aliases[tie.alias] = stored or tie.targets[0]
         elif tie.alias in held and not stored:
-            found[tie.targets[0]] = tie.alias
-    return found
+            aliases[tie.targets[0]] = tie.alias
+    return aliases

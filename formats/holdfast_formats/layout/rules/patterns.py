@@ -124,11 +124,11 @@ def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tup
     for place in used:
         if not words.get(place):
             raise InvalidRequest(f"{' and '.join(map(repr, texts[:2]))}: no values are listed for {{{place}}}")
-    found = []
+    expanded = []
     for choice in product(*(words[place] for place in used)):
         written = dict(zip(used, choice, strict=True))
-        found.append(tuple(compile_pattern(_write_out(text, written)) for text in texts))
-    return found
+        expanded.append(tuple(compile_pattern(_write_out(text, written)) for text in texts))
+    return expanded
 
 
 def _write_out(text: str, words: Mapping[str, str]) -> str:

@@ -70,10 +70,10 @@ class Rules:
 
         Raises `StateMismatch` for an expert beyond the number that the config gives.
         """
-        found = _find(self._tensors, name)
-        if found is None:
+        located = _find(self._tensors, name)
+        if located is None:
             return None
-        _, rule, place = found
+        _, rule, place = located
         stage, layer, expert = rule.stage, place.get("layer"), place.get("expert")
         if isinstance(stage, int) and layer is not None:
             beyond = self.layers is not None and layer >= self.layers
@@ -90,9 +90,9 @@ class Rules:
         """The fused tensor of this name; None if there is none, and for a stack of an unknown number of experts."""
         made = self._made.get(name)
         if made is None:
-            found = _find(self._fusions, name)
-            if found is not None:
-                made = self._fuse(found[1], found[2])
+            located = _find(self._fusions, name)
+            if located is not None:
+                made = self._fuse(located[1], located[2])
         return made
 
     def fusions(self, name: str) -> tuple[Fusion, ...]:
@@ -109,25 +109,25 @@ class Rules:
 
     def synonyms(self, name: str) -> tuple[str, ...]:
         """Other names that checkpoints may have for the tensor `name`."""
-        found = _find(self._tensors, name)
-        return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
+        located = _find(self._tensors, name)
+        return () if located is None else tuple(other.name(located[2]) for other in self._synonyms.get(located[0], ()))
 
     def _holders(self, name: str) -> list[tuple[FusionRow, Mapping[str, int]]]:
-        found = _find(self._tensors, name)
-        return [] if found is None else [(row, found[2]) for row in self._parts.get(found[0], ())]
+        located = _find(self._tensors, name)
+        return [] if located is None else [(row, located[2]) for row in self._parts.get(located[0], ())]
 
     def _fuse(self, row: FusionRow, place: Mapping[str, int]) -> Fusion | None:
         stacked = row.kind == "experts"
         if stacked and self.experts is None:
             return None
         name = row.name.name(place)
-        made = self._made.get(name)
-        if made is None:
+        fusion = self._made.get(name)
+        if fusion is None:
             places = [{**place, "expert": expert} for expert in range(self.experts or 0)] if stacked else [place]
             of = tuple(part.name(each) for each in places for part in row.of)
             units = self._heads(row)
-            made = self._made[name] = Fusion(row.kind, name, of, row.dimension, units, stacked, _groups(row, units))
-        return made
+            fusion = self._made[name] = Fusion(row.kind, name, of, row.dimension, units, stacked, _groups(row, units))
+        return fusion
 
     def _heads(self, row: FusionRow) -> tuple[int, int] | None:
         if row.heads is None:
@@ -165,10 +165,10 @@ def _groups(row: FusionRow, units: tuple[int, int] | None) -> int:
 
 def _index(rows: Mapping[NamePattern, Row]) -> _Index[Row]:
     """Rows by their patterns' keys, those with the fewest open numbers first: `layers.0.` before `layers.{layer}.`."""
-    found: _Index[Row] = {}
+    index: _Index[Row] = {}
     for pattern, row in sorted(rows.items(), key=lambda item: len(item[0].variables)):
-        found.setdefault(pattern.key, []).append((pattern, row))
-    return found
+        index.setdefault(pattern.key, []).append((pattern, row))
+    return index
 
 
 def _find(index: _Index[Row], name: str) -> tuple[NamePattern, Row, Mapping[str, int]] | None:

@@ -139,7 +139,7 @@ def _sized(size: str | int, known: Iterable[str]) -> Expression:
 
 
 def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str]) -> dict[NamePattern, TensorRow]:
-    found: dict[NamePattern, TensorRow] = {}
+    tensor_rows: dict[NamePattern, TensorRow] = {}
     for doc in lineage:
         said: dict[NamePattern, TensorRow] = {}
         for entry in doc.tensors:
@@ -149,8 +149,8 @@ def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[
                     if pattern in said:
                         raise InvalidRequest(f"{pattern.text!r} is defined twice")
                     said[pattern] = row
-        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
-    return found
+        tensor_rows |= {pattern: row for pattern, row in said.items() if pattern not in tensor_rows}
+    return tensor_rows
 
 
 def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorRow:
@@ -187,7 +187,7 @@ def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorR
 def _fusions(
     lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str], tensors: Mapping[NamePattern, TensorRow]
 ) -> dict[NamePattern, FusionRow]:
-    found: dict[NamePattern, FusionRow] = {}
+    fusion_rows: dict[NamePattern, FusionRow] = {}
     for doc in lineage:
         said: dict[NamePattern, FusionRow] = {}
         for entry in doc.fusions:
@@ -198,8 +198,8 @@ def _fusions(
                     raise InvalidRequest(f"{name.text!r} is defined twice")
                 _check_atoms(entry, of, tensors)
                 said[name] = FusionRow(entry.kind, name, tuple(of), entry.dimension, heads, entry.found, entry.stored)
-        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
-    return found
+        fusion_rows |= {pattern: row for pattern, row in said.items() if pattern not in fusion_rows}
+    return fusion_rows
 
 
 def _check_fusion(entry: document.FusionRule) -> None:
@@ -209,11 +209,11 @@ def _check_fusion(entry: document.FusionRule) -> None:
         raise InvalidRequest(f"{entry.name!r} holds all experts, so its name has no {{expert}}")
     for text in entry.of:
         if places(text) != wanted:
-            there, should = (
+            placeholders, should = (
                 ", ".join(f"{{{word}}}" for word in sorted(words)) or "none" for words in (places(text), wanted)
             )
             raise InvalidRequest(
-                f"{entry.name!r} is made of {text!r}, which has the placeholders {there} instead of {should}"
+                f"{entry.name!r} is made of {text!r}, which has the placeholders {placeholders} instead of {should}"
             )
     if len(set(entry.of)) < len(entry.of):
         raise InvalidRequest(f"{entry.name!r} lists a tensor twice")
@@ -236,43 +236,43 @@ def _check_atoms(entry: document.FusionRule, of: Sequence[NamePattern], tensors:
 
 def _scaled(tensors: Mapping[NamePattern, TensorRow], scales: document.Scales) -> dict[NamePattern, TensorRow]:
     """The rows of per-block numbers beside weights, cut as the weights are."""
-    found = {}
+    scaled_rows = {}
     for pattern, row in tensors.items():
         if row.shape is not None and len(row.shape) == 2 and not row.vocabulary and pattern.text.endswith(".weight"):
-            found[compile_pattern(pattern.text + scales.suffix)] = row._replace(block=scales.block)
-    return {pattern: row for pattern, row in found.items() if pattern not in tensors}
+            scaled_rows[compile_pattern(pattern.text + scales.suffix)] = row._replace(block=scales.block)
+    return {pattern: row for pattern, row in scaled_rows.items() if pattern not in tensors}
 
 
 def _scaled_fusions(
     fusions: Mapping[NamePattern, FusionRow], tensors: Mapping[NamePattern, TensorRow], suffix: str
 ) -> dict[NamePattern, FusionRow]:
-    found = {}
+    scaled_rows = {}
     for fusion in fusions.values():
         of = tuple(compile_pattern(pattern.text + suffix) for pattern in fusion.of)
         name = compile_pattern(fusion.name.text + suffix)
         if all(pattern in tensors for pattern in of) and name not in fusions:
-            found[name] = fusion._replace(name=name, of=of)
-    return found
+            scaled_rows[name] = fusion._replace(name=name, of=of)
+    return scaled_rows
 
 
 def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]:
-    said: set[str] = set()
+    aliases: set[str] = set()
     for doc in lineage:
         for tie in doc.ties:
             if places(tie.alias) or places(tie.target) - {"root"}:
                 raise InvalidRequest(
                     f"{tie.alias!r} is tied to {tie.target!r}: only the target may have a placeholder, and only {{root}}"
                 )
-            if tie.alias not in said:
+            if tie.alias not in aliases:
                 targets = tuple(target.text for (target,) in expand([tie.target], {"root": roots}))
                 yield TieRow(tie.alias, targets, tie.when, tie.default)
-        said |= {tie.alias for tie in doc.ties}
+        aliases |= {tie.alias for tie in doc.ties}
 
 
 def _synonyms(
     lineage: Sequence[Document], roots: Sequence[str], tensors: Mapping[NamePattern, TensorRow]
 ) -> dict[NamePattern, tuple[NamePattern, ...]]:
-    found: dict[NamePattern, tuple[NamePattern, ...]] = {}
+    synonyms: dict[NamePattern, tuple[NamePattern, ...]] = {}
     for entry in (entry for doc in lineage for entry in doc.synonyms):
         if len({places(text) for text in entry.names}) > 1:
             named = " and ".join(map(repr, entry.names))
@@ -281,5 +281,5 @@ def _synonyms(
             for pattern in patterns:
                 if pattern not in tensors:
                     raise InvalidRequest(f"{pattern.text!r} is a synonym, but has no [[tensors]] entry")
-                found.setdefault(pattern, tuple(other for other in patterns if other != pattern))
-    return found
+                synonyms.setdefault(pattern, tuple(other for other in patterns if other != pattern))
+    return synonyms

@@ -154,26 +154,26 @@ def parse(body: bytes) -> Any:
 
 def _check_structure(text: str) -> None:
     depth = members = 0
-    for found in _STRUCTURE.finditer(text):
-        if found[0] in "[{":
+    for token in _STRUCTURE.finditer(text):
+        if token[0] in "[{":
             depth += 1
             if depth > DEPTH_MAX:
                 raise LimitExceeded(f"the body is nested deeper than {DEPTH_MAX}")
-        elif found[0] in "]}":
+        elif token[0] in "]}":
             depth -= 1
-        elif found[0] == ",":
+        elif token[0] == ",":
             members += 1
             if members > MEMBERS_MAX:
                 raise LimitExceeded(f"the body has more than {MEMBERS_MAX} members")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the member {twice[:80]!r} appears twice")
-    return made
+    return unique
 
 
 def _no_number(name: str) -> NoReturn:

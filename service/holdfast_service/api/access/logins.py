@@ -90,19 +90,19 @@ class Logins(NamedTuple):
         """The authenticated person; None without such headers. `Forbidden` for headers that are not the proxy's, and for
         people in no group with a grant; `InvalidRequest` for an invalid name.
         """
-        said = {name: headers.get(f"{self.family}-{name}".lower()) for name in IDENTITY}
+        values = {name: headers.get(f"{self.family}-{name}".lower()) for name in IDENTITY}
         secret = headers.get(SECRET_HEADER)
-        if secret is None and not any(said.values()):
+        if secret is None and not any(values.values()):
             return None
         if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not self._is_proxy(peer):
             raise Forbidden(
                 f"{self.family}-User and the like are believed from the login proxy alone",
                 hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret",
             )
-        name = said["Email"] or said["Preferred-Username"] or said["User"]
+        name = values["Email"] or values["Preferred-Username"] or values["User"]
         if not name:
             return None  # a path that the proxy opens to all
-        return self._person(_name(name), _names(said["Groups"] or ""))
+        return self._person(_name(name), _names(values["Groups"] or ""))
 
     def _person(self, name: str, groups: list[str]) -> Principal:
         grants = [self.groups[group] for group in groups if group in self.groups]
@@ -168,12 +168,12 @@ def _text(path: Path) -> bytes:
         if not stat.S_ISREG(path.stat().st_mode):  # a FIFO without a writer would block
             raise InvalidRequest(f"{path} is not a file", hint="check --logins and `secret_file`")
         with path.open("rb") as file:
-            found = file.read(FILE_BYTES_MAX + 1)
+            text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", hint="check --logins and `secret_file`") from error
-    if len(found) > FILE_BYTES_MAX:
+    if len(text) > FILE_BYTES_MAX:
         raise InvalidRequest(f"{path} is over {FILE_BYTES_MAX} bytes", hint="check --logins and `secret_file`")
-    return found
+    return text
 
 
 def _name(text: str) -> str:

@@ -67,8 +67,8 @@ def read(scope: Scope) -> dict[str, str]:
 
 def _is_host(text: str) -> bool:
     """Whether this is a host and nothing else: a user, a path or an invalid port would end up in URLs of this service."""
-    found = _HOST.fullmatch(text)
-    return found is not None and int(found[1] or 0) < 2**16
+    match = _HOST.fullmatch(text)
+    return match is not None and int(match[1] or 0) < 2**16
 
 
 def bearer(text: str) -> str | None:

@@ -19,7 +19,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_service.api import problems
-from holdfast_service.api.reading import met
+from holdfast_service.api.read_protection import met
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ def not_modified(header: str | None, etag: str) -> bool:
 
 def weights(header: str) -> dict[str, float]:
     """The values in an Accept or Accept-Encoding header, in lower case, each with its weight (RFC 9110 § 12.4.2)."""
-    found: dict[str, float] = {}
+    weights_by_name: dict[str, float] = {}
     for item in header.lower().split(","):
         name, *parameters = (part.strip() for part in item.split(";"))
         weight = next((match for match in map(_WEIGHT.fullmatch, parameters) if match), None)
-        found[name] = float(weight[1]) if weight else 1.0
-    return found
+        weights_by_name[name] = float(weight[1]) if weight else 1.0
+    return weights_by_name
 
 
 def prefers_zstd(header: str) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, NoSuchResource
 from holdfast_service.storage import Tier

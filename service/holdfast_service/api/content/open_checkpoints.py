@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 
 from holdfast_files import opened
 from holdfast_formats import naming
-from holdfast_formats.disk import coded, verification
-from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import coded, manifests, verification
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
 from holdfast_service.api.content import selectors
-from holdfast_service.api.reading import hold
+from holdfast_service.api.read_protection import hold
 from holdfast_service.api.services import Services
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings import missing

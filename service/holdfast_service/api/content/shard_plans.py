@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from holdfast_formats import programs
 from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
 from holdfast_formats.exports.source import of_committed
-from holdfast_formats.foreign.committed import CommittedFiles
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
 from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import PlacedTensor
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.programs.remade import remade_holdings
 from holdfast_formats.region import Box
 from holdfast_formats.rest import bodies

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from holdfast_formats import transfer
 from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
-from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip

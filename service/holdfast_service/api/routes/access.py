@@ -11,9 +11,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.printable import spreadsheet_cell
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
-from holdfast_formats.visible import spreadsheet_cell
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
@@ -60,13 +60,13 @@ def list_audit(  # noqa: PLR0913 — one a filter
     """All given filters apply together. A token for some runs sees the entries about these runs only."""
     if kind is not None and kind not in AUDITED:
         raise InvalidRequest(f"{kind!r} is not a kind of entry", hint=f"one of {', '.join(AUDITED)}")
-    found = services.audit.page(WantedEntries(who, run, kind, since, refused), cursor, limit)
+    entries = services.audit.page(WantedEntries(who, run, kind, since, refused), cursor, limit)
     if format == "json":
-        return JSONResponse(found.model_dump(), headers={"Cache-Control": "no-store"})
+        return JSONResponse(entries.model_dump(), headers={"Cache-Control": "no-store"})
     headers = {"Content-Disposition": 'attachment; filename="holdfast-audit.csv"', "Cache-Control": "no-store"}
-    if found.next is not None:
-        headers["Link"] = f'<?cursor={found.next}>; rel="next"'
-    return Response(_as_csv(found.items), media_type=CSV, headers=headers)
+    if entries.next is not None:
+        headers["Link"] = f'<?cursor={entries.next}>; rel="next"'
+    return Response(_as_csv(entries.items), media_type=CSV, headers=headers)
 
 
 def _as_csv(entries: Iterable[AuditEntry]) -> str:

@@ -8,14 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import moments
+from holdfast_formats import timestamps
 from holdfast_formats.errors import InUse, NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Acknowledgement, AcknowledgeRequest, Alert, Overview
+from holdfast_formats.rest.measurements import Acknowledgement, AcknowledgeRequest, Alert, Overview
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.content import deaths
-from holdfast_service.api.routes.nodes import told_nodes
+from holdfast_service.api.content import death_acknowledgements
+from holdfast_service.api.routes.nodes import listed_nodes
 from holdfast_service.api.routes.summaries import summaries_of
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
@@ -35,8 +35,8 @@ Seen = Annotated[bool | None, Query(description="only acknowledged alerts, or on
 
 @router.get("/overview", dependencies=needs("read"), summary="All runs in a few figures: states, alerts, exposure, cost")
 def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
-    found = summaries_of(request)
-    return alerts.overview(found.board(), _of_nodes(services, viewer, found))
+    summaries = summaries_of(request)
+    return alerts.overview(summaries.board(), _of_nodes(services, viewer, summaries))
 
 
 @router.get(
@@ -56,8 +56,8 @@ def list_alerts(
     """First those that are not acknowledged, errors before warnings. They are some seconds old. Those of nodes and
     replicas are shown only to tokens for all runs.
     """
-    found = summaries_of(request)
-    listed = alerts.without_what_follows([*alerts.of_runs(found.board()), *_of_nodes(services, viewer, found)])
+    summaries = summaries_of(request)
+    listed = alerts.without_what_follows([*alerts.of_runs(summaries.board()), *_of_nodes(services, viewer, summaries)])
     after = decode_cursor("alert", cursor)
     wanted = (one for one in listed if acknowledged is None or (one.acknowledged is not None) == acknowledged)
     ahead = sorted((one for one in wanted if after is None or alerts.place(one) > after), key=alerts.place)
@@ -76,13 +76,13 @@ def acknowledge(  # noqa: PLR0913 - what a request has
     """It is counted no more until it has ended and occurs again, or until the given time is over. 404 if there is no such
     alert now. `run-lost` without a time is as `acknowledged` of the run: it is idle then.
     """
-    found = summaries_of(request)
+    summaries = summaries_of(request)
     if code == DEATH and not subject and body.for_s is None:
-        made = deaths.see(services, viewer, found, run)
+        acknowledged = death_acknowledgements.see(services, viewer, summaries, run)
         _tell(services, viewer, AlertKey(run, code), "acknowledged", None)
-        return made
-    there = {key_of(run, item) for item in found.one(run).attention}
-    return _acknowledge(services, viewer, found, _existing(AlertKey(run, code, subject), there), body)
+        return acknowledged
+    keys = {key_of(run, item) for item in summaries.one(run).attention}
+    return _acknowledge(services, viewer, summaries, _existing(AlertKey(run, code, subject), keys), body)
 
 
 @router.delete(
@@ -92,12 +92,12 @@ def acknowledge(  # noqa: PLR0913 - what a request has
     summary="Take back the acknowledgement of an alert of a run",
 )
 def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
-    found = summaries_of(request)
+    summaries = summaries_of(request)
     if code == DEATH and not subject:
-        deaths.take_back(services, viewer, found, run)
+        death_acknowledgements.take_back(services, viewer, summaries, run)
         _tell(services, viewer, AlertKey(run, code), TAKEN_BACK, None)
     else:
-        _take_back(services, viewer, found, AlertKey(run, code, subject))
+        _take_back(services, viewer, summaries, AlertKey(run, code, subject))
 
 
 @router.put(
@@ -109,9 +109,9 @@ def acknowledge_other(
     request: Request, services: Wired, viewer: Viewer, code: str, subject: str, body: AcknowledgeRequest
 ) -> Acknowledgement:
     """As for an alert of a run."""
-    found = summaries_of(request)
-    there = {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, viewer))}
-    return _acknowledge(services, viewer, found, _existing(AlertKey("", code, subject), there), body)
+    summaries = summaries_of(request)
+    keys = {alerts.keyed(alert) for alert in alerts.of_nodes(listed_nodes(services, viewer))}
+    return _acknowledge(services, viewer, summaries, _existing(AlertKey("", code, subject), keys), body)
 
 
 @router.delete(
@@ -141,48 +141,48 @@ def retry_replica(services: Wired, tier: str) -> None:
         raise InUse(f"another node copies to the replica {tier!r}", hint="ask the node that `GET /v1/nodes` names for it")
 
 
-def still_there(services: Services, found: Summaries) -> Callable[[Collection[str]], set[AlertKey]]:
+def still_there(services: Services, summaries: Summaries) -> Callable[[Collection[str]], set[AlertKey]]:
     """A function that returns the present alerts: of some runs, and of nodes and replicas for ""."""
 
     def there(runs: Collection[str]) -> set[AlertKey]:
-        keys = {key_of(summary.run, item) for summary in found.some(sorted(runs)) for item in summary.attention}
+        keys = {key_of(summary.run, item) for summary in summaries.some(sorted(runs)) for item in summary.attention}
         if "" in runs:
-            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(told_nodes(services, UNLIMITED))}
+            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(listed_nodes(services, UNLIMITED))}
         return keys
 
     return there
 
 
-def of_service(services: Services, found: Summaries, viewer: Principal = UNLIMITED) -> list[Alert]:
+def of_service(services: Services, summaries: Summaries, viewer: Principal = UNLIMITED) -> list[Alert]:
     """Alerts of nodes and replicas, with their acknowledgements."""
-    return alerts.marked(alerts.of_nodes(told_nodes(services, viewer)), found.acknowledgements.known([""]))
+    return alerts.marked(alerts.of_nodes(listed_nodes(services, viewer)), summaries.acknowledgements.known([""]))
 
 
-def _of_nodes(services: Services, viewer: Principal, found: Summaries) -> list[Alert]:
-    return of_service(services, found, viewer) if viewer.sees_all else []
+def _of_nodes(services: Services, viewer: Principal, summaries: Summaries) -> list[Alert]:
+    return of_service(services, summaries, viewer) if viewer.sees_all else []
 
 
-def _existing(key: AlertKey, there: set[AlertKey]) -> AlertKey:
-    if key not in there:
+def _existing(key: AlertKey, alert_keys: set[AlertKey]) -> AlertKey:
+    if key not in alert_keys:
         raise NoSuchResource(f"there is no alert {key.code!r} now", hint="`GET /v1/alerts` lists those that there are")
     return key
 
 
 def _acknowledge(
-    services: Services, viewer: Principal, found: Summaries, key: AlertKey, body: AcknowledgeRequest
+    services: Services, viewer: Principal, summaries: Summaries, key: AlertKey, body: AcknowledgeRequest
 ) -> Acknowledgement:
-    now = moments.utc_now()
-    until = None if body.for_s is None else moments.later(now, body.for_s)
-    made = Acknowledgement(by=viewer.name, at=now, until=until)
-    found.acknowledgements.set(key, made)
+    now = timestamps.utc_now()
+    until = None if body.for_s is None else timestamps.later(now, body.for_s)
+    acknowledgement = Acknowledgement(by=viewer.name, at=now, until=until)
+    summaries.acknowledgements.set(key, acknowledgement)
     _tell(services, viewer, key, f"acknowledged until {until}" if until else "acknowledged", until)
-    return made
+    return acknowledgement
 
 
-def _take_back(services: Services, viewer: Principal, found: Summaries, key: AlertKey) -> None:
-    if key not in found.acknowledgements.known([key.run]):
+def _take_back(services: Services, viewer: Principal, summaries: Summaries, key: AlertKey) -> None:
+    if key not in summaries.acknowledgements.known([key.run]):
         raise NoSuchResource(f"the alert {key.code!r} is not acknowledged", hint="`GET /v1/alerts` says which are")
-    found.acknowledgements.remove([key])
+    summaries.acknowledgements.remove([key])
     _tell(services, viewer, key, TAKEN_BACK, None)
 
 

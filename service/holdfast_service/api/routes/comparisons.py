@@ -11,7 +11,7 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
-from holdfast_formats.rest.observed import Difference, DifferenceState
+from holdfast_formats.rest.measurements import Difference, DifferenceState
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
@@ -36,8 +36,8 @@ class ComparisonRequest(NamedTuple):
 
     def pairs(self, opened: OpenedCheckpoints) -> list[Pair]:
         held_a, held_b = (opened.open(side.run, side.step).contents for side in (self.left, self.right))
-        found = comparing.pairs(held_a, held_b, self.group)
-        return [pair for pair in found if self.q in pair.name and self.state in (None, pair.state)]
+        listed = comparing.pairs(held_a, held_b, self.group)
+        return [pair for pair in listed if self.q in pair.name and self.state in (None, pair.state)]
 
 
 def _two(
@@ -93,11 +93,11 @@ def compare_checkpoints(
     return bodies.Page(items=list(compare(services.tier, sides, shown)), next=behind)
 
 
-def _page(found: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:
+def _page(pairs: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:
     first = 0
     if cursor is not None:
         group, name = decode_cursor(cursor, 2)
-        first = bisect_right(found, (group, natural_key(name)), key=lambda pair: (pair.group, natural_key(pair.name)))
-    shown = found[first : first + limit]
-    more = first + limit < len(found)
+        first = bisect_right(pairs, (group, natural_key(name)), key=lambda pair: (pair.group, natural_key(pair.name)))
+    shown = pairs[first : first + limit]
+    more = first + limit < len(pairs)
     return shown, encode_cursor(shown[-1].group, shown[-1].name) if more else None

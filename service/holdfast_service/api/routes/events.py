@@ -60,17 +60,17 @@ class EventStreams:
                 now = await run_in_threadpool(self._events.bounds)
                 position = now[1] if wanted.after is None else wanted.after
                 yield _heartbeat(position)
-                said = time.monotonic()
+                sent_at = time.monotonic()
                 while not self._events.hung_up:
                     frames, position, more = await run_in_threadpool(self._read, wanted, position)
                     if frames:
                         yield frames
-                        said = time.monotonic()
-                    elif time.monotonic() - said >= HEARTBEAT_S:
+                        sent_at = time.monotonic()
+                    elif time.monotonic() - sent_at >= HEARTBEAT_S:
                         yield _heartbeat(position)
-                        said = time.monotonic()
+                        sent_at = time.monotonic()
                     if not more:
-                        await listener.wait(max(said + HEARTBEAT_S - time.monotonic(), 0.01))
+                        await listener.wait(max(sent_at + HEARTBEAT_S - time.monotonic(), 0.01))
 
     def _read(self, wanted: WantedEvents, position: int) -> tuple[str, int, bool]:
         """Frames after `position`, the new position of the stream, and whether there may be more already."""

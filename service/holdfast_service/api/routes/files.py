@@ -14,7 +14,7 @@ from starlette.responses import Response
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import stated_sha256
+from holdfast_formats.disk.manifests import stated_sha256
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
@@ -52,16 +52,16 @@ Held = Annotated[Contents, Depends(_held)]
 @router.get(f"{_CHECKPOINT}/manifest", dependencies=needs("read"), response_class=Response, summary="The stored manifest")
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
     """The ETag is the manifest's SHA-256, as in COMMIT. Compressed with zstd if Accept-Encoding contains it."""
-    found = open_checkpoints.find(services, run, step)
+    checkpoint = open_checkpoints.find(services, run, step)
     opened = _opened(request)
-    commit = opened.commit_bytes(run, found.step)
+    commit = opened.commit_bytes(run, checkpoint.step)
     sha256 = stated_sha256(commit)
     compressed = delivery.weights(request.headers.get("accept-encoding", "")).get("zstd", 0.0) > 0
     # Compressed it is another representation, so it has another strong validator.
     headers = {"ETag": f'"{sha256}-zstd"' if compressed else f'"{sha256}"', "Vary": "Accept-Encoding"}
     if delivery.not_modified(request.headers.get("if-none-match"), headers["ETag"]):
         return Response(status_code=304, headers=headers)
-    encoded = opened.manifest_bytes(run, found.step, commit)
+    encoded = opened.manifest_bytes(run, checkpoint.step, commit)
     if compressed:
         headers["Content-Encoding"] = "zstd"
         encoded = zstandard.ZstdCompressor(level=delivery.ZSTD_LEVEL).compress(encoded)

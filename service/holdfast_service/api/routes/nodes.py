@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import APIRouter, Path
 
 from holdfast_formats.errors import CatalogUnavailable
-from holdfast_formats.moments import write
 from holdfast_formats.rest import bodies
+from holdfast_formats.timestamps import write
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Viewer, Wired
@@ -26,7 +26,7 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     """Process, root, machine and addresses are shown only to tokens for all runs; the socket also to tokens that may
     save.
     """
-    return bodies.Page(items=told_nodes(services, viewer))
+    return bodies.Page(items=listed_nodes(services, viewer))
 
 
 @router.delete(
@@ -53,23 +53,23 @@ def rotate_secret(services: Wired) -> None:
     services.events.add("secret-rotated", "the nodes of this catalog have a new secret, by which they know each other")
 
 
-def told_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
+def listed_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
     """The nodes, with the details that this caller may see."""
     ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
-    here = _Told(services.node(), services.held(), ranks)
+    here = _Record(services.node(), services.held(), ranks)
     try:
         members = services.members()
     except CatalogUnavailable:  # this node reports that itself
         members = ()
-    told = [here]
+    nodes = [here]
     if members:
-        crews = services.crews()
-        told = [here if m.name == here.node.name else _Told.of(m, crews.get(m.name, {})) for m in members]
-        told = [one._replace(node=_as_member(one.node, m)) for one, m in zip(told, members, strict=True)]
-    return [one.seen_by(viewer) for one in told]
+        node_ranks = services.node_ranks()
+        nodes = [here if m.name == here.node.name else _Record.of(m, node_ranks.get(m.name, {})) for m in members]
+        nodes = [one._replace(node=_as_member(one.node, m)) for one, m in zip(nodes, members, strict=True)]
+    return [one.seen_by(viewer) for one in nodes]
 
 
-class _Told(NamedTuple):
+class _Record(NamedTuple):
     """A node's own description: the bytes of its arena by run, and its connected ranks of visible runs."""
 
     node: bodies.Node
@@ -77,7 +77,7 @@ class _Told(NamedTuple):
     ranks: Mapping[str, int]
 
     @classmethod
-    def of(cls, member: ClusterNode, ranks: Mapping[str, int]) -> _Told:
+    def of(cls, member: ClusterNode, ranks: Mapping[str, int]) -> _Record:
         about = {name: member.about[name] for name in bodies.Node.model_fields if name in member.about}
         return cls(bodies.Node(**about), member.about.get("held", {}), ranks if member.live else {})
 
@@ -85,7 +85,7 @@ class _Told(NamedTuple):
         node = self.node.model_copy(update={"runs": dict(self.ranks)})
         if viewer.sees_all:
             return node
-        told: dict[str, Any] = {
+        changes: dict[str, Any] = {
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
             "replicas": {},
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
@@ -98,8 +98,8 @@ class _Told(NamedTuple):
             "catalog_waiting": 0,
         }
         if not viewer.may("write"):
-            told |= {"socket": None, "socket_id": None}
-        return node.model_copy(update=told)
+            changes |= {"socket": None, "socket_id": None}
+        return node.model_copy(update=changes)
 
 
 def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Path
 
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
+from holdfast_formats.rest.notifications import NotificationTarget, TestDelivery
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Wired
-from holdfast_service.telling.notifier import Notifier
+from holdfast_service.notifications.notifier import Notifier
 
 router = APIRouter(prefix="/v1", tags=["notifications"], responses=problems.RESPONSES)
 

@@ -41,7 +41,7 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
     """The version is shown only with scope `read`, the root only to tokens for all runs. The answer waits for
     nothing.
     """
-    away = services.book is not None and services.book.trouble is not None
+    away = services.record_queue is not None and services.record_queue.trouble is not None
     return _health("degraded" if away else "ok", services, viewer)
 
 

@@ -22,5 +22,5 @@ router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES
 )
 def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
     """One page with one item per tier. Copies in progress and failed copies are included, with their problem."""
-    found = open_checkpoints.find(services, run, step)
-    return bodies.Page(items=replicas.listed(services.catalog.database, found.run, found.step))
+    checkpoint = open_checkpoints.find(services, run, step)
+    return bodies.Page(items=replicas.listed(services.catalog.database, checkpoint.run, checkpoint.step))

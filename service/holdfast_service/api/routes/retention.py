@@ -129,5 +129,5 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
 def remove_checkpoint(services: Wired, run: str, step: int, dry_run: DryRun, force: Forced = None) -> Response:
     """409 if it is pinned, labelled, being read, or the newest verified or healthy one without a matching `force`."""
     newest, healthy = force == "newest-verified", force == "newest-healthy"
-    found = services.rotation.remove(run, step, newest, dry_run, healthy)
-    return JSONResponse(found.model_dump()) if dry_run else Response(status_code=204)
+    removed = services.rotation.remove(run, step, newest, dry_run, healthy)
+    return JSONResponse(removed.model_dump()) if dry_run else Response(status_code=204)

@@ -16,7 +16,7 @@ from holdfast_formats.rest.retention import check_label
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.content import deaths, open_checkpoints, selectors
+from holdfast_service.api.content import death_acknowledgements, open_checkpoints, selectors
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
@@ -95,8 +95,8 @@ def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
     summary="What is remembered of a run: owner, notes, and of each launch git commit, command and config",
 )
 def get_about(request: Request, services: Wired, run: str) -> RunAbout:
-    found = _one(request, services, run)
-    return _about(services, run, found)
+    run_summary = _one(request, services, run)
+    return _about(services, run, run_summary)
 
 
 @router.patch(
@@ -106,22 +106,22 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
 )
 def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""
-    found = _one(request, services, run)
+    run_summary = _one(request, services, run)
     if change.acknowledged is not None:
         services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
-    services.abouts.change(run, change, found.life, trains=found.state == "running", by=viewer.name)
+    services.run_metadata.change(run, change, run_summary.life, trains=run_summary.state == "running", by=viewer.name)
     summed = summaries.summaries_of(request)
     if change.acknowledged is None:
         summed.renew()
     else:
-        deaths.said(summed, run)
-    found = _one(request, services, run)
-    return _about(services, run, found)
+        death_acknowledgements.said(summed, run)
+    run_summary = _one(request, services, run)
+    return _about(services, run, run_summary)
 
 
 def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
     gone = missing.missing(services.catalog.database, run)
-    return services.abouts.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
+    return services.run_metadata.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
 
 
 def _one(request: Request, services: Wired, run: str) -> bodies.Run:
@@ -158,8 +158,8 @@ def get_checkpoint(
     healthy checkpoints.
     """
     if step == selectors.BEST:
-        found = selectors.find(services, run, step, metric, mode)
+        checkpoint = selectors.find(services, run, step, metric, mode)
     else:
-        found = open_checkpoints.find(services, run, step)
-    checking = services.checking(run, found.step) if found.unchecked else None
-    return Marks(services.tier, run).on(found.model_copy(update={"checking": checking}))
+        checkpoint = open_checkpoints.find(services, run, step)
+    checking = services.checking(run, checkpoint.step) if checkpoint.unchecked else None
+    return Marks(services.tier, run).on(checkpoint.model_copy(update={"checking": checking}))

@@ -34,5 +34,5 @@ def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
         except Damaged:  # its own page reports that
             return {}
 
-    found = services.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)
-    return SearchResult(items=found[:limit], more=len(found) > limit)
+    match = services.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)
+    return SearchResult(items=match[:limit], more=len(match) > limit)

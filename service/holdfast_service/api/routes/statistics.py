@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
-from holdfast_formats.rest.observed import Layers, TensorStatistics
+from holdfast_formats.rest.measurements import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
@@ -97,18 +97,18 @@ def _by_name(columns: Columns, group: str | None, part: str) -> NDArray[np.int64
     return columns.order[wanted[columns.order]]
 
 
-def _ordered(by_name: NDArray[np.int64], sort: Sort, found: Statistics, columns: Columns) -> NDArray[np.int64]:
+def _ordered(by_name: NDArray[np.int64], sort: Sort, statistics: Statistics, columns: Columns) -> NDArray[np.int64]:
     """Positions in the manifest, in the requested order; equal ones by name."""
     if sort == "name" or not by_name.size:
         return by_name
     if sort == "bytes":
         values = columns.sizes[by_name]
     elif sort == "nonfinite":
-        values = found.nonfinite[by_name].astype(np.float64)
+        values = statistics.nonfinite[by_name].astype(np.float64)
     elif sort == "zeros":
-        values = found["zeros"][by_name] / np.maximum(columns.elements[by_name], 1)
+        values = statistics["zeros"][by_name] / np.maximum(columns.elements[by_name], 1)
     else:
-        values = found[sort][by_name]
+        values = statistics[sort][by_name]
     return by_name[np.argsort(-values, kind="stable")]
 
 

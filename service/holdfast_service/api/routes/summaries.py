@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RUN_SORTS, RunSummary
+from holdfast_formats.rest.measurements import RUN_SORTS, RunSummary
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services
@@ -46,8 +46,8 @@ def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limi
     """Any order but that by name is some seconds old. By need for attention, those that train come next, then the newest
     commits.
     """
-    found = summaries_of(request).page(cursor, limit, wanted)
-    return Response(found.model_dump_json(), media_type="application/json")  # serialized directly: pages poll it
+    listed = summaries_of(request).page(cursor, limit, wanted)
+    return Response(listed.model_dump_json(), media_type="application/json")  # serialized directly: pages poll it
 
 
 @router.get(
@@ -64,6 +64,6 @@ def of(services: Services) -> Summaries:
 
 
 def summaries_of(request: Request) -> Summaries:
-    found = request.app.state.summaries
-    assert isinstance(found, Summaries)
-    return found
+    summaries = request.app.state.summaries
+    assert isinstance(summaries, Summaries)
+    return summaries

@@ -27,7 +27,7 @@ from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.access.bodies import OCTETS
 from holdfast_service.api.services import Viewer, Wired
-from holdfast_service.daemon.arena.shares import Asker
+from holdfast_service.daemon.arena.shares import ShareRequester
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.remote_rank import RemoteRank
@@ -86,7 +86,7 @@ def put_rank(
 
     Without the scope `admin`, `keep_last` removes nothing; `notices` says so.
     """
-    asker = Asker(viewer.tenant, owner=viewer.scope == "admin")
+    asker = ShareRequester(viewer.tenant, owner=viewer.scope == "admin")
     rank = ranks.hello(rank_id, hello, asker)
     return bodies.RankWelcome(
         attempt=rank.who.attempt,
@@ -219,16 +219,16 @@ async def get_outcomes(
         loop.call_soon_threadsafe(heard.set)
 
     with rank.listening(listener):
-        found = rank.outcomes(after)
-        if not (found.items or found.stop) and not ranks.closing:
+        outcomes = rank.outcomes(after)
+        if not (outcomes.items or outcomes.stop) and not ranks.closing:
             try:
                 await asyncio.wait_for(heard.wait(), wait_s)
             except asyncio.TimeoutError:
-                return found
-            found = rank.outcomes(after)
+                return outcomes
+            outcomes = rank.outcomes(after)
     if ranks.closing:
         raise DaemonGone("the daemon is shutting down")
-    return found
+    return outcomes
 
 
 @router.put(

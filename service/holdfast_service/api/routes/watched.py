@@ -8,13 +8,13 @@ from fastapi import APIRouter, Query
 
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
+from holdfast_formats.rest.notifications import WatchedDaemon, WatchedRun
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
 from holdfast_service.control.insight.run_orders import WantedRuns
-from holdfast_service.fleet.watched import Watch
+from holdfast_service.watched_daemons.watched import DaemonWatch
 
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
 
@@ -41,13 +41,13 @@ def list_watched_runs(
     after = decode_cursor("watched", cursor)
     first = 0 if after is None else integer(after) + 1
     wanted = WantedRuns.parse(prefix, q)
-    found = _watch(services).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
-    numbered = list(enumerate(found, first))
+    listed = _watch(services).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
+    numbered = list(enumerate(listed, first))
     cut = page("watched", numbered, limit, lambda one: one[0])
     return bodies.Page(items=[run for _, run in cut.items], next=cut.next)
 
 
-def _watch(services: Services) -> Watch:
+def _watch(services: Services) -> DaemonWatch:
     if services.watched is None:
         raise NoSuchResource(
             "this daemon watches no other one", hint="start it with `holdfast serve --watch URL`, once for each daemon"

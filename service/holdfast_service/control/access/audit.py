@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sqlalchemy import delete, func, insert, select
 from sqlalchemy.orm import Session
 
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AuditEntry, By, Via
@@ -101,9 +101,9 @@ class Audit:
                 return
             self._waiting.append((self._now(), act))
             if self._thread is None:
-                made = threading.Thread(target=Context().run, args=(self._loop,), name="holdfast-audit", daemon=True)
-                self._thread = made
-                made.start()
+                thread = threading.Thread(target=Context().run, args=(self._loop,), name="holdfast-audit", daemon=True)
+                self._thread = thread
+                thread.start()
             self._changed.notify_all()
 
     def record(self, act: Act) -> None:
@@ -131,8 +131,8 @@ class Audit:
             denied = AuditRow.status.in_((401, 403))
             asked = asked.where(denied if wanted.refused else ~denied)
         with self._database.read() as session:
-            found = [AuditEntry.model_validate(row, from_attributes=True) for row in session.scalars(asked)]
-        return page("audit", found, limit, lambda entry: entry.id)
+            entries = [AuditEntry.model_validate(row, from_attributes=True) for row in session.scalars(asked)]
+        return page("audit", entries, limit, lambda entry: entry.id)
 
     def close(self) -> None:
         """Write what waits, if the catalog takes it now; stop."""
@@ -200,19 +200,19 @@ class Audit:
     def _row(self, at: str, act: Act) -> dict[str, object]:
         run = act.run if act.run is not None and naming.is_run_name(act.run) else None
         step = act.step if act.step is not None and 0 <= act.step <= naming.STEP_MAX else None
-        told = {
+        columns = {
             "who": _fit(act.who, 128),
             "address": _fit(act.address, 64),
             "path": _fit(act.path, TEXT_MAX),
             "target": None if act.target is None else _fit(act.target, TEXT_MAX),
             "method": _fit(act.method, 16),
         }
-        return {**act._asdict(), **told, "run": run, "step": step, "at": at, "node": self._node}
+        return {**act._asdict(), **columns, "run": run, "step": step, "at": at, "node": self._node}
 
     def _trim(self) -> None:
         with self._database.write() as session:
             spans = session.execute(select(func.min(AuditRow.at), func.max(AuditRow.at))).one()
-            if spans[0] is not None and moments.later(spans[0], self._days * 86_400) <= spans[1]:
+            if spans[0] is not None and timestamps.later(spans[0], self._days * 86_400) <= spans[1]:
                 seen = session.execute(select(AuditRow.id, AuditRow.node, AuditRow.at).order_by(AuditRow.id.desc()))
                 if (last := horizon(((one.id, one.node, one.at) for one in seen), self._days)) is not None:
                     session.execute(delete(AuditRow).where(AuditRow.id <= last))
@@ -231,7 +231,7 @@ def horizon(entries: Iterable[tuple[int, str, str]], days: int) -> int | None:
     ages: dict[str, float] = {}
     before: dict[str, float] = {}
     for number, node, at in entries:
-        time_of = moments.seconds_of(at)
+        time_of = timestamps.seconds_of(at)
         if node in before:
             ages[node] = ages.get(node, 0.0) + min(max(before[node] - time_of, 0.0), most / 10)
         before[node] = time_of
@@ -252,7 +252,7 @@ def offline(database: Database, node: str, kind: str, run: str | None = None, st
     """Record what a program did to a catalog without a service. A failure is logged, since the act is done."""
     act = Act(local_user(), "local", "", "offline", kind, "", "", 200, "", run=run, step=step, target=more.get("target"))
     try:
-        Audit(database, node, moments.utc_now).record(act)
+        Audit(database, node, timestamps.utc_now).record(act)
     except CheckpointError as error:
         log.warning("the audit log does not tell of this: %s", error.detail)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, get_args
 
 from sqlalchemy import or_, select
 
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -154,19 +154,19 @@ class Tokens:
                 raise InvalidRequest(
                     f"a token named {wanted.name!r} already exists", hint="revoke it first, or choose another name"
                 )
-            made = TokenRow(
+            token_row = TokenRow(
                 name=wanted.name,
                 digest=digest(text),
                 scope=wanted.scope,
                 runs=wanted.runs,
                 created=now,
-                expires=None if wanted.expires_s is None else moments.later(now, wanted.expires_s),
+                expires=None if wanted.expires_s is None else timestamps.later(now, wanted.expires_s),
                 requests_per_s=wanted.requests_per_s,
                 bytes_per_s=wanted.bytes_per_s,
             )
-            session.add(made)
+            session.add(token_row)
             session.flush()
-            token = Token.model_validate(made, from_attributes=True)
+            token = Token.model_validate(token_row, from_attributes=True)
         self._tell(token, "made")
         return NewToken(**token.model_dump(), token=text)
 
@@ -177,8 +177,8 @@ class Tokens:
         if before is not None:
             wanted = wanted.where(TokenRow.id < integer(before))
         with self._database.read() as session:
-            found = [Token.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
-        return page("token", found, limit, lambda token: token.id)
+            tokens = [Token.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+        return page("token", tokens, limit, lambda token: token.id)
 
     def revoke(self, name: str) -> None:
         """Revoke the token of this name with all its secrets; idempotent. `NoSuchResource` if it does not exist."""
@@ -202,21 +202,21 @@ class Tokens:
         """
         _check_expiry(wanted.expires_s)
         text, now = make_text(), self._now()
-        end = moments.later(now, wanted.grace_s)
+        end = timestamps.later(now, wanted.grace_s)
         with self._database.write() as session:
             asked = select(TokenRow).where(TokenRow.name == name, *_in_force(now)).order_by(TokenRow.id.desc())
             rows = list(session.scalars(asked))
             if not rows:
                 raise NoSuchResource(f"no token named {name!r} is in force", hint="`holdfast token create` makes one")
             before = rows[0]
-            made = TokenRow(name=name, digest=digest(text), scope=before.scope, runs=before.runs, created=now)
-            made.requests_per_s, made.bytes_per_s = before.requests_per_s, before.bytes_per_s
-            made.expires = _expiry(before, wanted.expires_s, now)
+            token_row = TokenRow(name=name, digest=digest(text), scope=before.scope, runs=before.runs, created=now)
+            token_row.requests_per_s, token_row.bytes_per_s = before.requests_per_s, before.bytes_per_s
+            token_row.expires = _expiry(before, wanted.expires_s, now)
             for row in rows:  # one of them may be in the grace of an earlier rotation
                 row.expires = end if row.expires is None else min(row.expires, end)
-            session.add(made)
+            session.add(token_row)
             session.flush()
-            token = Token.model_validate(made, from_attributes=True)
+            token = Token.model_validate(token_row, from_attributes=True)
         self._seen.clear()
         self._tell(token, "rotated")
         return NewToken(**token.model_dump(), token=text)
@@ -234,23 +234,23 @@ class Tokens:
         if not well_formed(text):
             raise Unauthenticated("this is not a Holdfast token", hint=_HINT)
         try:
-            found, expires = self._looked_up(text, address)
+            principal, expires = self._looked_up(text, address)
         except CatalogUnavailable:
             known = self._seen.get(digest(text))
             if known is None or time.monotonic() > known[1] or (known[2] is not None and known[2] <= self._now()):
                 raise
             return known[0]
-        self._seen[digest(text)] = found, time.monotonic() + TRUSTED_S, expires
+        self._seen[digest(text)] = principal, time.monotonic() + TRUSTED_S, expires
         while len(self._seen) > SEEN_MAX:
             self._seen.pop(next(iter(self._seen)), None)
-        return found
+        return principal
 
     def verify_kept(self, text: str, address: str) -> Principal:
         """As `verify`, for a token that a browser keeps."""
-        found = self.verify(text, address)
-        if self._owner is None or found.session is not None:
-            return found
-        return found._replace(session=self._owner.links.kept(text))
+        principal = self.verify(text, address)
+        if self._owner is None or principal.session is not None:
+            return principal
+        return principal._replace(session=self._owner.links.kept(text))
 
     def _looked_up(self, text: str, address: str) -> tuple[Principal, str | None]:
         wanted, now = digest(text), self._now()
@@ -262,12 +262,12 @@ class Tokens:
                 raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
-            found = Principal(row.name, _scope(row.scope), row.runs, row.id, expires=row.expires)
-            found = found._replace(requests_per_s=row.requests_per_s, bytes_per_s=row.bytes_per_s)
+            principal = Principal(row.name, _scope(row.scope), row.runs, row.id, expires=row.expires)
+            principal = principal._replace(requests_per_s=row.requests_per_s, bytes_per_s=row.bytes_per_s)
             token_id, used, expires = row.id, row.used, row.expires
-        if used is None or moments.later(used, USED_EVERY_S) <= now:
+        if used is None or timestamps.later(used, USED_EVERY_S) <= now:
             self._note_use(token_id, now, address)
-        return found, expires
+        return principal, expires
 
     def in_force(self, ids: Collection[int]) -> set[int]:
         """Which of these tokens are still valid."""
@@ -336,8 +336,8 @@ def _check_expiry(expires_s: int | None) -> None:
 def _expiry(before: TokenRow, expires_s: int | None, now: str) -> str | None:
     """When a rotated token expires: after the lifetime of the old one, unless another is requested."""
     if expires_s is None and before.expires is not None:
-        return moments.later(now, moments.seconds_of(before.expires) - moments.seconds_of(before.created))
-    return None if expires_s is None else moments.later(now, expires_s)
+        return timestamps.later(now, timestamps.seconds_of(before.expires) - timestamps.seconds_of(before.created))
+    return None if expires_s is None else timestamps.later(now, expires_s)
 
 
 def check_pattern(runs: str) -> str:

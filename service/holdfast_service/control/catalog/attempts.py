@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
-from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.measurements import Life
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -120,9 +120,9 @@ class Member(NamedTuple):
 UNNAMED = Member()
 
 
-def _readable(run: str, made: RunAttempts) -> RunAttempts:
+def _readable(run: str, run_attempts: RunAttempts) -> RunAttempts:
     try:
-        return RunAttempts.model_validate(made.model_dump())
+        return RunAttempts.model_validate(run_attempts.model_dump())
     except ValidationError as error:
         raise InvalidRequest(f"the attempts of {run!r} cannot be recorded: {str(error)[:200]}") from None
 
@@ -145,10 +145,10 @@ class Attempts:
         self._tier, self._path = tier, path
         self._writing = threading.Lock()  # of the file; taken before the other one
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
-        found = read(tier, path)
-        self._runs: dict[str, RunAttempts] = {} if found is None else found
+        recorded = read(tier, path)
+        self._runs: dict[str, RunAttempts] = {} if recorded is None else recorded
         self._unwritten: set[str] = set()  # runs of which a rank has joined since the file was written
-        self.complete = found is not None
+        self.complete = recorded is not None
 
     def newest(self, run: str) -> int:
         """The newest attempt of a run, 0 when there is none."""
@@ -269,12 +269,12 @@ class Attempts:
             self._store({run: self._of(run).answered(f"{attempt}.{turn}", step)})
             return step
 
-    def merge(self, found: Mapping[str, RunAttempts]) -> None:
+    def merge(self, by_run: Mapping[str, RunAttempts]) -> None:
         """Add the attempts found in the catalog or the directories; the record is complete from here on."""
         with self._writing:
             before = self.known()
-            merged = {run: before.get(run, RunAttempts()).merged(other) for run, other in found.items()}
-            changed = {run: made for run, made in merged.items() if made != before.get(run)}
+            merged = {run: before.get(run, RunAttempts()).merged(other) for run, other in by_run.items()}
+            changed = {run: attempts for run, attempts in merged.items() if attempts != before.get(run)}
             if changed or not self.complete:
                 self._store(changed)
             self.complete = True
@@ -306,8 +306,8 @@ class Attempts:
 
     def _store(self, changed: Mapping[str, RunAttempts], without: str | None = None) -> None:
         """Write the file, then update memory. The caller holds the file's lock."""
-        readable = {run: _readable(run, made) for run, made in changed.items()}
-        runs = {run: made for run, made in {**self.known(), **readable}.items() if run != without}
+        readable = {run: _readable(run, attempts) for run, attempts in changed.items()}
+        runs = {run: attempts for run, attempts in {**self.known(), **readable}.items() if run != without}
         self._tier.replace(self._path, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs

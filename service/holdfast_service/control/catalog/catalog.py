@@ -22,7 +22,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.search import SearchHit
-from holdfast_service.control.catalog import lines, listing, search, statistics
+from holdfast_service.control.catalog import lineage_records, listing, search, statistics
 from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
@@ -82,10 +82,10 @@ class Catalog:
             known = session.get(AttemptRow, (run, launch))
             if known is not None and (attempt is None or attempt <= known.attempt):
                 return known.attempt
-            made = row.attempt + 1 if attempt is None else attempt
-            row.attempt = max(row.attempt, made)
-            session.merge(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
-            return made
+            number = row.attempt + 1 if attempt is None else attempt
+            row.attempt = max(row.attempt, number)
+            session.merge(AttemptRow(run=run, launch=launch, attempt=number, world=world, declared=now))
+            return number
 
     def note_attempts(self, known: Mapping[str, RunAttempts]) -> None:
         """Raise every run's newest attempt to at least the one that is `known`."""
@@ -163,18 +163,18 @@ class Catalog:
             row.attempt = max(row.attempt, attempt)
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
             going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
-            made = session.scalar(going)
-            if made is None and self.database.is_shared:
+            row_round = session.scalar(going)
+            if row_round is None and self.database.is_shared:
                 newest = select(RoundRow.id).where(RoundRow.run == run).order_by(RoundRow.id.desc()).limit(NEWEST)
                 ended = (RoundRow.ended >= opened, RoundRow.node != self.node, RoundRow.id.not_in(others))
-                made = session.scalar(select(RoundRow).where(RoundRow.id.in_(newest), *same, *ended).limit(1))
-            if made is None:
-                made = RoundRow(
+                row_round = session.scalar(select(RoundRow).where(RoundRow.id.in_(newest), *same, *ended).limit(1))
+            if row_round is None:
+                row_round = RoundRow(
                     run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened, node=self.node
                 )
-                session.add(made)
+                session.add(row_round)
                 session.flush()
-            return made.id, made.opened
+            return row_round.id, row_round.opened
 
     def is_round(self, round_id: int, run: str, step: int, attempt: int, opened: str) -> bool:
         """Whether the round of this id is one of this run, step and attempt, opened then."""
@@ -200,9 +200,9 @@ class Catalog:
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
 
-    def lines(self, run: str) -> list[lines.ListedCheckpoint]:
+    def lines(self, run: str) -> list[lineage_records.ListedCheckpoint]:
         with self._read() as session:
-            return lines.of(session, run)
+            return lineage_records.of(session, run)
 
     def update_round(self, round_id: int, *, sealed: int) -> None:
         """Record how many ranks have sealed; does nothing for a round that has ended."""
@@ -291,19 +291,19 @@ class Catalog:
         """List a checkpoint, in the place of its step's. `stamp` is what storage says of it, and `proven` of all its files
         where they are known to be sound.
         """
-        made = _row(checkpoint, stamp, proven)
+        new_row = _row(checkpoint, stamp, proven)
         with self._write(hasty=True) as session:
             row = lock_run(session, checkpoint.run)
             # So that a catalog made again from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
             known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
-            if known is not None and (known.created, known.attempt) != (made.created, made.attempt):
-                statistics.forget_tensors(session, made.run, made.step)  # of another checkpoint of this step
+            if known is not None and (known.created, known.attempt) != (new_row.created, new_row.attempt):
+                statistics.forget_tensors(session, new_row.run, new_row.step)  # of another checkpoint of this step
                 known = None
             if known is None:
-                made.seen_s = self._times.now(session, row)
-            session.merge(made)
-            lines.settle(session, checkpoint.run)
+                new_row.seen_s = self._times.now(session, row)
+            session.merge(new_row)
+            lineage_records.settle(session, checkpoint.run)
 
     def list_damaged(self, damaged: bodies.CheckpointInfo, before: Mapping[int, str | None]) -> None:
         """List a checkpoint as damaged, unless its step was listed again or forgotten since these stamps of the run."""
@@ -314,11 +314,11 @@ class Catalog:
             if listed != ([before[step]] if step in before else []):
                 return  # what was found out is about another one
             row.attempt = max(row.attempt, damaged.attempt)
-            made = _row(damaged, None)
+            row_damaged = _row(damaged, None)
             if not listed:
-                made.seen_s = self._times.now(session, row)
-            session.merge(made)
-            lines.settle(session, run)
+                row_damaged.seen_s = self._times.now(session, row)
+            session.merge(row_damaged)
+            lineage_records.settle(session, run)
 
     def relist(
         self,
@@ -346,13 +346,13 @@ class Catalog:
                 session.add_all(_row(checkpoint, stamp, None, seen) for checkpoint, stamp in new)
             for step, stamp in stamps.items():
                 session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
-            lines.settle(session, run)
+            lineage_records.settle(session, run)
 
     def forget_checkpoint(self, run: str, step: int) -> None:
         """Delist a checkpoint; idempotent. Its replicas' rows stay."""
         with self._write(hasty=True) as session:
             _forget(session, run, step)
-            lines.settle(session, run)
+            lineage_records.settle(session, run)
 
     def runs(self, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()) -> bodies.Page[bodies.Run]:
         """A page of runs by name: all, or those whose names begin with `prefix` and contain every one of the words."""
@@ -378,8 +378,8 @@ class Catalog:
 
     def known_runs(self) -> dict[str, KnownRun]:
         with self._read() as session:
-            found = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
-            return {name: KnownRun(attempt, keep_last) for name, attempt, keep_last in found}
+            rows = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
+            return {name: KnownRun(attempt, keep_last) for name, attempt, keep_last in rows}
 
     def checkpoints(
         self, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
@@ -391,8 +391,8 @@ class Catalog:
     def stamps(self, run: str) -> dict[int, str | None]:
         """Every listed step of a run, and its stamp."""
         with self._read() as session:
-            found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
-            return {step: stamp for step, stamp in found}
+            rows = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
+            return {step: stamp for step, stamp in rows}
 
     def proofs(self, run: str) -> dict[int, CommitProof]:
         """For every listed step of a run, what its manifest does not contain."""
@@ -406,12 +406,12 @@ class Catalog:
 
     def all_proofs(self) -> dict[str, dict[int, str | None]]:
         """Of every checkpoint of every run, the files as which it was read back; None where unknown or not sound."""
-        found: dict[str, dict[int, str | None]] = {}
+        proofs: dict[str, dict[int, str | None]] = {}
         columns = select(CheckpointRow.run, CheckpointRow.step, CheckpointRow.proven, CheckpointRow.verified)
         with self._read() as session:
             for run, step, proven, verified in session.execute(columns):
-                found.setdefault(run, {})[step] = (proven or ANY_FILES) if verified else None
-        return found
+                proofs.setdefault(run, {})[step] = (proven or ANY_FILES) if verified else None
+        return proofs
 
     def renamed(self, run: str, name: str) -> None:
         """Keep a renamed run's time going."""

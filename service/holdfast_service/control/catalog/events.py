@@ -121,10 +121,10 @@ class Events:
     def _row(self, kind: str, text: str, run: str | None, step: int | None, **more: Any) -> EventRow:
         return EventRow(kind=kind, text=text, run=run, step=step, node=self._node, **more)
 
-    def _insert(self, session: Session, made: EventRow) -> None:
-        session.add(made)
+    def _insert(self, session: Session, event_row: EventRow) -> None:
+        session.add(event_row)
         session.flush()
-        self._trim(session, made.id)
+        self._trim(session, event_row.id)
 
     def _trim(self, session: Session, newest: int) -> None:
         """Remove the oldest events of the most frequent kinds, now and then. Ids have gaps, so rows are counted."""
@@ -165,9 +165,9 @@ class Events:
             # The newest id first: what is added after that is found, or is newer. The oldest last: what is forgotten
             # meanwhile is missed, and not passed over in silence.
             newest = _bounds(session)[1]
-            found = [_event(row) for row in session.scalars(wanted)]
+            events = [_event(row) for row in session.scalars(wanted)]
             oldest, ever = _bounds(session)[0], _forgotten(session)
-            return Following(oldest, max(newest, ever), ever if run is None else _forgotten(session, run), found)
+            return Following(oldest, max(newest, ever), ever if run is None else _forgotten(session, run), events)
 
     def newest(
         self, cursor: str | None, limit: int, run: str | None = None, kind: str | None = None, after: int = 0
@@ -182,8 +182,8 @@ class Events:
         if kind is not None:
             wanted = wanted.where(EventRow.kind == kind)
         with self._database.read() as session:
-            found = [_event(row) for row in session.scalars(wanted)]
-        return page("event", found, limit, lambda event: event.id)
+            events = [_event(row) for row in session.scalars(wanted)]
+        return page("event", events, limit, lambda event: event.id)
 
     def bounds(self) -> tuple[int, int]:
         """The oldest and the newest kept id; (0, 0) without events."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select, union_all
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchRun
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
@@ -107,15 +107,15 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
     for run in {run for run, step in known if found[run][1] == step}:
         sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND, _LIVING)
         found[run] = (found[run][0], session.scalar(sound), found[run][2])
-    made = []
+    summaries = []
     for row in rows:
         count, newest, size = found.get(row.name, (0, None, 0))
-        made.append(
+        summaries.append(
             bodies.Run(
                 name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=size
             )
         )
-    return made
+    return summaries
 
 
 def checkpoints(
@@ -162,10 +162,10 @@ def _sorted_checkpoints(
         tied = CheckpointRow.step < integer(step) if descends else CheckpointRow.step > integer(step)
         wanted = wanted.where(or_(after, and_(column == value, tied)))
     order = (column.desc(), CheckpointRow.step.desc()) if descends else (column, CheckpointRow.step)
-    found = [checkpoint(row) for row in session.scalars(wanted.order_by(*order).limit(bounded(limit) + 1))]
-    if not found:
+    checkpoints = [checkpoint(row) for row in session.scalars(wanted.order_by(*order).limit(bounded(limit) + 1))]
+    if not checkpoints:
         check_known(session, run)
-    return page(within.sort, found, limit, lambda made: f"{getattr(made, name)}@{made.step}")
+    return page(within.sort, checkpoints, limit, lambda made: f"{getattr(made, name)}@{made.step}")
 
 
 def _of_run(run: str, within: Within) -> Select[Any]:
@@ -198,7 +198,7 @@ def rounds(
     found = [bodies.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
     if run is not None and not found:
         check_known(session, run)
-    return page("round", found, limit, lambda made: made.id)
+    return page("round", found, limit, lambda round_: round_.id)
 
 
 def checkpoint(row: CheckpointRow) -> bodies.CheckpointInfo:
@@ -224,19 +224,19 @@ def no_such_run(run: str) -> NoSuchRun:
 def parse_time(text: str) -> str:
     """RFC 3339 to the prefix of the catalog's times, so that comparing texts compares times. Without a zone it is UTC."""
     try:
-        return moments.write(moments.read(text)).removesuffix("Z")  # a Z would come behind any fraction
+        return timestamps.write(timestamps.read(text)).removesuffix("Z")  # a Z would come behind any fraction
     except ValueError as error:
         raise InvalidRequest(f"{text!r} is not a time", hint="give it as 2030-01-31T12:00:00Z") from error
 
 
 def _bounded_to(wanted: _Rows, table: type[CheckpointRow] | type[RoundRow], within: Within) -> _Rows:
-    made = table.created if table is CheckpointRow else RoundRow.opened
+    created = table.created if table is CheckpointRow else RoundRow.opened
     if within.step_min is not None:
         wanted = wanted.where(table.step >= within.step_min)
     if within.step_max is not None:
         wanted = wanted.where(table.step <= within.step_max)
     if within.since is not None:
-        wanted = wanted.where(made >= parse_time(within.since))
+        wanted = wanted.where(created >= parse_time(within.since))
     return wanted
 
 

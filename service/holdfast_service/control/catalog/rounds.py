@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.record_queue import RecordQueue
 
 ENDED_MAX = 512  # rounds kept for late records
 NOTHING: Mapping[str, float] = {}
@@ -50,8 +50,8 @@ class _Round:
 class Rounds:
     """Thread-safe; nothing here waits for the catalog."""
 
-    def __init__(self, catalog: Catalog, book: Book, now: Callable[[], str]) -> None:
-        self._catalog, self._book, self._now = catalog, book, now
+    def __init__(self, catalog: Catalog, record_queue: RecordQueue, now: Callable[[], str]) -> None:
+        self._catalog, self._record_queue, self._now = catalog, record_queue, now
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._rounds: OrderedDict[int, _Round] = OrderedDict()
@@ -70,19 +70,19 @@ class Rounds:
                 while len(self._rounds) > ENDED_MAX + len(self._open):
                     oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
                     del self._rounds[oldest]
-            made = self._rounds[number]
-            if quiet or made.told:
+            save = self._rounds[number]
+            if quiet or save.told:
                 return number
-            made.told = True
-        self._book.tell(f"that the save of {run}@{step} has started", lambda: self._note(made))
+            save.told = True
+        self._record_queue.tell(f"that the save of {run}@{step} has started", lambda: self._note(save))
         return number
 
     def seal(self, number: int, ranks: int) -> None:
         """Record how many ranks have sealed."""
-        made = self._of(number)
-        made.sealed = max(made.sealed, ranks)
-        if made.told:
-            self._book.tell("which ranks have sealed", lambda: self._note_seals(made))
+        save = self._of(number)
+        save.sealed = max(save.sealed, ranks)
+        if save.told:
+            self._record_queue.tell("which ranks have sealed", lambda: self._note_seals(save))
 
     def end(
         self,
@@ -91,50 +91,50 @@ class Rounds:
         code: str | None = None,
         detail: str | None = None,
         measured: Mapping[str, float] = NOTHING,
-        told: Callable[[str, int], None] = lambda run, step: None,
+        notify: Callable[[str, int], None] = lambda run, step: None,
     ) -> None:
-        """End a save. The first end counts; later ones change nothing. `told` is called with run and step, where the catalog
+        """End a save. The first end counts; later ones change nothing. `notify` is called with run and step, where the catalog
         did not have the end from another node.
         """
         with self._lock:
-            made = self._rounds.get(number)
-            if made is None:
+            save = self._rounds.get(number)
+            if save is None:
                 raise NoSuchResource(f"there is no save with the round ID {number}")
-            if made.ended is not None:
+            if save.ended is not None:
                 return
-            made.ended = ended = EndedRound(state, self._now(), code, detail, measured)
-            self._open.pop(made.key, None)
+            save.ended = ended = EndedRound(state, self._now(), code, detail, measured)
+            self._open.pop(save.key, None)
 
         def note() -> None:
-            if self._note_end(made, ended):
-                told(made.key.run, made.key.step)
+            if self._note_end(save, ended):
+                notify(save.key.run, save.key.step)
 
-        self._book.tell("how a save ended", note)
+        self._record_queue.tell("how a save ended", note)
 
     def left(self, number: int, measured: Mapping[str, float] = NOTHING) -> None:
         """Another node has committed it and records that. So does this node if it recorded the progress: its earlier records
         may arrive after that end.
         """
         with self._lock:
-            made = self._rounds.get(number)
-            if made is not None and made.ended is None and not made.told:
-                made.ended = EndedRound("committed", self._now(), None, None, measured)
-                self._open.pop(made.key, None)
+            save = self._rounds.get(number)
+            if save is not None and save.ended is None and not save.told:
+                save.ended = EndedRound("committed", self._now(), None, None, measured)
+                self._open.pop(save.key, None)
                 return
         self.end(number, "committed", measured=measured)
 
     def measure(self, number: int, measured: Mapping[str, float]) -> None:
         """Record timings found after its end."""
         with self._lock:
-            made = self._rounds.get(number)
-        if made is not None and (made.told or made.id is not None):
-            self._book.tell("what a save cost", lambda: self._catalog.measure_round(self._id(made), measured))
+            save = self._rounds.get(number)
+        if save is not None and (save.told or save.id is not None):
+            self._record_queue.tell("what a save cost", lambda: self._catalog.measure_round(self._id(save), measured))
 
     def complete(self, run: str) -> list[tuple[int, int]]:
         """Step and attempt of the open rounds that all ranks have sealed."""
         with self._lock:
             going = [self._rounds[number] for number in self._open.values()]
-        return [made.key[1:] for made in going if made.key[0] == run and made.sealed >= made.world]
+        return [save.key[1:] for save in going if save.key[0] == run and save.sealed >= save.world]
 
     def knows(self, run: str, step: int, attempt: int) -> bool:
         """Whether this daemon has had such a save, open or ended."""
@@ -145,39 +145,39 @@ class Rounds:
     def ids(self) -> list[int]:
         """The catalog's ids of the open rounds. In the book's thread only."""
         with self._lock:
-            going = [made for number in self._open.values() if (made := self._rounds[number]).told]
-        return [self._id(made) for made in going]
+            going = [save for number in self._open.values() if (save := self._rounds[number]).told]
+        return [self._id(save) for save in going]
 
     def look_again(self) -> None:
         """The catalog may be another one now, in which rounds have other ids, or none. In the book's thread only."""
         with self._lock:
             rounds = list(self._rounds.values())
-        for made in rounds:
-            if made.id is not None and not self._catalog.is_round(made.id, *made.key, made.opened):
-                made.id = None
+        for round in rounds:
+            if round.id is not None and not self._catalog.is_round(round.id, *round.key, round.opened):
+                round.id = None
 
     def _of(self, number: int) -> _Round:
         with self._lock:
-            made = self._rounds.get(number)
-        if made is None:
+            save = self._rounds.get(number)
+        if save is None:
             raise NoSuchResource(f"there is no save with the round ID {number}")
-        return made
+        return save
 
-    def _id(self, made: _Round) -> int:
-        if made.id is None:
+    def _id(self, save: _Round) -> int:
+        if save.id is None:
             with self._lock:  # the step may have been tried before
-                others = [one.id for one in self._rounds.values() if one.key == made.key and one.id is not None]
-            made.id, made.opened = self._catalog.note_round(*made.key, made.world, made.opened, others)
-        return made.id
+                others = [one.id for one in self._rounds.values() if one.key == save.key and one.id is not None]
+            save.id, save.opened = self._catalog.note_round(*save.key, save.world, save.opened, others)
+        return save.id
 
-    def _note(self, made: _Round) -> None:
-        self._id(made)
+    def _note(self, save: _Round) -> None:
+        self._id(save)
 
-    def _note_seals(self, made: _Round) -> None:
-        self._catalog.update_round(self._id(made), sealed=made.sealed)
+    def _note_seals(self, save: _Round) -> None:
+        self._catalog.update_round(self._id(save), sealed=save.sealed)
 
-    def _note_end(self, made: _Round, ended: EndedRound) -> bool:
+    def _note_end(self, save: _Round, ended: EndedRound) -> bool:
         state, at, code, detail, measured = ended
-        if state != "committed" and not made.told and self._catalog.knows_round(*made.key):
+        if state != "committed" and not save.told and self._catalog.knows_round(*save.key):
             return False  # another node of the save has recorded it
-        return self._catalog.end_round(self._id(made), state, at, code, detail, **measured) is not None
+        return self._catalog.end_round(self._id(save), state, at, code, detail, **measured) is not None

@@ -38,5 +38,5 @@ def known(catalog: Catalog, runs: Collection[str] | None = None) -> dict[str, Ru
     """The settings of these runs, or of all, as far as the request may see them."""
     columns = select(RunRow.name, *COLUMNS)
     with catalog.database.read() as session:
-        found = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
-        return {name: RunSettings(*said) for name, *said in found}
+        rows = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
+        return {name: RunSettings(*settings) for name, *settings in rows}

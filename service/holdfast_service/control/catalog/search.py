@@ -43,9 +43,9 @@ def search(session: Session, asked: SearchQuery, limit: int, labels_of: Labels) 
     if asked.step is not None:
         # Steps of the run that is named come before newer ones of others that have its name in theirs.
         named = [name for name in runs[:1] if name.casefold() == " ".join(asked.words)]
-        found = _at_step(session, named, asked.step, limit) if named else []
-        found += _at_step(session, runs[len(named) : RUNS_SEARCHED_MAX], asked.step, limit)
-        return [*found, *_labelled(runs[:RUNS_READ_MAX], asked.step, labels_of)][:limit]
+        search_hits = _at_step(session, named, asked.step, limit) if named else []
+        search_hits += _at_step(session, runs[len(named) : RUNS_SEARCHED_MAX], asked.step, limit)
+        return [*search_hits, *_labelled(runs[:RUNS_READ_MAX], asked.step, labels_of)][:limit]
     hits = [SearchHit(kind="run", run=name) for name in runs[:limit]]
     if len(asked.words) == 1 and len(hits) < limit:
         word = asked.words[0]
@@ -61,8 +61,8 @@ def _words_apart(session: Session, names: Sequence[str], words: Sequence[str], l
     """`llama 1200` and `llama best`: the last word is a step or a label of runs that contain the others."""
     *parts, last = words
     runs = [name for name in names if SearchQuery(tuple(parts), None).names(name)]
-    found = _at_step(session, runs[:RUNS_SEARCHED_MAX], last, RUNS_SEARCHED_MAX)
-    return [*found, *_labelled(runs[:RUNS_READ_MAX], last, labels_of)]
+    search_hits = _at_step(session, runs[:RUNS_SEARCHED_MAX], last, RUNS_SEARCHED_MAX)
+    return [*search_hits, *_labelled(runs[:RUNS_READ_MAX], last, labels_of)]
 
 
 def _rank(name: str, asked: SearchQuery) -> tuple[bool, bool, str]:

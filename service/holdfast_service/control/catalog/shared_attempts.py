@@ -26,7 +26,7 @@ from holdfast_formats.errors import (
     RunBusy,
     StaleAttempt,
 )
-from holdfast_formats.moments import utc_now
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.attempts import (
     LAUNCH_LENGTH_MAX,
     SPOKEN_ATTEMPTS_MAX,
@@ -37,7 +37,7 @@ from holdfast_service.control.catalog.attempts import (
     read,
 )
 from holdfast_service.control.catalog.catalog import lock_run
-from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.cluster.cluster import Cluster, NodeRanks
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow, SpeakerRow
 from holdfast_service.storage import Tier
 
@@ -136,8 +136,8 @@ class SharedAttempts(Attempts):
         if not runs:
             return {}
         with self._database.apart() as session:
-            found = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs))).all()
-        newer = {run: attempt for run, attempt in found if attempt > self.newest(run)}
+            rows = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs))).all()
+        newer = {run: attempt for run, attempt in rows if attempt > self.newest(run)}
         for run, attempt in newer.items():
             self.saw(run, attempt)
         return newer
@@ -172,14 +172,14 @@ class SharedAttempts(Attempts):
         super().forget(run)
 
     def _answered_elsewhere(self, run: str, attempt: int) -> int | None:
-        found = []
+        attempts = []
         for name in self._tier.list(""):
             if naming.parse_attempts_file(name) in (None, self._cluster.node):
                 continue
             others: Mapping[str, RunAttempts] = read(self._tier, name) or {}
             answers = others.get(run, RunAttempts()).answers
-            found += [int(key.partition(".")[0]) for key in answers]
-        return max((number for number in found if number > attempt), default=None)
+            attempts += [int(key.partition(".")[0]) for key in answers]
+        return max((number for number in attempts if number > attempt), default=None)
 
     def _is_known(self, run: str, launch: str, member: Member) -> bool:
         """Whether this very checkpointer got its attempt here, or ranks send no checkpointer."""
@@ -192,35 +192,35 @@ class SharedAttempts(Attempts):
     def _declared(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
         with self._database.apart() as session:
             row = lock_run(session, run)
-            told = _told(session, run, launch, member)
-            if told is None:  # unless a node gave it one while the catalog was away
+            declared = _told(session, run, launch, member)
+            if declared is None:  # unless a node gave it one while the catalog was away
                 given = [number for number in self._claims(run) if self._launch_of(run, number) == launch]
-                told = RunAttempts(launches={launch: max(given)} if given else {})
-            attempt = told.attempt_of(launch, member)
-            crews = self._cluster.crews.elsewhere(session, run)
+                declared = RunAttempts(launches={launch: max(given)} if given else {})
+            attempt = declared.attempt_of(launch, member)
+            node_ranks = self._cluster.node_ranks.elsewhere(session, run)
             new = attempt is None
             if attempt is None:
-                _refuse_busy(run, crews, member)
+                _refuse_busy(run, node_ranks, member)
                 while attempt is None:
                     attempt = self._give_out(run, launch, max(row.attempt, self.newest(run)), self._claims(run))
                 row.attempt = attempt
-                made = AttemptRow(run=run, launch=launch, attempt=attempt, world=member.world, declared=utc_now())
-                session.merge(made)
+                attempt_row = AttemptRow(run=run, launch=launch, attempt=attempt, world=member.world, declared=utc_now())
+                session.merge(attempt_row)
                 old = (SpeakerRow.run == run, SpeakerRow.attempt <= attempt - SPOKEN_ATTEMPTS_MAX)
                 session.execute(delete(SpeakerRow).where(*old))
             if member.session:
                 speaks = insert(SpeakerRow).values(run=run, attempt=attempt, rank=member.rank, session=member.session)
                 session.execute(speaks.on_conflict_do_nothing())
-            self._cluster.crews.arrive(session, run, Crew(attempt, member.world, 1))
+            self._cluster.node_ranks.arrive(session, run, NodeRanks(attempt, member.world, 1))
         return attempt, new
 
     def _claimed(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
         """Without the catalog: the attempt that a node has given this launch, or a new one."""
         while True:
             claims = self._claims(run)
-            found = self._given(run, launch, member, claims)
-            if found is not None:
-                return found, False
+            attempt = self._given(run, launch, member, claims)
+            if attempt is not None:
+                return attempt, False
             made = self._give_out(run, launch, self.newest(run), claims)
             if made is not None:
                 return made, True
@@ -229,8 +229,8 @@ class SharedAttempts(Attempts):
         """The attempt that a node has given this launch, unless this member belongs to another start."""
         local = self.known().get(run, RunAttempts())
         given = [attempt for attempt in claims if self._launch_of(run, attempt) == launch]
-        told = local.model_copy(update={"launches": {**local.launches, launch: max(given)}}) if given else local
-        return told.attempt_of(launch, member)
+        attempts = local.model_copy(update={"launches": {**local.launches, launch: max(given)}}) if given else local
+        return attempts.attempt_of(launch, member)
 
     def _give_out(self, run: str, launch: str, newest: int, claims: Sequence[int]) -> int | None:
         """Claim the number after `newest` and all `claims` for this launch; None if another node has claimed it since those
@@ -242,16 +242,16 @@ class SharedAttempts(Attempts):
         for old in claims[: -CLAIMS_MAX + 1]:
             with suppress(CheckpointError):  # another node has just removed it
                 self._tier.remove_file(naming.claim_file(run, old))
-        for found in map(naming.parse_answer_file, self._tier.list(naming.CLAIMS)):
-            if found is not None and found[0] == run and found[1] <= attempt - CLAIMS_MAX:
+        for answer in map(naming.parse_answer_file, self._tier.list(naming.CLAIMS)):
+            if answer is not None and answer[0] == run and answer[1] <= attempt - CLAIMS_MAX:
                 with suppress(CheckpointError):
-                    self._tier.remove_file(naming.answer_file(*found))
+                    self._tier.remove_file(naming.answer_file(*answer))
         return attempt
 
     def _claims(self, run: str) -> list[int]:
         """The claimed numbers of a run, ascending, without old ones."""
-        found = map(naming.parse_claim_file, self._tier.list(naming.CLAIMS))
-        return sorted(claim[1] for claim in found if claim is not None and claim[0] == run)
+        claims = map(naming.parse_claim_file, self._tier.list(naming.CLAIMS))
+        return sorted(claim[1] for claim in claims if claim is not None and claim[0] == run)
 
     def _launch_of(self, run: str, attempt: int) -> str | None:
         try:
@@ -305,19 +305,19 @@ def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempt
     )
 
 
-def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
+def _refuse_busy(run: str, node_ranks: Mapping[str, NodeRanks], member: Member) -> None:
     """As `run_busy.let_in`, for ranks at other nodes."""
-    living = {node: crew for node, crew in crews.items() if crew.left_s != 0}
+    living = {node: rank_set for node, rank_set in node_ranks.items() if rank_set.left_s != 0}
     if not living or member.take_over:
         return
-    node, crew = max(living.items(), key=lambda item: item[1].attempt)
-    left = [crew.left_s for crew in living.values()]
+    node, rank_set = max(living.items(), key=lambda item: item[1].attempt)
+    left = [rank_set.left_s for rank_set in living.values()]
     raise RunBusy(
-        f"another job is training {run!r} on node {node}: attempt {crew.attempt}, {crew.ranks} of {crew.world} ranks are "
+        f"another job is training {run!r} on node {node}: attempt {rank_set.attempt}, {rank_set.ranks} of {rank_set.world} ranks are "
         "connected there",
         hint=BUSY_HINT,
-        attempt=crew.attempt,
-        ranks=crew.ranks,
+        attempt=rank_set.attempt,
+        ranks=rank_set.ranks,
         node=node,
         retry_after_s=0.0 if None in left else round(max(0.1, *filter(None, left)), 1),
     )

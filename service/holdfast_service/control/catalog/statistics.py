@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.rest import statistics
-from holdfast_formats.rest.observed import LayerHealth, Layers
+from holdfast_formats.rest.measurements import LayerHealth, Layers
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, StatisticsRow
@@ -52,13 +52,13 @@ class StatisticsStore:
             data = statistics.encode(found)
             session.merge(StatisticsRow(run=run, step=step, tensors=len(found), data=data, layers=summary))
 
-    def lists(self, made: Manifest) -> bool:
+    def lists(self, manifest: Manifest) -> bool:
         """Whether this very checkpoint is listed, neither removed nor replaced."""
         row = CheckpointRow
-        columns = select(row.attempt, row.turn, row.created).where(row.run == made.run, row.step == made.step)
+        columns = select(row.attempt, row.turn, row.created).where(row.run == manifest.run, row.step == manifest.step)
         with self._read() as session:
-            found = session.execute(columns).first()
-        return found is not None and tuple(found) == (made.attempt, made.turn, made.created)
+            stored = session.execute(columns).first()
+        return stored is not None and tuple(stored) == (manifest.attempt, manifest.turn, manifest.created)
 
     def has(self, run: str, step: int) -> bool:
         """Whether a listed checkpoint has statistics."""
@@ -113,9 +113,9 @@ def forget(session: Session, run: str, step: int) -> None:
     forget_tensors(session, run, step)
     steps = select(StatisticsRow.step).where(StatisticsRow.run == run).order_by(StatisticsRow.step.desc())
     oldest = session.scalar(steps.offset(HISTORY_STEPS - 1).limit(1))
-    there = select(CheckpointRow.step).where(CheckpointRow.run == run)
+    listed = select(CheckpointRow.step).where(CheckpointRow.run == run)
     past = (StatisticsRow.run == run, StatisticsRow.step < (oldest or 0))
-    session.execute(delete(StatisticsRow).where(*past, StatisticsRow.step.not_in(there)))
+    session.execute(delete(StatisticsRow).where(*past, StatisticsRow.step.not_in(listed)))
 
 
 def _cell(step: int, cell: list[Any] | None) -> LayerHealth | None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import index, manifest
-from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, manifests
+from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import AlreadyCommitted, Damaged, NoSuchResource, RoundAborted, StateMismatch, StorageFailed
 from holdfast_formats.lineage import Lineage
 from holdfast_formats.naming import Place
@@ -48,9 +48,9 @@ def publish(store: Store, plan: WritePlan, created: str, place: Place | None = N
     place = place or Place(plan.run, plan.step, plan.attempt)
     receipts = [decode_receipt(one) for one in store.receipts(place)]
     small = _small_files(plan)
-    made = compose(plan, receipts, _listed(small), created, about.lineage)
-    _commit(store, place, made, small, about.over)
-    return made
+    manifest = compose(plan, receipts, _listed(small), created, about.lineage)
+    _commit(store, place, manifest, small, about.over)
+    return manifest
 
 
 def publish_joint(store: Store, plan: WritePlan, staged: JointlyStaged, about: About = ABOUT) -> Manifest:
@@ -62,10 +62,10 @@ def publish_joint(store: Store, plan: WritePlan, staged: JointlyStaged, about: A
     """
     small = _small_files(plan)
     _check_receipts(plan, staged.receipts)
-    made = _compose_joint(plan, staged, small, about.lineage)
-    manifest.validate(made)  # a plan's own files are tiled; only this checks that the nodes' shares are
-    _commit(store, staged.place, made, small, about.over)
-    return made
+    manifest = _compose_joint(plan, staged, small, about.lineage)
+    manifests.validate(manifest)  # a plan's own files are tiled; only this checks that the nodes' shares are
+    _commit(store, staged.place, manifest, small, about.over)
+    return manifest
 
 
 def published_already(store: Store, plan: WritePlan, staged: JointlyStaged) -> Manifest | None:
@@ -78,23 +78,23 @@ def published_already(store: Store, plan: WritePlan, staged: JointlyStaged) -> M
         return None
     try:
         stands = store.files.read(f"{target}/{naming.MANIFEST}")
-        found = manifest.decode(stands, store.files.read(f"{target}/{naming.COMMIT}"))
+        published = manifests.decode(stands, store.files.read(f"{target}/{naming.COMMIT}"))
     except (Damaged, NoSuchResource):
         return None
     small = _small_files(plan)
-    made = _compose_joint(plan, staged, small, Lineage(found.restored, found.turn, found.rewinds))
-    if manifest.encode(made) != stands:
+    manifest = _compose_joint(plan, staged, small, Lineage(published.restored, published.turn, published.rewinds))
+    if manifests.encode(manifest) != stands:
         return None
-    _commit(store, staged.place, made, small, over=True)
-    return made
+    _commit(store, staged.place, manifest, small, over=True)
+    return manifest
 
 
 def vouch(plan: WritePlan, receipt: Receipt, created: str, lineage: Lineage) -> Vouched:
     """The manifest of what one job has staged, to be read back before `publish_copy`; `StateMismatch` as of `compose`."""
     small = _small_files(plan)
-    made = compose(plan, [receipt], _listed(small), created, lineage)
-    encoded = manifest.encode(made)
-    return Vouched(made, encoded, manifest.encode_commit(made, encoded), small)
+    manifest = compose(plan, [receipt], _listed(small), created, lineage)
+    encoded = manifests.encode(manifest)
+    return Vouched(manifest, encoded, manifests.encode_commit(manifest, encoded), small)
 
 
 def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> Manifest:
@@ -104,9 +104,9 @@ def publish_copy(store: Store, place: Place, encoded: bytes, commit_bytes: bytes
     The order is that of `publish` (I3). Raises `CorruptManifest` or `NotCommitted` before anything is written when the two
     do not belong together, and the errors of `publish`.
     """
-    made = manifest.decode(encoded, commit_bytes)
-    _settle(store, place, CommitContents(_sizes(made, {}), {}, encoded, commit_bytes), over)
-    return made
+    manifest = manifests.decode(encoded, commit_bytes)
+    _settle(store, place, CommitContents(_sizes(manifest, {}), {}, encoded, commit_bytes), over)
+    return manifest
 
 
 def publish_export(tier: Tier, staging: str, target: str) -> None:
@@ -114,10 +114,10 @@ def publish_export(tier: Tier, staging: str, target: str) -> None:
     tier.publish(staging, target)
 
 
-def _commit(store: Store, place: Place, made: Manifest, small: Mapping[str, bytes], over: bool) -> None:
-    encoded = manifest.encode(made)
-    commit_bytes = manifest.encode_commit(made, encoded)
-    _settle(store, place, CommitContents(_sizes(made, small), small, encoded, commit_bytes), over)
+def _commit(store: Store, place: Place, manifest: Manifest, small: Mapping[str, bytes], over: bool) -> None:
+    encoded = manifests.encode(manifest)
+    commit_bytes = manifests.encode_commit(manifest, encoded)
+    _settle(store, place, CommitContents(_sizes(manifest, small), small, encoded, commit_bytes), over)
 
 
 def _settle(store: Store, place: Place, contents: CommitContents, over: bool = False) -> None:
@@ -135,8 +135,8 @@ def _settle(store: Store, place: Place, contents: CommitContents, over: bool = F
         )
 
 
-def _sizes(made: Manifest, small: Mapping[str, bytes]) -> dict[str, int]:
-    return {entry.name: entry.bytes for entry in made.files if entry.name not in small}
+def _sizes(manifest: Manifest, small: Mapping[str, bytes]) -> dict[str, int]:
+    return {entry.name: entry.bytes for entry in manifest.files if entry.name not in small}
 
 
 def _small_files(plan: WritePlan) -> dict[str, bytes]:
@@ -190,7 +190,7 @@ def compose(
     if missing:
         raise StateMismatch(f"no node's receipt covers the assets {missing}")
     return Manifest(
-        format=manifest.FORMAT,
+        format=manifests.FORMAT,
         run=plan.run,
         step=plan.step,
         attempt=plan.attempt,

@@ -45,8 +45,8 @@ def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thoroug
 
     Manifests are read where their stamp differs from the listed one, and all of them if `thorough`.
     """
-    found = _look(store, catalog, writers, thorough)
-    items = dict(found.items)
+    result = _look(store, catalog, writers, thorough)
+    items = dict(result.items)
     for pause_s in LOOK_AGAIN_S if writers else ():
         if not items:
             break
@@ -56,9 +56,9 @@ def check(store: Store, catalog: Catalog, writers: Collection[str] = (), thoroug
         items = {key: item for key, item in items.items() if key in again.items or (thorough and item.kind == "differs")}
     return CatalogCheck(
         catalog=catalog.database.url,
-        runs=found.runs,
-        checkpoints=found.checkpoints,
-        manifests_read=found.read,
+        runs=result.runs,
+        checkpoints=result.checkpoints,
+        manifests_read=result.read,
         thorough=thorough,
         count=len(items),
         items=list(items.values())[:CONTRADICTIONS_MAX],
@@ -84,10 +84,10 @@ def rebuild(store: Store, catalog: Catalog, writers: Collection[str], now: str) 
 
 
 def _look(store: Store, catalog: Catalog, writers: Collection[str], thorough: bool) -> _Found:
-    known, there = catalog.known_runs(), set(roots.runs(store.files))
+    known, runs = catalog.known_runs(), set(roots.runs(store.files))
     items: list[Contradiction] = []
     checkpoints = read = 0
-    for run in sorted(known.keys() | there):
+    for run in sorted(known.keys() | runs):
         listed = catalog.stamps(run)
         wrong, opened = _look_at_run(store, catalog, run, listed, thorough)
         items += wrong
@@ -104,7 +104,9 @@ def _look_at_run(
     """The contradictions of a run's listed checkpoints, and how many manifests were read."""
     look = roots.look(store, run, listed, thorough)
     items = []
-    rows = {made.step: made for made in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
+    rows = (
+        {checkpoint.step: checkpoint for checkpoint in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
+    )
     for step in sorted(listed.keys() - look.stands - set(look.unread)):
         items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
     for step in look.unread:
@@ -130,8 +132,8 @@ def _look_at_run(
 
 
 def _differing(listed: bodies.CheckpointInfo, manifest: bodies.CheckpointInfo) -> list[str]:
-    told, stated = listed.model_dump(), manifest.model_dump()
-    return [name for name in told if told[name] != stated[name]]
+    listed_values, stated = listed.model_dump(), manifest.model_dump()
+    return [name for name in listed_values if listed_values[name] != stated[name]]
 
 
 def _look_at_run_file(store: Store, run: str, known: KnownRun | None) -> list[Contradiction]:
@@ -186,8 +188,10 @@ def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
         for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).with_for_update()):
             if not _is_orphan(row.node, writers):
                 continue
-            made = session.get(CheckpointRow, (row.run, row.step))
-            if made is not None and made.attempt == row.attempt:  # published, and its daemon ended before it recorded that
+            row_checkpoint = session.get(CheckpointRow, (row.run, row.step))
+            if (
+                row_checkpoint is not None and row_checkpoint.attempt == row.attempt
+            ):  # published, and its daemon ended before it recorded that
                 row.state, row.ended = "committed", now
             else:
                 row.state, row.ended, row.code, row.detail = "aborted", now, "round-aborted", NOBODY

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
 from holdfast_formats.naming import Place
@@ -66,10 +66,10 @@ class Imports:
 
     def publish(self, place: Place, encoded: bytes, commit_bytes: bytes, how: str = "imported") -> Manifest:
         """Publish a staged and proven checkpoint with its manifest and COMMIT; `how` it was made is for people."""
-        self._room.check_quotas(place.run, place.step, manifest.stated_bytes(commit_bytes))
-        made = commit.publish_copy(self._store, place, encoded, commit_bytes)
-        self._catalog.record_checkpoint(bodies.describe(made))
-        text = f"step {made.step} was {how} and is committed"
-        self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
-        self._published.publish(made)
-        return made
+        self._room.check_quotas(place.run, place.step, manifests.stated_bytes(commit_bytes))
+        manifest = commit.publish_copy(self._store, place, encoded, commit_bytes)
+        self._catalog.record_checkpoint(bodies.describe(manifest))
+        text = f"step {manifest.step} was {how} and is committed"
+        self._events.add("checkpoint-committed", text, manifest.run, manifest.step, bytes=manifest.bytes, imported=True)
+        self._published.publish(manifest)
+        return manifest

@@ -100,14 +100,14 @@ def _words(table: SlotTable) -> str:
 
 
 def _saying(table: SlotTable, text: str) -> SlotTable:
-    said = table.values[GROUP]
-    if said[VALUE] == text:
+    values = table.values[GROUP]
+    if values[VALUE] == text:
         return table
-    return msgspec.structs.replace(table, values={**table.values, GROUP: {**said, VALUE: text}})
+    return msgspec.structs.replace(table, values={**table.values, GROUP: {**values, VALUE: text}})
 
 
 def _without(part: DecodedPart) -> DecodedPart:
-    made = declaration.without(part.declaration, GROUP)
-    boxes = (made.first_box[1:] - made.first_box[:-1]).tolist()
-    said = [slot_table.without(table, GROUP, count) for table, count in zip(part.said, boxes, strict=True)]
-    return DecodedPart(made, said)
+    declared = declaration.without(part.declaration, GROUP)
+    boxes = (declared.first_box[1:] - declared.first_box[:-1]).tolist()
+    tables = [slot_table.without(table, GROUP, count) for table, count in zip(part.said, boxes, strict=True)]
+    return DecodedPart(declared, tables)

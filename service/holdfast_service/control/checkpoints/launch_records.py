@@ -42,14 +42,14 @@ class LaunchRecords:
         self._tier = tier
         self._writing = threading.Lock()
 
-    def note(self, run: str, made: RunLaunch) -> bool:
+    def note(self, run: str, run_launch: RunLaunch) -> bool:
         """Store a launch, durably; False where it is stored already. A repeated launch replaces its record."""
         with self._writing:
             known = read(self._tier, run)
-            if any((one.attempt, one.info) == (made.attempt, made.info) for one in known):
+            if any((one.attempt, one.info) == (run_launch.attempt, run_launch.info) for one in known):
                 return False
-            kept = [one for one in known if one.attempt != made.attempt]
-            kept = sorted([*kept, made], key=lambda one: one.attempt)[-LAUNCHES_MAX:]
+            kept = [one for one in known if one.attempt != run_launch.attempt]
+            kept = sorted([*kept, run_launch], key=lambda one: one.attempt)[-LAUNCHES_MAX:]
             while len(encoded := _encode(kept)) > FILE_BYTES_MAX and len(kept) > 1:
                 kept = kept[1:]
             self._tier.replace(_path(run), encoded)
@@ -74,14 +74,14 @@ def check(info: Mapping[str, Any]) -> str | None:
 
 def owner_of(launches: list[RunLaunch]) -> str | None:
     """The owner that the newest launch names."""
-    said = launches[-1].info if launches else {}
-    return next((text[:OWNER_LENGTH_MAX] for name in _OWNERS if isinstance(text := said.get(name), str) and text), None)
+    info = launches[-1].info if launches else {}
+    return next((text[:OWNER_LENGTH_MAX] for name in _OWNERS if isinstance(text := info.get(name), str) and text), None)
 
 
 def notes_of(launches: list[RunLaunch]) -> str:
     """The notes of the newest launch."""
-    said = launches[-1].info.get("notes") if launches else None
-    return said[:NOTES_LENGTH_MAX] if isinstance(said, str) else ""
+    notes = launches[-1].info.get("notes") if launches else None
+    return notes[:NOTES_LENGTH_MAX] if isinstance(notes, str) else ""
 
 
 def _path(run: str) -> str:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from holdfast_formats.errors import CheckpointError, WrongRoot
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.catalog.salvage import file_of
+from holdfast_service.control.catalog.recovery import file_of
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import without_password
@@ -129,7 +129,7 @@ def _stands(store: Store, catalog: Catalog, run: str, stamps: dict[int, str | No
 
 def _is_listed_so(store: Store, catalog: Catalog, run: str, step: int) -> bool:
     try:
-        there = bodies.describe(roots.load_manifest(store.files, run, step))
+        stated = bodies.describe(roots.load_manifest(store.files, run, step))
     except CheckpointError:
         return False
-    return bodies.as_committed(catalog.checkpoint(run, step)) == bodies.as_committed(there)
+    return bodies.as_committed(catalog.checkpoint(run, step)) == bodies.as_committed(stated)

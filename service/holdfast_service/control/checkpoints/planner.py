@@ -263,8 +263,8 @@ def _merge_aliases(tables: Iterable[SlotTable], files: Iterable[PlannedFile]) ->
 
 
 def _collect_assets(tables: Iterable[SlotTable]) -> tuple[PlannedAsset, ...]:
-    found: dict[str, PlannedAsset] = {}
+    planned_assets: dict[str, PlannedAsset] = {}
     for table in tables:
         for blob in table.blobs:
-            found.setdefault(blob.name, PlannedAsset(table.rank, blob))
-    return tuple(found.values())
+            planned_assets.setdefault(blob.name, PlannedAsset(table.rank, blob))
+    return tuple(planned_assets.values())

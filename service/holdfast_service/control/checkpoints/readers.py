@@ -57,10 +57,10 @@ class Readers:
             self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
             opened = who.startswith(OPENED)
             known = max(self._announced.get(((run, step), kind), 0.0) for kind in {False, opened}) > self._clock()
-            told = not known and not who.startswith(CHECK)
-            if told:
+            announced = not known and not who.startswith(CHECK)
+            if announced:
                 self._announced[(run, step), opened] = self._clock() + ANNOUNCED_S
-        if told and self._shared is not None:
+        if announced and self._shared is not None:
             self._shared.announce(run, step, opened)
 
     def release(self, run: str, step: int, who: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest
 from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -39,10 +39,10 @@ def unlink(store: Store, removed: str) -> CheckpointError | None:
     return None
 
 
-def foreign_files(tier: Files, made: Manifest) -> list[str]:
+def foreign_files(tier: Files, manifest: Manifest) -> list[str]:
     """Names inside a checkpoint's directory that its manifest does not list: foreign files, so it is not removed."""
-    known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
-    return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
+    known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in manifest.files)}
+    return [name for name in tier.list(naming.checkpoint_path(manifest.run, manifest.step)) if name not in known]
 
 
 def is_half_written(name: str) -> bool:

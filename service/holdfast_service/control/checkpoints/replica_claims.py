@@ -46,7 +46,7 @@ class SharedBoxes:
 
     @classmethod
     def of(cls, ordered: Sequence[SlotTable]) -> SharedBoxes:
-        found: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}  # box -> (rank, number of the box)
+        by_box: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}  # box -> (rank, number of the box)
         specs: dict[Key, TensorSpec] = {}
         number = 0
         for table in ordered:
@@ -55,9 +55,9 @@ class SharedBoxes:
                 specs.setdefault(key, fragment.spec)
                 for box in fragment.boxes:
                     if box.volume:
-                        found.setdefault((*key, box), []).append((table.rank, number))
+                        by_box.setdefault((*key, box), []).append((table.rank, number))
                     number += 1
-        several = {place: holders for place, holders in found.items() if len(holders) > 1}
+        several = {place: holders for place, holders in by_box.items() if len(holders) > 1}
         boxes = [
             ReplicatedBox(specs[group, name], box, tuple(rank for rank, _ in holders))
             for (group, name, box), holders in several.items()
@@ -96,8 +96,8 @@ class SharedBoxes:
         """Of which boxes the present digests are not all equal."""
         most = np.maximum.reduceat(values, self._begins)
         least = np.minimum.reduceat(np.where(values == 0, np.iinfo(np.uint64).max, values), self._begins)
-        found: NDArray[np.bool_] = (most != 0) & (most != least)
-        return found
+        array: NDArray[np.bool_] = (most != 0) & (most != least)
+        return array
 
 
 def _others(ranks: Sequence[int], held: NDArray[np.uint64]) -> tuple[int, ...]:
@@ -124,10 +124,10 @@ def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
 def only_averages(error: ReplicasDiffer, tables: Sequence[SlotTable]) -> bool:
     """Whether only the average that the daemon keeps for these ranks differs; its tensors are logged."""
     named = error.members["tensors"]
-    found = all(table.average is not None for table in tables) and all(name.startswith(f"{EMA}/") for name in named)
-    if found:
+    is_so = all(table.average is not None for table in tables) and all(name.startswith(f"{EMA}/") for name in named)
+    if is_so:
         log.warning("step %d of %s is saved without its average: %s", tables[0].step, tables[0].run, error.detail)
-    return found
+    return is_so
 
 
 def own_spec(spec: TensorSpec, rank: int) -> TensorSpec:

@@ -17,17 +17,17 @@ from sqlalchemy.orm import Session, aliased
 
 from holdfast_files.opened import read_bounded
 from holdfast_formats import lineage, naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import commit, removal, roots
-from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
+from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.cluster.cluster import repairing
 from holdfast_service.control.cluster.duties import ClusterLocks
 from holdfast_service.control.database.database import Database
@@ -40,13 +40,13 @@ DUE_MAX = 100  # of one look; the next look finds the others
 _SETTLED = ("present", "damaged", "gone")
 
 
-class ReplicaBook:
+class ReplicaRecords:
     """The replicas of one root. Thread-safe; each tier has one worker."""
 
     def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
         self._tier, self._catalog, self._database = tier, catalog, catalog.database
         self._events = events
-        self._looks = Looks(tier)
+        self._probe = StorageProbe(tier)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
 
     def opened(self, name: str, tier: Tier) -> None:
@@ -55,16 +55,16 @@ class ReplicaBook:
         store.put_back()
         for path in store.sweep():
             log.info("swept %s of replica %s", path, name)
-        there = {(run, step) for run in roots.runs(tier) for step in roots.committed(store, run)}
+        present = {(run, step) for run in roots.runs(tier) for step in roots.committed(store, run)}
         with self._database.write() as session:
             for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
                 which = (row.run, row.step)
-                if which in there and row.state in _SETTLED:
-                    there.remove(which)
+                if which in present and row.state in _SETTLED:
+                    present.remove(which)
                 else:
                     session.delete(row)
             known = {(run, step) for run, step in session.execute(select(CheckpointRow.run, CheckpointRow.step))}
-        for run, step in sorted(there - known):  # the worker looks at the others itself: they are due
+        for run, step in sorted(present - known):  # the worker looks at the others itself: they are due
             self._found(name, tier, run, step)
 
     def removals(self, name: str) -> list[tuple[str, int]]:
@@ -84,16 +84,18 @@ class ReplicaBook:
         wanted = select(*columns).where(ReplicaRow.tier == name, ReplicaRow.state == "gone", _awaits(name))
         order = wanted.order_by(ReplicaRow.heir, ReplicaRow.step.desc())
         with self._database.read() as session:
-            found = session.execute(order.limit(DUE_MAX)).all()
-        return [(CheckpointId(run, step), heir) for run, step, heir in found if heir is not None]
+            rows = session.execute(order.limit(DUE_MAX)).all()
+        return [(CheckpointId(run, step), heir) for run, step, heir in rows if heir is not None]
 
     def due(self, name: str) -> list[bodies.CheckpointInfo]:
         """Verified checkpoints without a copy in this tier, newest first."""
         order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
         wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
         with self._database.read() as session:
-            found = [bodies.CheckpointInfo.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
-        return [checkpoint for checkpoint in found if checkpoint.damage is None]
+            checkpoints = [
+                bodies.CheckpointInfo.model_validate(row, from_attributes=True) for row in session.scalars(wanted)
+            ]
+        return [checkpoint for checkpoint in checkpoints if checkpoint.damage is None]
 
     def stale(self, name: str, before: str) -> tuple[str, int] | None:
         """The copy that was read back longest ago, if that was before this time or never."""
@@ -104,16 +106,16 @@ class ReplicaBook:
             .order_by(func.coalesce(ReplicaRow.checked, ""), ReplicaRow.run, ReplicaRow.step)
         )
         with self._database.read() as session:
-            found = session.execute(wanted.limit(1)).first()
-        return None if found is None else (found[0], found[1])
+            row = session.execute(wanted.limit(1)).first()
+        return None if row is None else (row[0], row[1])
 
     def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> None:
         """Publish a proven copy and the run's file beside it, so that pins and policy exist when the copy is served.
 
         `over` replaces the existing copy, made before its checkpoint was thinned.
         """
-        made = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
-        path = f"{made.run}/{naming.RUN_FILE}"
+        manifest = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
+        path = f"{manifest.run}/{naming.RUN_FILE}"
         try:
             data = read_bounded(self._tier, path, RUN_FILE_BYTES_MAX)
         except Damaged as error:  # the copy keeps the last one that could be read
@@ -127,7 +129,7 @@ class ReplicaBook:
         justified the removal is gone.
         """
         if not self._is_dispensable(name, tier, CheckpointId(run, step)):
-            self._tell_kept(name, CheckpointId(run, step), "stays")
+            self._report_kept(name, CheckpointId(run, step), "stays")
             return False
         try:
             left = removal.remove_checkpoint(PosixStore(tier), run, step)
@@ -140,17 +142,17 @@ class ReplicaBook:
             _forget_deleted(session, run)
         return True
 
-    def may_follow(self, name: str, tier: Tier, made: Manifest, copy: Manifest) -> bool:
+    def may_follow(self, name: str, tier: Tier, manifest: Manifest, copy: Manifest) -> bool:
         """Whether a copy may be replaced by its thinned checkpoint: a sound, newer or equal one must have the groups that it
         loses.
         """
-        which = CheckpointId(made.run, made.step)
-        if set(copy.groups) <= set(made.groups) or self._stands_elsewhere(name, tier, which, copy):
+        which = CheckpointId(manifest.run, manifest.step)
+        if set(copy.groups) <= set(manifest.groups) or self._stands_elsewhere(name, tier, which, copy):
             return True
-        self._tell_kept(name, which, "stays whole")
+        self._report_kept(name, which, "stays whole")
         return False
 
-    def _tell_kept(self, name: str, which: CheckpointId, how: str) -> None:
+    def _report_kept(self, name: str, which: CheckpointId, how: str) -> None:
         if (name, *which) not in self._kept:
             self._kept.add((name, *which))
             why = f"no sound checkpoint of {which.run} with its groups stands any more"
@@ -183,16 +185,18 @@ class ReplicaBook:
         """
         run = which.run
         listed = [c for c in roots.all_checkpoints(self._catalog, run) if c.verified]
-        there = (ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.state == "present")
+        same = (ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.state == "present")
         with self._database.read() as session:
-            others = session.scalars(select(ReplicaRow.step).where(*there).order_by(ReplicaRow.step.desc()))
+            others = session.scalars(select(ReplicaRow.step).where(*same).order_by(ReplicaRow.step.desc()))
             copies = [at for at in others if at != which.step]
-        in_the_root = (c for c in listed if self._looks.proof(run, c.step))
-        looks = Looks(tier)
-        here = (roots.load_manifest(tier, run, at) for at in copies if looks.proof(run, at))
+        in_the_root = (c for c in listed if self._probe.proof(run, c.step))
+        probe = StorageProbe(tier)
+        here = (roots.load_manifest(tier, run, at) for at in copies if probe.proof(run, at))
         standing: Iterator[bodies.CheckpointInfo | Manifest] = chain(in_the_root, here)
         needed = set(copy.groups)
-        return any(needed <= set(made.groups) and (or_older or _is_not_older(made, copy)) for made in standing)
+        return any(
+            needed <= set(checkpoint.groups) and (or_older or _is_not_older(checkpoint, copy)) for checkpoint in standing
+        )
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         self._set(name, CheckpointId(which.run, which.step), state="copying", bytes=which.bytes)
@@ -215,9 +219,9 @@ class ReplicaBook:
         state = {"state": "damaged", "checked": self._now()} if damaged else {"state": "copying"}
         with self._database.read() as session:
             row = session.get(ReplicaRow, (which[0], which[1], name))
-            told = row is not None and row.problem is not None and row.problem.get("code") == error.code
+            was_said = row is not None and row.problem is not None and row.problem.get("code") == error.code
         self._set(name, which, problem=error.problem(), **state)
-        if not told:
+        if not was_said:
             text = f"step {which[1]} in replica {name}: {error.detail}"
             self._events.add(
                 "replica-failed", text, *which, "error" if damaged else "warning", tier=name, problem=error.problem()
@@ -226,11 +230,11 @@ class ReplicaBook:
     def _found(self, name: str, tier: Tier, run: str, step: int) -> None:
         """A copy without a checkpoint in the root; when it was last read back is unknown."""
         try:
-            made = roots.load_manifest(tier, run, step)
+            manifest = roots.load_manifest(tier, run, step)
         except Damaged as error:
             self.failed(name, CheckpointId(run, step), error, damaged=True)
         else:
-            self._set(name, CheckpointId(run, step), state="present", bytes=made.bytes)
+            self._set(name, CheckpointId(run, step), state="present", bytes=manifest.bytes)
 
     def _set(self, name: str, which: CheckpointId, **values: Any) -> str | None:
         """Change or insert a row; returns its previous state. Rows of removed copies stay as they are."""
@@ -257,12 +261,14 @@ class ReplicaBook:
         return self._events.now()
 
 
-class RepairBook:
+class RepairRecords:
     """The catalog's queries and records for repairs."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, events: Events, book: Book, locks: ClusterLocks | None) -> None:
+    def __init__(
+        self, tier: Tier, catalog: Catalog, events: Events, record_queue: RecordQueue, locks: ClusterLocks | None
+    ) -> None:
         """`locks` of a root that several nodes serve."""
-        self._tier, self._catalog, self._events, self._book, self._locks = tier, catalog, events, book, locks
+        self._tier, self._catalog, self._events, self._record_queue, self._locks = tier, catalog, events, record_queue, locks
 
     @contextmanager
     def repairing(self, run: str, step: int) -> Iterator[None]:
@@ -274,7 +280,7 @@ class RepairBook:
                 try:
                     held.enter_context(self._locks.locked(repairing(run, step), asks=False))
                 except CatalogUnavailable as away:
-                    if self._book.trouble is None:
+                    if self._record_queue.trouble is None:
                         raise
                     log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
             yield
@@ -300,19 +306,19 @@ class RepairBook:
 
     def removed(self, run: str, step: int) -> set[str]:
         """The replicas that still have a copy of this removed checkpoint."""
-        there = (ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.state == "gone")
+        same = (ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.state == "gone")
         with self._catalog.database.read() as session:
-            return set(session.scalars(select(ReplicaRow.tier).where(*there)))
+            return set(session.scalars(select(ReplicaRow.tier).where(*same)))
 
-    def admit(self, made: Manifest) -> None:
+    def admit(self, manifest: Manifest) -> None:
         """`StateMismatch` for a checkpoint of an attempt unknown to this root: it would shut out all existing ones (I6)."""
-        newest = self._catalog.newest_attempt(made.run)
-        if newest and made.attempt > newest:
+        newest = self._catalog.newest_attempt(manifest.run)
+        if newest and manifest.attempt > newest:
             raise StateMismatch(
-                f"{made.run}@{made.step} was saved by attempt {made.attempt}, and this root knows {newest} attempts: it is "
+                f"{manifest.run}@{manifest.step} was saved by attempt {manifest.attempt}, and this root knows {newest} attempts: it is "
                 "from another root, or from before this one was lost",
-                hint=f"stop the daemon, and run `holdfast import REPLICA/{naming.checkpoint_path(made.run, made.step)} "
-                f"{made.run}@{made.step} --root ROOT`; or train under another run name",
+                hint=f"stop the daemon, and run `holdfast import REPLICA/{naming.checkpoint_path(manifest.run, manifest.step)} "
+                f"{manifest.run}@{manifest.step} --root ROOT`; or train under another run name",
             )
 
     def bring(self, source: Tier, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
@@ -322,12 +328,14 @@ class RepairBook:
             data = read_bounded(source, path, RUN_FILE_BYTES_MAX)
             if data is not None:
                 self._tier.replace(path, data)
-        made = commit.publish_copy(PosixStore(self._tier), place, encoded, commit_bytes)
-        self._catalog.record_checkpoint(bodies.describe(made))
+        manifest = commit.publish_copy(PosixStore(self._tier), place, encoded, commit_bytes)
+        self._catalog.record_checkpoint(bodies.describe(manifest))
         detail: dict[str, Any] = {"file": naming.COMMIT, "source": label}
-        text = f"step {made.step} was gone, and was copied back from {label}"
-        self._events.add("checkpoint-repaired", text, made.run, made.step, "warning", **detail)
-        self._events.add("checkpoint-verified", f"step {made.step} was copied back and verified", made.run, made.step)
+        text = f"step {manifest.step} was gone, and was copied back from {label}"
+        self._events.add("checkpoint-repaired", text, manifest.run, manifest.step, "warning", **detail)
+        self._events.add(
+            "checkpoint-verified", f"step {manifest.step} was copied back and verified", manifest.run, manifest.step
+        )
 
     def sound(self, run: str, step: int) -> None:
         """A checkpoint was read back whole: list it as verified and clear its damage."""
@@ -337,14 +345,16 @@ class RepairBook:
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)
             sound = update(CheckpointRow).where(*where)
-            proven = Looks(self._tier).proof(run, step)
+            proven = StorageProbe(self._tier).proof(run, step)
             session.execute(sound.values(verified=True, damage=None, checked=self._events.now(), proven=proven))
 
 
-def _is_not_older(made: lineage.PlacedCheckpoint, copy: lineage.PlacedCheckpoint) -> bool:
+def _is_not_older(placed_checkpoint: lineage.PlacedCheckpoint, copy: lineage.PlacedCheckpoint) -> bool:
     """Whether restoring this copy rather than what was made loses no progress."""
-    living = lineage.way([made, copy])
-    return lineage.is_on(living, made) and (made.step >= copy.step or not lineage.is_on(living, copy))
+    living = lineage.way([placed_checkpoint, copy])
+    return lineage.is_on(living, placed_checkpoint) and (
+        placed_checkpoint.step >= copy.step or not lineage.is_on(living, copy)
+    )
 
 
 def listed(database: Database, run: str, step: int) -> list[Replica]:
@@ -390,12 +400,12 @@ def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
 
 def _awaits(name: str) -> ColumnElement[bool]:
     """That the checkpoint exists under another name, without a copy in this tier."""
-    there = select(CheckpointRow.run).where(CheckpointRow.run == ReplicaRow.heir, CheckpointRow.step == ReplicaRow.step)
+    listed = select(CheckpointRow.run).where(CheckpointRow.run == ReplicaRow.heir, CheckpointRow.step == ReplicaRow.step)
     other = aliased(ReplicaRow)
     copied = select(other.run).where(
         other.tier == name, other.run == ReplicaRow.heir, other.step == ReplicaRow.step, other.state == "present"
     )
-    return there.exists() & ~copied.exists()
+    return listed.exists() & ~copied.exists()
 
 
 def _not_settled(name: str) -> ColumnElement[bool]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
@@ -31,7 +31,7 @@ class Unreadable(NamedTuple):
     error: CheckpointError
 
 
-class Absences:
+class NegativeCache:
     """Since when listed steps are missing from the directory. Thread-safe.
 
     Where several nodes serve a root, this one may not see yet what another one has published: a network file system's client
@@ -91,17 +91,19 @@ def load_manifest(tier: Files, run: str, step: int) -> Manifest:
     directory = naming.checkpoint_path(run, step)
     if not tier.list(directory):
         raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
-    made = open_checkpoint(tier, directory).manifest
-    if (made.run, made.step) != (run, step):
+    manifest = open_checkpoint(tier, directory).manifest
+    if (manifest.run, manifest.step) != (run, step):
         raise CorruptManifest(
-            f"{directory} contains {made.run}@{made.step}",
-            hint=f"it was moved or copied: rename it to {naming.checkpoint_path(made.run, made.step)}",
+            f"{directory} contains {manifest.run}@{manifest.step}",
+            hint=f"it was moved or copied: rename it to {naming.checkpoint_path(manifest.run, manifest.step)}",
             file=naming.MANIFEST,
         )
-    return made
+    return manifest
 
 
-def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: Absences | None = None) -> list[Unreadable]:
+def reconcile(
+    store: Store, catalog: Catalog, thorough: bool = False, absences: NegativeCache | None = None
+) -> list[Unreadable]:
     """Update the catalog from the directories; return what is on disk but cannot be listed.
 
     Found checkpoints become listed, unverified; unchanged ones keep their state; missing ones are delisted. Unreadable ones
@@ -112,19 +114,19 @@ def reconcile(store: Store, catalog: Catalog, thorough: bool = False, absences: 
     All runs are read, whatever request is the reason: to a token that sees a few, all others would look new.
     """
     with limited_to(ALL):
-        return _reconcile(store, catalog, thorough, absences or Absences())
+        return _reconcile(store, catalog, thorough, absences or NegativeCache())
 
 
-def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: Absences) -> list[Unreadable]:
+def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: NegativeCache) -> list[Unreadable]:
     problems: list[Unreadable] = []
-    known, found = catalog.known_runs(), runs(store.files)
-    for run in found:
+    known, on_disk = catalog.known_runs(), runs(store.files)
+    for run in on_disk:
         problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
     settings = run_settings.known(catalog)
-    for run in found:
+    for run in on_disk:
         if (said := settings_of(store.files, run)) is not None and said != settings.get(run, RunSettings()):
             run_settings.note(catalog, run, said)
-    for run in known.keys() - set(found):
+    for run in known.keys() - set(on_disk):
         if listed := catalog.stamps(run):
             gone = absences.gone(run, listed)
             catalog.relist(run, gone={step: listed[step] for step in gone}, found=[], stamps={})
@@ -149,15 +151,15 @@ def stamp(store: Store, run: str, step: int) -> str | None:
 
 def unlisted(store: Store, catalog: Catalog) -> list[tuple[str, int]]:
     """Checkpoint directories that the catalog does not list, because COMMIT or manifest cannot be read."""
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     for run in runs(store.files):
         listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
-        found += [(run, step) for step in store.steps(run) if step not in listed]
-    return found
+        pairs += [(run, step) for step in store.steps(run) if step not in listed]
+    return pairs
 
 
 def _reconcile_run(
-    store: Store, catalog: Catalog, run: str, known: KnownRun | None, absences: Absences, thorough: bool
+    store: Store, catalog: Catalog, run: str, known: KnownRun | None, absences: NegativeCache, thorough: bool
 ) -> list[Unreadable]:
     problems: list[Unreadable] = []
     keep_last = known.keep_last if known is not None else None
@@ -171,16 +173,16 @@ def _reconcile_run(
     return problems + _relist(store, catalog, run, absences, thorough)
 
 
-def list_run(store: Store, catalog: Catalog, run: str, absences: Absences | None = None) -> list[Unreadable]:
+def list_run(store: Store, catalog: Catalog, run: str, absences: NegativeCache | None = None) -> list[Unreadable]:
     """As `reconcile`, for one run."""
-    absences = absences or Absences()
+    absences = absences or NegativeCache()
     problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), absences, thorough=False)
     if (said := settings_of(store.files, run)) is not None:
         run_settings.note(catalog, run, said)
     return problems
 
 
-class Look(NamedTuple):
+class ProbeResult(NamedTuple):
     """The comparison of a run's directories with the catalog: unchanged ones, and those to read."""
 
     stands: set[int]
@@ -188,27 +190,27 @@ class Look(NamedTuple):
     stamps: dict[int, str]
 
 
-def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
+def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> ProbeResult:
     """Compare the run's directories with the stamps of what is `listed`; all are to be read if `thorough`."""
     now = store.stamps(run)
-    there = store.steps(run)
-    stamps = {step: now[step] for step in there if step in now}
+    steps = store.steps(run)
+    stamps = {step: now[step] for step in steps if step in now}
     stands = {step for step in stamps if not thorough and listed.get(step) == stamps[step]}
-    return Look(stands, [step for step in there if step not in stands], stamps)
+    return ProbeResult(stands, [step for step in steps if step not in stands], stamps)
 
 
-def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorough: bool) -> list[Unreadable]:
+def _relist(store: Store, catalog: Catalog, run: str, absences: NegativeCache, thorough: bool) -> list[Unreadable]:
     """List the checkpoints of the run's directory, reading the changed ones."""
     problems: list[Unreadable] = []
     before = catalog.stamps(run)
     stands, unread, stamps = look(store, run, before, thorough)
-    listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
-    found: list[tuple[bodies.CheckpointInfo, str | None]] = []
+    listed = {checkpoint.step: checkpoint for checkpoint in all_checkpoints(catalog, run)} if before and unread else {}
+    listed_now: list[tuple[bodies.CheckpointInfo, str | None]] = []
     again: dict[int, str | None] = {}
     damaged: list[tuple[bodies.CheckpointInfo, Damaged]] = []
     for step in unread:
         try:
-            there = bodies.describe(load_manifest(store.files, run, step))
+            stated = bodies.describe(load_manifest(store.files, run, step))
         except NoSuchCheckpoint:
             continue  # removed at this moment
         except CheckpointError as error:
@@ -219,31 +221,33 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: Absences, thorou
             continue
         if (
             step in listed
-            and bodies.as_committed(listed[step]) == bodies.as_committed(there)
+            and bodies.as_committed(listed[step]) == bodies.as_committed(stated)
             and not was_unreadable(listed[step])
         ):
             again[step] = stamps.get(step)
         else:
-            found.append((there, stamps.get(step)))
-    kept = stands | again.keys() | {made.step for made, _ in damaged}
+            listed_now.append((stated, stamps.get(step)))
+    kept = stands | again.keys() | {checkpoint.step for checkpoint, _ in damaged}
     # Also one that is found again as another: what was found out of the one before does not hold for this one.
-    replaced = {made.step for made, _ in found}
+    replaced = {checkpoint.step for checkpoint, _ in listed_now}
     missing = absences.gone(run, before.keys() - kept - replaced)
     gone = {step: before[step] for step in before if step in replaced or step in missing}
-    if gone or found or again:
-        catalog.relist(run, gone, found, again)
-    for made, damage in damaged:
-        _list_damaged(catalog, made, damage, before)
-    for step in _removed(store, run, [made.step for made, _ in found], [made.step for made, _ in damaged]):
+    if gone or listed_now or again:
+        catalog.relist(run, gone, listed_now, again)
+    for checkpoint, damage in damaged:
+        _list_damaged(catalog, checkpoint, damage, before)
+    for step in _removed(
+        store, run, [checkpoint.step for checkpoint, _ in listed_now], [checkpoint.step for checkpoint, _ in damaged]
+    ):
         catalog.forget_checkpoint(run, step)  # it had been forgotten before it was listed here
     return problems
 
 
-def _removed(store: Store, run: str, found: Collection[int], damaged: Collection[int]) -> list[int]:
+def _removed(store: Store, run: str, steps: Collection[int], damaged: Collection[int]) -> list[int]:
     """The steps that are gone from the directory meanwhile."""
     standing = set(store.steps(run)) if damaged else set()
     return [
-        *(step for step in found if not has_commit(store, run, step)),
+        *(step for step in steps if not has_commit(store, run, step)),
         *(step for step in damaged if step not in standing),
     ]
 

@@ -56,18 +56,18 @@ class _Placed:
     def _spans(self, layouts: Sequence[FilePlan]) -> HeldSpans:
         """All nodes' spans of the files, computed once per family and then placed for each of its tensors."""
         known: dict[int, worlds.Spans] = {}
-        found: list[worlds.Spans] = []
+        spans: list[worlds.Spans] = []
         places: list[tuple[int, int, int]] = []  # rows, file, begin
         for number, layout in enumerate(layouts):
             for spec, start in layout.tensors:
                 family = self._holdings.family[self._numbers[spec.group, spec.name]]
                 if family not in known:
                     known[family] = self._holdings.spans(family, self._node_of, self._nodes)
-                found.append(known[family])
+                spans.append(known[family])
                 places.append((len(known[family].begin), number, start))
-        if not found:
+        if not spans:
             return HeldSpans(*np.empty((5, 0), np.int64))
-        begin, end, size, node = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        begin, end, size, node = (np.concatenate(columns) for columns in zip(*spans, strict=True))
         counts, files, starts = np.array(places, np.int64).T
         shift = np.repeat(starts, counts)
         return HeldSpans(np.repeat(files, counts), begin + shift, end + shift, size, node)
@@ -129,14 +129,14 @@ def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
 
 
 def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
-    said: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
-    check_world(said)
-    file_bytes_max = said[0].file_bytes_max or FILE_BYTES_MAX
+    slot_tables: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
+    check_world(slot_tables)
+    file_bytes_max = slot_tables[0].file_bytes_max or FILE_BYTES_MAX
     text = "\n".join([str(file_bytes_max), *(digest for digest, _ in parts)])
     key = hashlib.sha256(text.encode()).digest()
-    placed = _placed(key, parts, said, file_bytes_max)
+    placed = _placed(key, parts, slot_tables, file_bytes_max)
     shares = blocks.shares(placed.grid, placed.owners, me)
-    return SharePlan(merged(said, placed.own(me, shares)), shares, placed.grid, placed.owners)
+    return SharePlan(merged(slot_tables, placed.own(me, shares)), shares, placed.grid, placed.owners)
 
 
 def forget() -> None:
@@ -144,7 +144,9 @@ def forget() -> None:
         _remembered.clear()
 
 
-def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence[SlotTable], file_bytes_max: int) -> _Placed:
+def _placed(
+    key: bytes, parts: Sequence[tuple[str, DecodedPart]], slot_tables: Sequence[SlotTable], file_bytes_max: int
+) -> _Placed:
     with _lock:  # one at a time: two that find nothing would both work it out
         known = _remembered.pop(key, None)
         if known is None:
@@ -153,14 +155,14 @@ def _placed(key: bytes, parts: Sequence[tuple[str, DecodedPart]], said: Sequence
             shared = holdings.shared()
         else:
             world, holdings, shared = known.world, known.holdings, known.shared
-        apart = shared.compare(said)
+        apart = shared.compare(slot_tables)
         if known is None or known.apart != apart:
-            node_of = np.empty(len(said), np.int64)
+            node_of = np.empty(len(slot_tables), np.int64)
             for number, (_, part) in enumerate(parts):
                 node_of[list(part.declaration.ranks)] = number
-            there = worlds.rounded(worlds.set_apart(world, apart, replica_claims.HOME in said[0].groups))
-            held = Holdings(there) if apart else holdings
-            known = _Known(world, holdings, shared, apart, _Placed(there, held, node_of, file_bytes_max))
+            set_apart = worlds.rounded(worlds.set_apart(world, apart, replica_claims.HOME in slot_tables[0].groups))
+            held = Holdings(set_apart) if apart else holdings
+            known = _Known(world, holdings, shared, apart, _Placed(set_apart, held, node_of, file_bytes_max))
         _remembered[key] = known
         while len(_remembered) > REMEMBERED_MAX:
             _remembered.popitem(last=False)

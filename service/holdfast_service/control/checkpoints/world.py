@@ -75,10 +75,10 @@ class _Tensors:
             raise disagreed(spec, _first_rank(part, position), self.specs[number], by)
         if part.tensors[position].rounded_from:
             self.rounded_from[number] = part.tensors[position].rounded_from
-        said = self._said.setdefault((number, placement), len(self.said))
-        if said == len(self.said):
+        number_of = self._said.setdefault((number, placement), len(self.said))
+        if number_of == len(self.said):
             self.said.append((number, placement))
-        return said
+        return number_of
 
 
 def _first_rank(part: Declaration, tensor: int) -> int:
@@ -99,10 +99,10 @@ def gather(parts: Sequence[Declaration]) -> World:
     tensors, known = _Tensors(), dict[Box, int]()
     segments: list[_Segment] = []
     for part in parts:
-        said = tensors.numbers(part)
+        numbers = tensors.numbers(part)
         box = np.array([known.setdefault(one, len(known)) for one in part.different], np.int32)
-        of, row = said[part.tensor], rows(part)
-        tensor, held = said[row.tensor], box[row.box]
+        of, row = numbers[part.tensor], rows(part)
+        tensor, held = numbers[row.tensor], box[row.box]
         for position, rank in enumerate(part.ranks):
             fragments = slice(part.first_fragment[position], part.first_fragment[position + 1])
             mine = slice(part.first_box[position], part.first_box[position + 1])
@@ -140,14 +140,14 @@ def _numbers(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.empty(0, np.int32)])
 
 
-def _placements(tensors: _Tensors, said: Column) -> list[str]:
+def _placements(tensors: _Tensors, column: Column) -> list[str]:
     """The placement that the lowest rank with the tensor declares."""
-    found = [""] * len(tensors.specs)
-    firsts, at = np.unique(said, return_index=True)
+    placements = [""] * len(tensors.specs)
+    firsts, at = np.unique(column, return_index=True)
     for one in firsts[np.argsort(at)[::-1]].tolist():  # so the first one wins
         number, placement = tensors.said[one]
-        found[number] = placement
-    return found
+        placements[number] = placement
+    return placements
 
 
 def set_apart(world: World, apart: Apart, kept: bool) -> World:
@@ -177,17 +177,17 @@ def rounded(world: World) -> World:
     if not world.rounded_from:
         return world
     known = numbers(world)
-    made = np.full(len(world.specs), -1, np.int32)  # of each master, the tensor that is made of it
+    rounded_to = np.full(len(world.specs), -1, np.int32)  # of each master, the tensor that is made of it
     copied = np.bincount(world.tensor, minlength=len(world.specs))
     for number, group in world.rounded_from.items():
         spec = world.specs[number]
         master = known.get((group, spec.name), -1)
-        there = None if master < 0 or master in world.rounded_from else world.specs[master]
-        rounding.check(spec, group, there, copied=bool(copied[number]))
-        if made[master] >= 0:
+        master_spec = None if master < 0 or master in world.rounded_from else world.specs[master]
+        rounding.check(spec, group, master_spec, copied=bool(copied[number]))
+        if rounded_to[master] >= 0:
             raise StateMismatch(f"two tensors are to be rounded from {group}/{spec.name}", hint=rounding.HINT)
-        made[master] = number
-    of = made[world.tensor]
+        rounded_to[master] = number
+    of = rounded_to[world.tensor]
     more = np.flatnonzero(of >= 0)
     return world._replace(
         tensor=np.concatenate((world.tensor, of[more])),
@@ -260,7 +260,7 @@ class Holdings:
         """For each tensor, the first of its family."""
         first: dict[tuple[object, ...], int] = {}
         tilings: set[tuple[object, ...]] = set()
-        found = []
+        families = []
         for number, spec in enumerate(self._world.specs):
             low, high = self._first_box[number], self._first_box[number + 1]
             form = (spec.dtype, spec.shape, self._box[low:high].tobytes())
@@ -269,8 +269,8 @@ class Holdings:
                 tilings.add(form)
             rows_of = self._first_row[low : high + 1]
             held = self._ranks[rows_of[0] : rows_of[-1]].tobytes() if high > low else b""
-            found.append(first.setdefault((*form, (rows_of - rows_of[0]).tobytes() if high > low else b"", held), number))
-        return found
+            families.append(first.setdefault((*form, (rows_of - rows_of[0]).tobytes() if high > low else b"", held), number))
+        return families
 
     def spans(self, number: int, node_of: Places, nodes: int) -> Spans:
         """Each node's holdings of a tensor; neighbours in one piece."""

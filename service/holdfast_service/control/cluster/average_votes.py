@@ -10,8 +10,8 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.cluster.bell import AVERAGES, CHANNEL
 from holdfast_service.control.cluster.membership import Membership, now
+from holdfast_service.control.cluster.notify_listener import AVERAGES, CHANNEL
 from holdfast_service.control.database.schema import AverageVoteRow
 
 
@@ -25,14 +25,14 @@ class AverageVotes:
         """Store this node's vote, perhaps again; returns the other nodes' votes, the newest first."""
         me, row = self._membership.me.name, AverageVoteRow
         values = {**vote._asdict(), "ranks": list(vote.ranks), "changed": now()}
-        made = insert(row).values({"run": run, "attempt": attempt, "node": me} | values)
-        put = made.on_conflict_do_update(index_elements=[row.run, row.attempt, row.node], set_=values)
+        statement = insert(row).values({"run": run, "attempt": attempt, "node": me} | values)
+        put = statement.on_conflict_do_update(index_elements=[row.run, row.attempt, row.node], set_=values)
         wanted = select(row.ranks, row.number, row.history, row.folded).order_by(row.changed.desc())
         wanted = wanted.where(row.run == run, row.attempt == attempt, row.node != me)
         with self._database.plain() as connection:
             connection.execute(put)
-            found = connection.execute(wanted).all()
-        return [AverageVote(tuple(ranks), number, history, folded) for ranks, number, history, folded in found]
+            rows = connection.execute(wanted).all()
+        return [AverageVote(tuple(ranks), number, history, folded) for ranks, number, history, folded in rows]
 
     def ring(self) -> None:
         """Notify all nodes."""

@@ -18,10 +18,10 @@ from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.joint_rounds import JointRounds
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
-from holdfast_service.control.cluster.ranks_words import RanksWords
+from holdfast_service.control.cluster.rank_reports import RankReports
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DUTY_CHARS_MAX, CrewRow, HoldRow, NodeRow, SecretRow, SpeakerRow
+from holdfast_service.control.database.schema import DUTY_CHARS_MAX, HoldRow, NodeRanksRow, NodeRow, SecretRow, SpeakerRow
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ LATE_S = 5.0  # a beat that comes so much later than it should is missed
 ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
 
 
-class Crew(NamedTuple):
+class NodeRanks(NamedTuple):
     """Connected ranks of a run: their number, of which attempt and world.
 
     `left_s`: in how many seconds all of them count as gone without another sign of life; None where one certainly lives.
@@ -44,7 +44,7 @@ class Crew(NamedTuple):
     left_s: float | None = None
 
 
-class Crews:
+class ConnectedNodes:
     """Connected ranks by node."""
 
     def __init__(self, membership: Membership) -> None:
@@ -52,26 +52,28 @@ class Crews:
         self._arriving: dict[str, float] = {}  # by run, until when (monotonic)
         self._lock = threading.Lock()
 
-    def elsewhere(self, session: Session, run: str) -> dict[str, Crew]:
+    def elsewhere(self, session: Session, run: str) -> dict[str, NodeRanks]:
         """The ranks of a run at other member nodes, by node. Those of a node that has missed a heartbeat count as gone when
         its lease ends.
         """
         me, late_s = self._membership.me, self._membership.lease_s - self._membership.beat_s - LATE_S
-        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
-        found = select(CrewRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, live)
-        crews = {}
-        for row, lease_s in session.execute(found.where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)):
+        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
+        query = select(NodeRanksRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, live)
+        node_ranks = {}
+        for row, lease_s in session.execute(
+            query.where(NodeRanksRow.run == run, NodeRanksRow.node != me.name, NodeRanksRow.ranks > 0)
+        ):
             left = [row.left_s, float(lease_s) if lease_s < late_s else None]
             left_s = min((one for one in left if one is not None), default=None)
-            crews[row.node] = Crew(row.attempt, row.world, row.ranks, left_s)
-        return crews
+            node_ranks[row.node] = NodeRanks(row.attempt, row.world, row.ranks, left_s)
+        return node_ranks
 
     def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
         """The number of connected ranks of an attempt per member node, and all ranks that ever were connected."""
-        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
-        found = select(CrewRow.node, CrewRow.ranks).join(NodeRow, live)
+        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
+        query = select(NodeRanksRow.node, NodeRanksRow.ranks).join(NodeRow, live)
         with self._database.apart() as session:
-            rows = session.execute(found.where(CrewRow.run == run, CrewRow.attempt == attempt))
+            rows = session.execute(query.where(NodeRanksRow.run == run, NodeRanksRow.attempt == attempt))
             spoken = select(SpeakerRow.rank).where(SpeakerRow.run == run, SpeakerRow.attempt == attempt)
             return {node: int(ranks) for node, ranks in rows}, set(session.scalars(spoken))
 
@@ -79,33 +81,33 @@ class Crews:
         """The number of connected ranks of the visible runs, by node and run."""
         found: dict[str, dict[str, int]] = {}
         with self._database.read() as session:
-            wanted = select(CrewRow.node, CrewRow.run, CrewRow.ranks).where(CrewRow.ranks > 0)
-            for node, run, ranks in session.execute(wanted.order_by(CrewRow.node, CrewRow.run)):
+            wanted = select(NodeRanksRow.node, NodeRanksRow.run, NodeRanksRow.ranks).where(NodeRanksRow.ranks > 0)
+            for node, run, ranks in session.execute(wanted.order_by(NodeRanksRow.node, NodeRanksRow.run)):
                 found.setdefault(node, {})[run] = int(ranks)
         return found
 
     def connected(self) -> set[str]:
         """The runs with ranks connected to a member node."""
-        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
+        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
         with self._database.read() as session:
-            return set(session.scalars(select(CrewRow.run).join(NodeRow, live).where(CrewRow.ranks > 0)))
+            return set(session.scalars(select(NodeRanksRow.run).join(NodeRow, live).where(NodeRanksRow.ranks > 0)))
 
-    def arrive(self, session: Session, run: str, crew: Crew) -> None:
+    def arrive(self, session: Session, run: str, rank_set: NodeRanks) -> None:
         """Record a new rank of this run at this node. Until the next heartbeat has its state, other nodes ask again."""
         with self._lock:
             self._arriving[run] = time.monotonic() + ARRIVING_S
-        self._put(session, run, crew._replace(left_s=self._membership.beat_s + LATE_S))
+        self._put(session, run, rank_set._replace(left_s=self._membership.beat_s + LATE_S))
 
-    def tell(self, here: Mapping[str, Crew]) -> None:
+    def tell(self, here: Mapping[str, NodeRanks]) -> None:
         """Tell the others whose ranks are connected here now."""
         me = self._membership.me
         with self._lock:
             self._arriving = {run: until for run, until in self._arriving.items() if until > time.monotonic()}
             stays = here.keys() | self._arriving.keys()
         with self._database.apart() as session:
-            session.execute(delete(CrewRow).where(CrewRow.node == me.name, CrewRow.run.not_in(stays)))
-            for run, crew in sorted(here.items()):
-                self._put(session, run, crew)
+            session.execute(delete(NodeRanksRow).where(NodeRanksRow.node == me.name, NodeRanksRow.run.not_in(stays)))
+            for run, rank_set in sorted(here.items()):
+                self._put(session, run, rank_set)
 
     def parted(self, run: str) -> None:
         """Record that the run has no connected rank here any more."""
@@ -113,11 +115,11 @@ class Crews:
             self._arriving.pop(run, None)
         self._membership.beat_soon()
 
-    def _put(self, session: Session, run: str, crew: Crew) -> None:
+    def _put(self, session: Session, run: str, rank_set: NodeRanks) -> None:
         me = self._membership.me
-        values = {"boot": me.boot, **crew._asdict()}
-        made = insert(CrewRow).values({"run": run, "node": me.name} | values)
-        session.execute(made.on_conflict_do_update(index_elements=[CrewRow.run, CrewRow.node], set_=values))
+        values = {"boot": me.boot, **rank_set._asdict()}
+        statement = insert(NodeRanksRow).values({"run": run, "node": me.name} | values)
+        session.execute(statement.on_conflict_do_update(index_elements=[NodeRanksRow.run, NodeRanksRow.node], set_=values))
 
 
 class SharedHolds:
@@ -146,11 +148,11 @@ class SharedHolds:
         wanted = [HoldRow.run == run, HoldRow.node != self._membership.me.name, HoldRow.until > now()]
         if not opened:
             wanted.append(HoldRow.opened.is_(False))
-        found: dict[int, float] = {}
+        ends: dict[int, float] = {}
         with self._database.apart() as session:
             for step, seconds in session.execute(select(HoldRow.step, left).where(*wanted)):
-                found[step] = max(found.get(step, 0.0), float(seconds))
-        return found
+                ends[step] = max(ends.get(step, 0.0), float(seconds))
+        return ends
 
     def renew(self, here: Mapping[tuple[str, int], bool]) -> None:
         """Renew what is still being read `here`; the rest ends."""
@@ -164,9 +166,9 @@ class SharedHolds:
 
     def _put(self, session: Session, run: str, step: int, opened: bool) -> None:
         values = {"opened": opened, "until": later(HOLD_S)}
-        made = insert(HoldRow).values({"run": run, "step": step, "node": self._membership.me.name} | values)
+        statement = insert(HoldRow).values({"run": run, "step": step, "node": self._membership.me.name} | values)
         key = [HoldRow.run, HoldRow.step, HoldRow.node]
-        session.execute(made.on_conflict_do_update(index_elements=key, set_=values))
+        session.execute(statement.on_conflict_do_update(index_elements=key, set_=values))
 
 
 class Cluster:
@@ -178,12 +180,12 @@ class Cluster:
         self.membership = Membership(database, this_daemon(node), **lease)
         self.duties = Duties(self.membership)
         self.locks = ClusterLocks(self.membership)
-        self.crews = Crews(self.membership)
+        self.node_ranks = ConnectedNodes(self.membership)
         self.holds = SharedHolds(self.membership, self.locks)
         self.rendezvous = Rendezvous(self.membership)
         self.rounds = JointRounds(database)
         self.votes = AverageVotes(self.membership)
-        self.words = RanksWords(self.membership)
+        self.words = RankReports(self.membership)
 
     @property
     def node(self) -> str:

@@ -113,9 +113,11 @@ class Duties:
         with self._database.apart() as session:
             if not self._membership.is_live(session, me.name, me.boot):
                 return False
-            made = insert(DutyRow).values({"name": name} | values)
+            statement = insert(DutyRow).values({"name": name} | values)
             got = session.scalar(
-                made.on_conflict_do_update(index_elements=[DutyRow.name], set_=values, where=free).returning(DutyRow.name)
+                statement.on_conflict_do_update(index_elements=[DutyRow.name], set_=values, where=free).returning(
+                    DutyRow.name
+                )
             )
         with self._lock:
             if got is None:

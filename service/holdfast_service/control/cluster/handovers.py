@@ -14,8 +14,8 @@ from sqlalchemy import ColumnElement, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from holdfast_formats.staging.joint import ShareHandover
-from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.cluster.notify_listener import CHANNEL
 from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
 
 HELP_S = 30.0  # the helper renews its claim within this time
@@ -58,8 +58,8 @@ class Handovers:
         mine = (row.unable != me, row.helper.is_(None) | (row.helper == me), delivered, _undelivered(round_id, row.unable))
         taken = update(row).where(row.id == round_id, row.state == "sealed", *mine)
         with self._database.plain() as connection:
-            found = connection.scalar(taken.values(helper=me, helped_until=later(HELP_S)).returning(row.id))
-            return found is not None
+            tensor = connection.scalar(taken.values(helper=me, helped_until=later(HELP_S)).returning(row.id))
+            return tensor is not None
 
     def deliver(self, round_id: int, node: str, receipt: bytes) -> None:
         """Store the receipt of a share that this node has written for another one."""

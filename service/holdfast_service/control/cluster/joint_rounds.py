@@ -8,8 +8,8 @@ from sqlalchemy import ColumnElement, delete, exists, func, select, update
 
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.naming import Place
-from holdfast_service.control.cluster.arrivals import GOING
 from holdfast_service.control.cluster.membership import now
+from holdfast_service.control.cluster.round_parts import GOING
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import (
     AverageVoteRow,
@@ -71,5 +71,5 @@ class JointRounds:
 
 def _attended() -> ColumnElement[bool]:
     """Whether a node with a part in the round is still a member, with the same boot."""
-    there = (NodeRow.name == PartRow.node) & (NodeRow.boot == PartRow.boot) & (NodeRow.until > now())
-    return exists().where(PartRow.round_id == JointRoundRow.id, there)
+    attended = (NodeRow.name == PartRow.node) & (NodeRow.boot == PartRow.boot) & (NodeRow.until > now())
+    return exists().where(PartRow.round_id == JointRoundRow.id, attended)

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NoSuchResource, RootBusy
 from holdfast_formats.rest.bodies import NodeState
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow, NodeRow
+from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow, NodeRow
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ RETURNED_S = 900.0  # a node that was lost and is back is shown as such for so l
 _LEFT, _CAME_BACK, _NOTED = "left", "came_back", "noted"  # what a row's `about` says of a membership itself
 
 
-class Me(NamedTuple):
+class NodeIdentity(NamedTuple):
     """This daemon: its node's name, and what distinguishes it from earlier ones of that name."""
 
     name: str
@@ -85,9 +85,9 @@ class Census(NamedTuple):
 ONE_ALONE = Census({"live": 1}, ())
 
 
-def this_daemon(name: str) -> Me:
+def this_daemon(name: str) -> NodeIdentity:
     """This process as a member, with a boot of its own."""
-    return Me(name, uuid.uuid4().hex, _machine(), os.getpid())
+    return NodeIdentity(name, uuid.uuid4().hex, _machine(), os.getpid())
 
 
 def now() -> ColumnElement[datetime]:
@@ -114,7 +114,7 @@ class Membership:
     def __init__(
         self,
         database: Database,
-        me: Me,
+        me: NodeIdentity,
         about: Callable[[], Mapping[str, Any]] = dict,
         *,
         lease_s: float = LEASE_S,
@@ -139,7 +139,7 @@ class Membership:
         One of this machine is not waited for: it has ended, because this daemon has the lock of their name here.
         """
         limit = time.monotonic() + (self.lease_s + 2 * self.beat_s if wait_s is None else wait_s)
-        told = False
+        is_reported = False
         with self._lock:
             while (other := self._joined_or_other()) is not None:
                 if time.monotonic() >= limit or self._closed:
@@ -149,9 +149,9 @@ class Membership:
                         hint="give every daemon a name of its own: --node NAME",
                         node=self.me.name,
                     )
-                if not told:
+                if not is_reported:
                     log.info("another daemon called %s has not said goodbye: waiting until its lease ends", self.me.name)
-                    told = True
+                    is_reported = True
                 self._wake.wait(JOIN_POLL_S)
             self.joined = True
             self._beaten = time.monotonic()
@@ -215,7 +215,7 @@ class Membership:
 
     def newly_lost(self) -> list[ClusterNode]:
         """The nodes that were lost, each told once, whichever node asks."""
-        found = []
+        lost = []
         with self.database.apart() as session:
             for member in members(session, NodeRow.until <= now()):
                 if member.state != "lost" or member.about.get(_NOTED):
@@ -223,8 +223,8 @@ class Membership:
                 mine = (NodeRow.name == member.name, NodeRow.boot == member.boot, NodeRow.until <= now())
                 noted = update(NodeRow).where(*mine).values(about={**member.about, _NOTED: True})
                 if session.scalar(noted.returning(NodeRow.name)) is not None:
-                    found.append(member)
-        return found
+                    lost.append(member)
+        return lost
 
     def is_live(self, session: Session, node: str, boot: str) -> bool:
         """Whether this boot of a node is a member."""
@@ -241,7 +241,7 @@ class Membership:
             return
         try:
             with self.database.apart(hopeful=True) as session:
-                for row in (DutyRow, CrewRow):
+                for row in (DutyRow, NodeRanksRow):
                     session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
                 session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
                 mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
@@ -281,17 +281,19 @@ class Membership:
                 "pid": self.me.pid,
                 "since": now(),
                 "until": later(self.lease_s),
-                "about": (said := {**self.about(), _CAME_BACK: came_back}),
+                "about": (report := {**self.about(), _CAME_BACK: came_back}),
             }
-            made = insert(NodeRow).values({"name": self.me.name} | values)
+            statement = insert(NodeRow).values({"name": self.me.name} | values)
             taken = session.scalar(
-                made.on_conflict_do_update(index_elements=[NodeRow.name], set_=values, where=free).returning(NodeRow.name)
+                statement.on_conflict_do_update(index_elements=[NodeRow.name], set_=values, where=free).returning(
+                    NodeRow.name
+                )
             )
             if taken is None:
                 return _Other(0, {}) if row is None else _Other(row.pid, row.about)
-            for table in (DutyRow, CrewRow, HoldRow):  # rows of an earlier boot, whose ranks and readers are gone
+            for table in (DutyRow, NodeRanksRow, HoldRow):  # rows of an earlier boot, whose ranks and readers are gone
                 session.execute(delete(table).where(table.node == self.me.name))
-            self._came_back, self._said = came_back, said
+            self._came_back, self._said = came_back, report
             _forget_old(session)
         return None
 
@@ -311,11 +313,11 @@ def members(session: Session, *wanted: ColumnElement[bool]) -> list[ClusterNode]
     for duty in session.scalars(select(DutyRow).where(DutyRow.until > now()).order_by(DutyRow.name)):
         duties.setdefault((duty.node, duty.boot), []).append(duty.name)
     left, age = func.extract("epoch", NodeRow.until - now()), func.extract("epoch", now() - NodeRow.since)
-    found = []
+    members_listed = []
     for row, lease_s, age_s in session.execute(select(NodeRow, left, age).where(*wanted).order_by(NodeRow.name)):
         its = tuple(duties.get((row.name, row.boot), ()))
-        found.append(ClusterNode(row.name, row.boot, float(lease_s), row.since, float(age_s), row.about, its))
-    return found
+        members_listed.append(ClusterNode(row.name, row.boot, float(lease_s), row.since, float(age_s), row.about, its))
+    return members_listed
 
 
 def _forget_old(session: Session) -> None:

@@ -20,11 +20,11 @@ from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
 from holdfast_service.control.cluster import handovers
-from holdfast_service.control.cluster.arrivals import GOING, Arrivals, StepKey
-from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.handovers import Handovers
 from holdfast_service.control.cluster.membership import Membership, later, now, now_text
+from holdfast_service.control.cluster.notify_listener import CHANNEL
 from holdfast_service.control.cluster.round_bodies import LOST, RoundBodies, unpack
+from holdfast_service.control.cluster.round_parts import GOING, RoundParts, StepKey
 from holdfast_service.control.database.schema import JointRoundRow, JsonText, NodeRow, PartRow, VoteRow
 
 CLAIM_S = 60.0
@@ -35,7 +35,7 @@ class Rendezvous:
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
-        self._arrivals, self._bodies = Arrivals(membership), RoundBodies(membership.database)
+        self._arrivals, self._bodies = RoundParts(membership), RoundBodies(membership.database)
         self._handovers = Handovers(membership)
 
     def arrive(  # noqa: PLR0913 - each is one thing
@@ -95,13 +95,13 @@ class Rendezvous:
         missing = exists().where(of_round, PartRow.receipt.is_(None))
         row = JointRoundRow
         counted = case((row.state == "open", brought), else_=row.world)  # no need to count a complete round
-        told = (row.state, row.problem, row.world, counted, ~missing, delivered)
-        wanted = select(*told, boot, *handovers.columns()).where(row.id == round_id)
+        columns = (row.state, row.problem, row.world, counted, ~missing, delivered)
+        wanted = select(*columns, boot, *handovers.columns()).where(row.id == round_id)
         with self._database.plain() as connection:
-            found = connection.execute(wanted).one_or_none()
-            if found is None:
+            found_row = connection.execute(wanted).one_or_none()
+            if found_row is None:
                 raise RoundAborted(LOST)
-            state, problem, world, ranks, written, done, known, *handed = found
+            state, problem, world, ranks, written, done, known, *handed = found_row
             if known is not None and known != me.boot and state in GOING:
                 connection.execute(update(PartRow).where(*mine).values(boot=me.boot))
         return RoundState(state, problem, world, int(ranks), bool(written), bool(done), handovers.handover(*handed))
@@ -172,9 +172,9 @@ class Rendezvous:
         """
         me = self._membership.me
         missing = exists().where(PartRow.round_id == round_id, PartRow.receipt.is_(None))
-        there = exists().where(NodeRow.name == JointRoundRow.committer, NodeRow.until > now())
+        committing = exists().where(NodeRow.name == JointRoundRow.committer, NodeRow.until > now())
         over = (JointRoundRow.state == "committing") & (
-            (JointRoundRow.claimed_until < now()) | (JointRoundRow.committer == me.name) | ~there
+            (JointRoundRow.claimed_until < now()) | (JointRoundRow.committer == me.name) | ~committing
         )
         free = (JointRoundRow.id == round_id, (JointRoundRow.state == "sealed") | over, ~missing)
         values = {"state": "committing", "committer": me.name, "claimed_until": later(CLAIM_S), "changed": now()}
@@ -199,9 +199,9 @@ class Rendezvous:
         return Lineage(restored, turn, tuple(Rewind(*one) for one in rewinds))
 
     def receipts(self, round_id: int) -> list[bytes]:
-        found = select(PartRow.receipt).where(PartRow.round_id == round_id).order_by(PartRow.node)
+        query = select(PartRow.receipt).where(PartRow.round_id == round_id).order_by(PartRow.node)
         with self._database.plain() as connection:
-            return [unpack(receipt) for receipt in connection.scalars(found) if receipt is not None]
+            return [unpack(receipt) for receipt in connection.scalars(query) if receipt is not None]
 
     def committed(self, round_id: int) -> None:
         """Record the commit."""
@@ -232,21 +232,21 @@ class Rendezvous:
         newest = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc()).limit(1)
         with self._database.apart() as session:
             key.lock(session)
-            found = session.scalar(end)
+            tensor = session.scalar(end)
             last = session.scalar(newest)
-            if found is None and (last is None or last.state not in (*GOING, "committed")):
+            if tensor is None and (last is None or last.state not in (*GOING, "committed")):
                 if last is not None and not self._arrivals.has_heard(session, last.id):
                     self._arrivals.hear(session, last.id)  # that one was another node's, of the same step
                     return
                 values = {"id": key.new_id(), **key._asdict(), "world": world, "created": now_text(), **ended}
-                found = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
-            if found is not None:
-                self._arrivals.hear(session, found)
+                tensor = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
+            if tensor is not None:
+                self._arrivals.hear(session, tensor)
                 _ring(session)
         with self._database.apart() as session:  # a concurrent round; one created from now on sees this end
-            found = session.scalar(end)
-            if found is not None:
-                self._arrivals.hear(session, found)
+            tensor = session.scalar(end)
+            if tensor is not None:
+                self._arrivals.hear(session, tensor)
                 _ring(session)
 
     def vote(
@@ -256,11 +256,15 @@ class Rendezvous:
         values = {"ranks": sorted(ranks), "problem": None if problem is None else dict(problem)}
         key = {"run": run, "attempt": attempt, "turn": turn, "node": self._membership.me.name}
         same = [VoteRow.run, VoteRow.attempt, VoteRow.turn, VoteRow.node]
-        made = insert(VoteRow).values(key | values)
-        kept = made.excluded.problem if problem is not None else func.coalesce(VoteRow.problem, made.excluded.problem)
+        statement = insert(VoteRow).values(key | values)
+        kept = (
+            statement.excluded.problem if problem is not None else func.coalesce(VoteRow.problem, statement.excluded.problem)
+        )
         with self._database.apart() as session:
             session.execute(
-                made.on_conflict_do_update(index_elements=same, set_={"ranks": made.excluded.ranks, "problem": kept})
+                statement.on_conflict_do_update(
+                    index_elements=same, set_={"ranks": statement.excluded.ranks, "problem": kept}
+                )
             )
             of_turn = (VoteRow.run == run, VoteRow.attempt == attempt, VoteRow.turn == turn)
             rows = session.scalars(select(VoteRow).where(*of_turn).order_by(VoteRow.node)).all()

@@ -98,30 +98,30 @@ class RoundBodies:
         row = JointRoundRow
         wanted = select(row.state, row.created, row.world, row.joined).where(row.id == round_id)
         with self._database.plain() as connection:
-            found = connection.execute(wanted).one_or_none()
-        if found is None:
+            row_found = connection.execute(wanted).one_or_none()
+        if row_found is None:
             raise RoundAborted(LOST)
-        if found.joined is None:
-            raise RoundAborted(f"the round is {found.state}: its parts are not those of a sealed one")
-        return _Brought(found.state, found.created, found.world, joined.decode_parts(unpack(found.joined)))
+        if row_found.joined is None:
+            raise RoundAborted(f"the round is {row_found.state}: its parts are not those of a sealed one")
+        return _Brought(row_found.state, row_found.created, row_found.world, joined.decode_parts(unpack(row_found.joined)))
 
     def _read_declarations(self, wanted: Collection[str], unknown: Collection[str]) -> dict[str, bytes]:
         """Read a joined body if it exists and many are unknown; read what is still missing one by one."""
-        found: dict[str, bytes] = {}
+        bodies: dict[str, bytes] = {}
         with self._database.plain() as connection:
             if len(unknown) >= TOGETHER_MIN:
                 together = select(DeclarationRow.body).where(DeclarationRow.digest == joined.name_of(wanted))
                 body = connection.scalar(together)
-                found |= {} if body is None else joined.decode_declarations(unpack(body))
-            left = set(unknown) - found.keys()
+                bodies |= {} if body is None else joined.decode_declarations(unpack(body))
+            left = set(unknown) - bodies.keys()
             alone = select(DeclarationRow.digest, DeclarationRow.body).where(DeclarationRow.digest.in_(left))
             for digest, body in connection.execute(alone) if left else ():
-                found[digest] = unpack(body)
-                if hashlib.sha256(found[digest]).hexdigest() != digest:
+                bodies[digest] = unpack(body)
+                if hashlib.sha256(bodies[digest]).hexdigest() != digest:
                     raise InvalidRequest("the catalog holds another declaration than its digest says")
-        if set(unknown) - found.keys():
+        if set(unknown) - bodies.keys():
             raise RoundAborted(LOST)
-        return found
+        return bodies
 
 
 def _pack(body: bytes) -> bytes:

@@ -85,29 +85,29 @@ class Database:
     def at(cls, url: str) -> Database:
         """The database at `url`, not contacted before `prepare`. `InvalidRequest`."""
         try:
-            made = cls(connect(url), prepared=False)
+            database = cls(connect(url), prepared=False)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise InvalidRequest(
                 f"{without_password(url)!r} is not a valid catalog URL: {_without(url, error)}",
                 hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
             ) from None  # the cause would show the password
-        if made.is_shared and "@" in (made.engine.url.database or ""):
+        if database.is_shared and "@" in (database.engine.url.database or ""):
             raise InvalidRequest(
                 "the catalog URL is not valid: its database has an @ in its name",
                 hint="percent-encode special characters of the password: %40 is @, %2F is /, %23 is #",
             )
-        return made
+        return database
 
     @classmethod
     def open(cls, url: str) -> Database:
         """The database at `url`, created or migrated to the newest version first. `InvalidRequest`, `CatalogUnavailable`."""
-        made = cls.at(url)
+        database = cls.at(url)
         try:
-            made.prepare()
+            database.prepare()
         except BaseException:
-            made.engine.dispose()
+            database.engine.dispose()
             raise
-        return made
+        return database
 
     def prepare(self) -> None:
         """Create or migrate it to the newest version. Connections to a previous file are closed."""
@@ -119,8 +119,8 @@ class Database:
     @property
     def unsound(self) -> bool:
         """Whether it has to be prepared before use: never done, replaced, or reported as damaged."""
-        said = self.trouble.why if self.trouble is not None else ""
-        return not self._prepared or self.replaced or any(word in said for word in (*DAMAGED, *_WITHOUT_TABLES))
+        why = self.trouble.why if self.trouble is not None else ""
+        return not self._prepared or self.replaced or any(word in why for word in (*DAMAGED, *_WITHOUT_TABLES))
 
     @property
     def replaced(self) -> bool:
@@ -130,8 +130,8 @@ class Database:
     def _identity(self) -> tuple[int, int] | None:
         if self.engine.dialect.name == "sqlite" and self.engine.url.database not in (None, "", ":memory:"):
             with suppress(OSError):
-                found = os.stat(str(self.engine.url.database))
-                return found.st_dev, found.st_ino
+                status = os.stat(str(self.engine.url.database))
+                return status.st_dev, status.st_ino
         return None
 
     @property
@@ -248,7 +248,7 @@ def _hint(error: Exception, cause: str) -> str:
     """Advice for the error; nothing was changed, in every case."""
     if isinstance(error, IntegrityError):
         return _MET_HINT
-    return next((hint for said, hint in _SQLITE_HINTS.items() if said in cause), _HINT)
+    return next((hint for text, hint in _SQLITE_HINTS.items() if text in cause), _HINT)
 
 
 def _first_line(cause: object) -> str:

@@ -114,15 +114,15 @@ def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any)
                     f"the database server has not answered for {ANSWER_TIMEOUT_S:.0f} s"
                 ) from error
 
-    made = Answered.connect(*arguments, **options)
-    encoding, name = made.info.parameter_status("server_encoding"), made.info.dbname
+    connection = Answered.connect(*arguments, **options)
+    encoding, name = connection.info.parameter_status("server_encoding"), connection.info.dbname
     if encoding not in (None, ENCODING):
-        made.close()
+        connection.close()
         raise InvalidRequest(
             f"the database {name!r} has the encoding {encoding}, and the catalog needs {ENCODING}",
             hint=f"create another database for it: CREATE DATABASE holdfast ENCODING '{ENCODING}' TEMPLATE template0",
         )
-    return made
+    return connection
 
 
 def _prepare_postgresql(connection: Any, _: Any) -> None:

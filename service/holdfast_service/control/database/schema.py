@@ -389,7 +389,7 @@ class DutyRow(CatalogTable):
     until: Mapped[datetime] = mapped_column(_MOMENT)
 
 
-class CrewRow(CatalogTable):
+class NodeRanksRow(CatalogTable):
     """The ranks of a run that are connected to a node."""
 
     __tablename__ = "crews"

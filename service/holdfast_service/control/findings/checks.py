@@ -13,14 +13,14 @@ from typing import Any, Literal
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
-from holdfast_formats import moments
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats import timestamps
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
 from holdfast_formats.naming import CheckpointId
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.checkpoints.looks import Looks
+from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.findings import missing
 
@@ -41,19 +41,19 @@ class Findings:
         self,
         catalog: Catalog,
         events: Events,
-        book: Book,
+        record_queue: RecordQueue,
         now: Callable[[], str],
         settled: Callable[[str], None],
-        looks: Looks,
+        probe: StorageProbe,
     ) -> None:
-        self._events, self._book = events, book
+        self._events, self._record_queue = events, record_queue
         self._database, self._now, self._settled = catalog.database, now, settled
-        self._looks = looks
+        self._probe = probe
         self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
     def proof(self, run: str, step: int) -> str:
         """The stamp of a checkpoint's files before they are read back; for `sound`."""
-        return self._looks.proof(run, step)
+        return self._probe.proof(run, step)
 
     def sound(  # noqa: PLR0913 - each is one thing
         self,
@@ -71,7 +71,7 @@ class Findings:
         not. `fence` returns whether the result still counts. `proof` is the stamp of its files before they were read, unless
         something was repaired.
         """
-        proof = self._looks.proof(run, step) if proof is None else proof
+        proof = self._probe.proof(run, step) if proof is None else proof
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if row is None:
@@ -110,7 +110,7 @@ class Findings:
         except (CatalogUnavailable, NoSpace) as away:
             log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
             self._seen[CheckpointId(run, step)] = problem
-            self._book.tell("of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at, fence))
+            self._record_queue.tell("of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at, fence))
 
     def _note_damage(self, place: CheckpointId, problem: dict[str, Any], checked: str | None, fence: Fence | None) -> None:
         run, step = place
@@ -146,7 +146,9 @@ class Findings:
 
     def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
         """Record the end of a scrub."""
-        text = f"{checkpoints} checkpoints of {size:,} bytes were verified in {moments.span(seconds)}, {damages} are damaged"
+        text = (
+            f"{checkpoints} checkpoints of {size:,} bytes were verified in {timestamps.span(seconds)}, {damages} are damaged"
+        )
         level: Literal["info", "warning"] = "warning" if damages else "info"
         about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
         self._events.add("scrub-finished", text, None, None, level, **about)
@@ -174,8 +176,8 @@ class Findings:
             CheckpointRow.checked.is_(None), CheckpointRow.verified.is_(False), CheckpointRow.damage.is_(None)
         )
         with self._database.read() as session:
-            found = session.execute(wanted.order_by(CheckpointRow.step.desc(), CheckpointRow.run))
-            return [CheckpointId(run, step) for run, step in found]
+            rows = session.execute(wanted.order_by(CheckpointRow.step.desc(), CheckpointRow.run))
+            return [CheckpointId(run, step) for run, step in rows]
 
     def due(self, before: str) -> list[CheckpointId]:
         """What was last read back before this time, or never; the longest ago first."""
@@ -211,12 +213,12 @@ class Findings:
         instead = "no sound checkpoint is left" if step is None else f"restored step {step} instead"
         try:
             with self._database.read() as session:
-                found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+                texts = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
             gone = [] if step is None else [at for at in missing.missing(self._database, run) if at > step]
         except CatalogUnavailable as away:
             known = "nothing" if step is None else f"step {step}"
             return [f"{known} was found in the directory, because the catalog does not answer: {away.detail}"]
-        said = {newer: f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found}
+        said = {newer: f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in texts}
         back = "`holdfast repair {0}@{1}` copies it back if a replica has it"
         said |= {at: f"step {at} is gone, and was not removed by Holdfast: {instead}; {back.format(run, at)}" for at in gone}
         return [said[newer] for newer in sorted(said, reverse=True)]

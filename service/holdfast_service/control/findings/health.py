@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
 from holdfast_formats.rest.statistics import Statistics, sum_up
 from holdfast_service.control.catalog.events import Events
@@ -38,7 +38,7 @@ class Suspect(NamedTuple):
 
 def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) -> list[Suspect]:
     """The tensors that have more NaN or more infinities than `before`; `known` says which of them were there."""
-    found = []
+    suspects = []
     for group, tensors in now.items():
         if group in NOT_JUDGED:
             continue
@@ -46,8 +46,8 @@ def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) 
             nan_before, inf_before = before.get(group, {}).get(name, (0, 0))
             grown = inf > inf_before and (group in NEVER_MASKS or known(group, name))
             if nan > nan_before or grown:
-                found.append(Suspect(group, name, nan, inf))
-    return found
+                suspects.append(Suspect(group, name, nan, inf))
+    return suspects
 
 
 class HealthRecords:
@@ -56,43 +56,45 @@ class HealthRecords:
     def __init__(self, tier: Tier, store: StatisticsStore, events: Events) -> None:
         self._tier, self._store, self._events = tier, store, events
 
-    def take(self, made: Manifest, found: Statistics) -> None:
+    def take(self, manifest: Manifest, statistics: Statistics) -> None:
         """Record the statistics of a checkpoint and whether it is healthy; an event names what makes it unhealthy."""
-        if not self._store.lists(made):
+        if not self._store.lists(manifest):
             return
-        summary = sum_up(made, found)
-        baseline = self._store.baseline(made.run, made.step)
+        summary = sum_up(manifest, statistics)
+        baseline = self._store.baseline(manifest.run, manifest.step)
         compared = None if baseline is None else baseline.step
-        suspects = judge(summary["nonfinite"], {} if baseline is None else baseline.nonfinite, self._known(made, compared))
+        suspects = judge(
+            summary["nonfinite"], {} if baseline is None else baseline.nonfinite, self._known(manifest, compared)
+        )
         if suspects:  # never compared with, and a broken model breaks every tensor
             summary["nonfinite"] = {}
-        self._store.record(made.run, made.step, found, summary, healthy=not suspects)
+        self._store.record(manifest.run, manifest.step, statistics, summary, healthy=not suspects)
         if suspects:
             first = suspects[0]
-            text = f"step {made.step} has new NaN or infinite values in {len(suspects)} tensors: {first.name}"
+            text = f"step {manifest.step} has new NaN or infinite values in {len(suspects)} tensors: {first.name}"
             text += " and others" if len(suspects) > 1 else ""
-            log.error("%s: %s", made.run, text)
+            log.error("%s: %s", manifest.run, text)
             named = [suspect._asdict() for suspect in suspects[:TENSORS_NAMED_MAX]]
             self._events.add(
                 "checkpoint-unhealthy",
                 text,
-                made.run,
-                made.step,
+                manifest.run,
+                manifest.step,
                 "error",
                 tensors=named,
                 count=len(suspects),
                 compared_with=compared,
             )
 
-    def _known(self, made: Manifest, step: int | None) -> Callable[[str, str], bool]:
+    def _known(self, manifest: Manifest, step: int | None) -> Callable[[str, str], bool]:
         """A function that returns whether a checkpoint has a tensor in the same form; reads its manifest only on use."""
         held: list[Manifest | None] = []
 
         def known(group: str, name: str) -> bool:
             if not held:
-                held.append(self._manifest(made.run, step))
+                held.append(self._manifest(manifest.run, step))
             old = held[0].tensors.get(group, {}).get(name) if held[0] is not None else None
-            new = made.tensors[group][name]
+            new = manifest.tensors[group][name]
             return old is not None and (old.dtype, old.shape) == (new.dtype, new.shape)
 
         return known

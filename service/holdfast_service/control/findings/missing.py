@@ -42,11 +42,11 @@ def tell(events: Events, run: str, step: int) -> str:
 def living(catalog: Catalog) -> dict[str, set[int]]:
     """The listed steps of runs that were trained, without abandoned ones."""
     columns = select(CheckpointRow.run, CheckpointRow.step).join(RunRow, RunRow.name == CheckpointRow.run)
-    found: dict[str, set[int]] = {}
+    steps: dict[str, set[int]] = {}
     with catalog.database.read() as session:
         for run, step in session.execute(columns.where(CheckpointRow.abandoned.is_(False), RunRow.attempt > 0)):
-            found.setdefault(run, set()).add(step)
-    return found
+            steps.setdefault(run, set()).add(step)
+    return steps
 
 
 def lost_since(catalog: Catalog, before: Mapping[str, set[int]]) -> list[tuple[str, int]]:

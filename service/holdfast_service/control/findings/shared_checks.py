@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, delete, exists, false, func, insert, or_, 
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Session, aliased
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import Damaged
 from holdfast_formats.staging.shared_check import (
     CheckedCheckpoint,
@@ -25,9 +25,9 @@ from holdfast_formats.staging.shared_check import (
     PortionPlan,
     Span,
 )
-from holdfast_service.control.cluster.bell import CHANNEL, CHECKS
 from holdfast_service.control.cluster.cluster import REPLICA
 from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.cluster.notify_listener import CHANNEL, CHECKS
 from holdfast_service.control.database.schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
 from holdfast_service.control.findings.checks import Findings
 
@@ -60,8 +60,8 @@ class SharedChecks:
             if known is not None:
                 _remove(session, of.run, of.step)
             values = {**of._asdict(), "node": self._membership.me.name, "begun": now(), "claim": 0}
-            made = postgresql.insert(SharedCheckRow).values(values).on_conflict_do_nothing()
-            if session.scalar(made.returning(SharedCheckRow.run)) is None:
+            statement = postgresql.insert(SharedCheckRow).values(values).on_conflict_do_nothing()
+            if session.scalar(statement.returning(SharedCheckRow.run)) is None:
                 return  # another node has begun it in this moment
             key = {"run": of.run, "step": of.step, "claim": 0, "done": 0}
             rows = [
@@ -100,8 +100,8 @@ class SharedChecks:
         taken = {"node": me.name, "boot": me.boot, "until": later(CLAIM_S), "claim": PortionRow.claim + 1, "done": 0}
         of = (SharedCheckRow.run == PortionRow.run, SharedCheckRow.step == PortionRow.step)
         at = (PortionRow.run == one.c.run, PortionRow.step == one.c.step, PortionRow.number == one.c.number)
-        said = (PortionRow.number, PortionRow.claim, PortionRow.spans)
-        claimed = update(PortionRow).where(*at, *of).values(taken).returning(*said, *_OF, *_AGE)
+        columns = (PortionRow.number, PortionRow.claim, PortionRow.spans)
+        claimed = update(PortionRow).where(*at, *of).values(taken).returning(*columns, *_OF, *_AGE)
         with self._database.plain() as connection:
             row = connection.execute(claimed).first()
         if row is None:
@@ -158,8 +158,8 @@ class SharedChecks:
             of = CheckedCheckpoint(*checked)
             parts = select(part.node, part.found, part.repaired).where(part.run == of.run, part.step == of.step)
             brought = connection.execute(parts.order_by(part.number))
-            found = [PortionFound(node or "", found or b"", repaired or ()) for node, found, repaired in brought]
-        return CheckEnding(of, claim, found, node == me.name, float(age_s))
+            portions = [PortionFound(node or "", portions or b"", repaired or ()) for node, portions, repaired in brought]
+        return CheckEnding(of, claim, portions, node == me.name, float(age_s))
 
     def leave_end(self, ending: CheckEnding) -> None:
         """Give that claim back."""
@@ -240,10 +240,10 @@ def _end(session: Session, of: Portion | CheckEnding) -> bool:
     if session.scalar(select(SharedCheckRow.step).where(*at).with_for_update()) is None:
         return False
     if isinstance(of, Portion):
-        there = session.scalar(select(PortionRow.number).where(*_claimed(of)).with_for_update())
+        tensor = session.scalar(select(PortionRow.number).where(*_claimed(of)).with_for_update())
     else:
-        there = session.scalar(select(SharedCheckRow.step).where(*_ends(of)))
-    if there is None:
+        tensor = session.scalar(select(SharedCheckRow.step).where(*_ends(of)))
+    if tensor is None:
         return False
     _remove(session, of.of.run, of.of.step)
     return True

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from sqlalchemy import delete, select
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.moments import later, utc_now
-from holdfast_formats.rest.observed import Acknowledgement
+from holdfast_formats.rest.measurements import Acknowledgement
+from holdfast_formats.timestamps import later, utc_now
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AcknowledgementRow
 from holdfast_service.control.database.visible import sees_all, visible
@@ -42,33 +42,33 @@ class Acknowledgements:
 
     def known(self, runs: Collection[str] | None = None) -> Mapping[AlertKey, Acknowledgement]:
         """The present ones, of some runs or of all, as far as the request may see them."""
-        there = self.everything()
+        acknowledgements = self.everything()
         if runs is None and sees_all():
-            return there
-        return {key: one for key, one in there.items() if visible(key.run) and (runs is None or key.run in runs)}
+            return acknowledgements
+        return {key: one for key, one in acknowledgements.items() if visible(key.run) and (runs is None or key.run in runs)}
 
     def everything(self) -> Mapping[AlertKey, Acknowledgement]:
         """All present ones, for every token; the same object as long as nothing changed."""
-        there, now = self._read.get(), self._now()
-        if not any(_over(one, now) for one in there.values()):
-            return there
+        acknowledged, now = self._read.get(), self._now()
+        if not any(_over(one, now) for one in acknowledged.values()):
+            return acknowledged
         self._read.renew()
-        return {key: one for key, one in there.items() if not _over(one, now)}
+        return {key: one for key, one in acknowledged.items() if not _over(one, now)}
 
     def _look(self) -> dict[AlertKey, Acknowledgement]:
         now = self._now()
         with self._database.read() as session:
             rows = session.scalars(select(AcknowledgementRow)).all()
-            made = {AlertKey(row.run, row.code, row.subject): _made(row) for row in rows}
-        found = {key: one for key, one in made.items() if not _over(one, now)}
-        if found != self._last:
-            self._last = found
+            by_key = {AlertKey(row.run, row.code, row.subject): _made(row) for row in rows}
+        current = {key: one for key, one in by_key.items() if not _over(one, now)}
+        if current != self._last:
+            self._last = current
         return self._last
 
-    def set(self, key: AlertKey, made: Acknowledgement) -> None:
+    def set(self, key: AlertKey, acknowledgement: Acknowledgement) -> None:
         """Acknowledge an alert; replaces an earlier acknowledgement."""
         with self._database.write() as session:
-            session.merge(AcknowledgementRow(**key._asdict(), **made.model_dump()))
+            session.merge(AcknowledgementRow(**key._asdict(), **acknowledgement.model_dump()))
         self._read.renew()
 
     def remove(self, keys: Collection[AlertKey]) -> None:
@@ -90,8 +90,8 @@ class Acknowledgements:
             ]
         if not rows:
             return
-        there = still({key.run for key, _ in rows})
-        over = [key for key, made in rows if key not in there or _over(made, now)]
+        keys = still({key.run for key, _ in rows})
+        over = [key for key, made in rows if key not in keys or _over(made, now)]
         if over:
             self.remove(over)
 
@@ -100,11 +100,13 @@ def _made(row: AcknowledgementRow) -> Acknowledgement:
     return Acknowledgement(by=row.by, at=row.at, until=row.until)
 
 
-def _over(made: Acknowledgement, now: str) -> bool:
+def _over(acknowledgement: Acknowledgement, now: str) -> bool:
     """Whether it has expired; or it lies in the future, since a clock was ahead: it would hide the alert until then."""
-    if made.until is None:
+    if acknowledgement.until is None:
         return False
-    return made.until <= now or (made.at is not None and made.at > later(now, CLOCKS_DIFFER_S))
+    return acknowledgement.until <= now or (
+        acknowledgement.at is not None and acknowledgement.at > later(now, CLOCKS_DIFFER_S)
+    )
 
 
 class AcknowledgementWatch:

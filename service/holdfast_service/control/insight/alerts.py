@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import TypeVar
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.danger import danger
-from holdfast_formats.rest.observed import Acknowledgement, Alert, Attention, Overview, RunSummary
+from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.measurements import Acknowledgement, Alert, Attention, Overview, RunSummary
 from holdfast_service.control.insight.acknowledgements import AlertKey
 
 Item = TypeVar("Item", bound=Attention)

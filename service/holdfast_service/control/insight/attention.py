@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from math import isfinite
 
-from holdfast_formats.moments import seconds_of, span, write
-from holdfast_formats.rest.danger import danger
-from holdfast_formats.rest.observed import Attention, Remedy, RunSummary
-from holdfast_service.control.insight import run_lives
+from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.measurements import Attention, Remedy, RunSummary
+from holdfast_formats.timestamps import seconds_of, span, write
+from holdfast_service.control.insight import run_lifecycle
 from holdfast_service.control.insight.facts import Facts, Save
 
 LATE_INTERVALS = 3.0  # no commit for so many intervals is too long,
@@ -27,24 +27,24 @@ _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "checkpoint-missing", "rem
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first, and then what puts more data in danger."""
-    found = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
-    found += [*_warned(facts), *_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
+    alerts = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
+    alerts += [*_warned(facts), *_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
-        found += _pace(summary)
+        alerts += _pace(summary)
     if summary.life in ("archived", "failed"):  # put away, or never begun: what is stored is still watched, and nothing else
-        found = [item for item in found if item.code in _OF_WHAT_IS_STORED]
-    follows = _follows(facts, {item.code for item in found})
-    return sorted((item for item in found if item.code not in follows), key=danger)
+        alerts = [item for item in alerts if item.code in _OF_WHAT_IS_STORED]
+    follows = _follows(facts, {item.code for item in alerts})
+    return sorted((item for item in alerts if item.code not in follows), key=danger)
 
 
-def _follows(facts: Facts, found: set[str]) -> set[str]:
+def _follows(facts: Facts, codes: set[str]) -> set[str]:
     """Problems that follow from another one, and are not listed themselves."""
     ended = _ended(facts.saves)
-    why = ended[0].code if "saves-failing" in found and ended else None
+    why = ended[0].code if "saves-failing" in codes and ended else None
     follows = {"quota-nearly-full"} if why == "quota-exceeded" else {"disk-nearly-full"} if why == "no-space" else set()
-    if "saves-failing" in found:
+    if "saves-failing" in codes:
         follows.add("no-commit")
-    if DEATH in found and why == "round-aborted":  # the save that it was killed in
+    if DEATH in codes and why == "round-aborted":  # the save that it was killed in
         follows.add("saves-failing")
     return follows
 
@@ -68,7 +68,7 @@ def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
             step=summary.newest,
             since=facts.since,
             remedy="resume",
-            acknowledged=run_lives.death_seen(facts),
+            acknowledged=run_lifecycle.death_seen(facts),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.measurements import Life
 from holdfast_service.control.catalog.run_settings import RunSettings
 
 NOTHING: Mapping[str, float] = {}
@@ -65,14 +65,14 @@ class Warned(NamedTuple):
     at: str
 
 
-class Lived(NamedTuple):
+class RunActivity(NamedTuple):
     """The state of a run's ranks, and since when they are gone."""
 
     life: Life | None = None
     since: str | None = None
 
 
-UNKNOWN = Lived()
+UNKNOWN = RunActivity()
 
 
 class Facts(NamedTuple):

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select
 
-from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest.operations import JobState
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RoundRow
 from holdfast_service.control.insight.cached_value import Remembered
 from holdfast_service.control.insight.facts import Facts
-from holdfast_service.control.insight.run_lives import state_of
+from holdfast_service.control.insight.run_lifecycle import state_of
 from holdfast_service.control.insight.summary import exposure, failing, interval
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.observe.metrics import RUNS_MAX
@@ -66,13 +66,13 @@ class Gauges:
 
     def by_run(self) -> dict[str, Samples]:
         """Samples of each visible run."""
-        found: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in _BY_RUN}
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in _BY_RUN}
         for facts in self._summaries.facts(self.active()):
             for name, value_of in _BY_RUN.items():
                 value = value_of(facts)
                 if value is not None:
-                    found[name].append(((facts.run,), value))
-        return dict(found)
+                    samples[name].append(((facts.run,), value))
+        return dict(samples)
 
     def _jobs(self) -> Samples:
         with self._database.read() as session:
@@ -104,7 +104,7 @@ class Gauges:
         return _Overall(
             states,
             since if since is not None and isfinite(since) else None,
-            {tier: max(total - there, 0) for tier, there, _ in copies},
+            {tier: max(total - copied, 0) for tier, copied, _ in copies},
             {tier: count for tier, _, count in copies},
         )
 

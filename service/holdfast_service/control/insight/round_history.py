@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from holdfast_formats.moments import seconds_of
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import GOING_ON
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow
@@ -98,9 +98,9 @@ class RoundHistory:
                 (row, size) for row, size in session.execute(columns.where(RoundRow.id.in_(pending[first : first + BATCH])))
             )
         while True:
-            found = session.execute(columns.where(RoundRow.id > (self._behind or 0))).all()
-            yield from ((row, size) for row, size in found)
-            if len(found) < BATCH:
+            rows = session.execute(columns.where(RoundRow.id > (self._behind or 0))).all()
+            yield from ((row, size) for row, size in rows)
+            if len(rows) < BATCH:
                 return
 
     def _noted(self, row: RoundRow, size: int | None, counted: set[str]) -> Seen:

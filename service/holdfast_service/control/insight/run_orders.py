@@ -12,8 +12,8 @@ from math import isfinite
 from typing import NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.moments import seconds_of
-from holdfast_formats.rest.observed import RUN_SORTS, RunLife, RunSummary
+from holdfast_formats.rest.measurements import RUN_SORTS, RunLife, RunSummary
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight.attention import weight
 
 ATTENTION, METRIC = "attention", "metric"

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from holdfast_formats.moments import seconds_of
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.insight.round_history import Seen

@@ -7,9 +7,9 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from holdfast_formats.moments import seconds_of
-from holdfast_formats.rest.observed import GoodCheckpoint, RunSummary, TierCopies, Trend
-from holdfast_service.control.insight import intervals, run_lives
+from holdfast_formats.rest.measurements import GoodCheckpoint, RunSummary, TierCopies, Trend
+from holdfast_formats.timestamps import seconds_of
+from holdfast_service.control.insight import intervals, run_lifecycle
 from holdfast_service.control.insight.attention import attention, failing
 from holdfast_service.control.insight.facts import CheckpointFacts, Facts, Save
 from holdfast_service.control.insight.summary_rows import SAVES
@@ -69,8 +69,8 @@ def summarise(facts: Facts) -> RunSummary:
         trend=trend(facts.saves),
         metrics=dict(sorted(held.metrics.items())[:METRICS_MAX]),
     )
-    summary.life, summary.life_since = run_lives.state_of(facts, interval_s)
-    summary.verdict = run_lives.verdict(facts, summary)
+    summary.life, summary.life_since = run_lifecycle.state_of(facts, interval_s)
+    summary.verdict = run_lifecycle.verdict(facts, summary)
     summary.attention = attention(facts, summary, training(facts))
     return summary
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast_formats.rest.observed import Acknowledgement, Attention, RunSummary
+from holdfast_formats.rest.measurements import Acknowledgement, Attention, RunSummary
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
 from holdfast_service.control.insight.cached_value import Remembered
@@ -33,9 +33,9 @@ class KeptSummaries:
         """The run's summary; the texts of a run that is not training are up to `STILL_S` old."""
         kept = self._made.get(facts.run)
         if kept is None or not _says_the_same(kept[0], facts):
-            made = summarise(facts)
-            self._made[facts.run] = facts, made
-            return made
+            summary = summarise(facts)
+            self._made[facts.run] = facts, summary
+            return summary
         return kept[1].model_copy(update={"free_bytes": facts.free_bytes, "last_commit_age_s": age_s(facts)})
 
     def forget_others(self, runs: set[str]) -> None:
@@ -79,8 +79,8 @@ class SummaryBoard:
         """Runs that need attention first, then active ones, then the others by age. Acknowledgements are less than half a
         second old.
         """
-        found = self._now().summaries
-        return found if sees_all() else [summary for summary in found if visible(summary.run)]
+        summaries = self._now().summaries
+        return summaries if sees_all() else [summary for summary in summaries if visible(summary.run)]
 
     def keys(self, wanted: WantedRuns) -> list[str]:
         marked, order = self._now(), wanted.order
@@ -105,11 +105,11 @@ class SummaryBoard:
         self._summaries.renew()
 
     def _now(self) -> _Marked:
-        made, known, last = self._summaries.get(), self._acknowledgements.everything(), self._marked
-        if last is not None and last.made is made and last.known is known:
+        summaries, known, last = self._summaries.get(), self._acknowledgements.everything(), self._marked
+        if last is not None and last.made is summaries and last.known is known:
             return last
-        failed = frozenset(summary.run for summary in made if summary.life == "failed")
-        marked = _Marked(made, known, sorted(seen(made, known), key=BY_NEED.key), failed, {})
+        failed = frozenset(summary.run for summary in summaries if summary.life == "failed")
+        marked = _Marked(summaries, known, sorted(seen(summaries, known), key=BY_NEED.key), failed, {})
         self._marked = marked
         return marked
 
@@ -130,6 +130,6 @@ def key_of(run: str, item: Attention) -> AlertKey:
 
 
 def _seen(summary: RunSummary, known: Mapping[AlertKey, Acknowledgement]) -> RunSummary:
-    found = ((item, known.get(key_of(summary.run, item))) for item in summary.attention)
-    marked = [item if one is None else item.model_copy(update={"acknowledged": one}) for item, one in found]
+    pairs = ((item, known.get(key_of(summary.run, item))) for item in summary.attention)
+    marked = [item if one is None else item.model_copy(update={"acknowledged": one}) for item, one in pairs]
     return summary.model_copy(update={"attention": marked})

@@ -12,15 +12,15 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.measurements import RunSummary
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import named
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import RunRow
-from holdfast_service.control.insight import run_lives
+from holdfast_service.control.insight import run_lifecycle
 from holdfast_service.control.insight.acknowledgements import Acknowledgements
-from holdfast_service.control.insight.facts import UNKNOWN, Facts, Lived
+from holdfast_service.control.insight.facts import UNKNOWN, Facts, RunActivity
 from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, summarise
@@ -33,10 +33,10 @@ BATCH = 200
 EVERY_RUN = WantedRuns()
 
 
-Lives = Callable[[Collection[str] | None], Mapping[str, Lived]]
+Lives = Callable[[Collection[str] | None], Mapping[str, RunActivity]]
 
 
-def no_lives(_: Collection[str] | None) -> Mapping[str, Lived]:
+def no_lives(_: Collection[str] | None) -> Mapping[str, RunActivity]:
     """Nothing is known of ranks."""
     return {}
 
@@ -66,19 +66,19 @@ class Summaries:
         self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
 
     def one(self, run: str) -> RunSummary:
-        found = self.some([run])
-        if not found:
+        run_summaries = self.some([run])
+        if not run_summaries:
             raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
-        return found[0]
+        return run_summaries[0]
 
     def some(self, runs: Sequence[str]) -> list[RunSummary]:
         """The summaries of the existing ones of these runs, as of now."""
         return self._marked([summarise(facts) for facts in self.facts(runs)])
 
-    def _marked(self, made: list[RunSummary]) -> list[RunSummary]:
-        if not any(one.attention for one in made):
-            return made
-        return seen(made, self.acknowledgements.known([one.run for one in made]))
+    def _marked(self, run_summaries: list[RunSummary]) -> list[RunSummary]:
+        if not any(one.attention for one in run_summaries):
+            return run_summaries
+        return seen(run_summaries, self.acknowledgements.known([one.run for one in run_summaries]))
 
     def page(self, cursor: str | None, limit: int, wanted: WantedRuns = EVERY_RUN) -> bodies.Page[RunSummary]:
         """A page of summaries of these runs, in their order.
@@ -87,8 +87,8 @@ class Summaries:
         (time-dependent text of runs that are not training is up to `STILL_S` old).
         """
         cut = self.names(cursor, limit, wanted)
-        made = [self._kept.of(facts) for facts in self.facts(cut.items)]
-        return bodies.Page(items=self._marked(made), next=cut.next)
+        summaries = [self._kept.of(facts) for facts in self.facts(cut.items)]
+        return bodies.Page(items=self._marked(summaries), next=cut.next)
 
     def names(self, cursor: str | None, limit: int, wanted: WantedRuns) -> bodies.Page[str]:
         """A page of the names of these runs, as far as they may be seen, in their order."""
@@ -128,12 +128,12 @@ class Summaries:
             raise bad_cursor()
         keys = self._board.keys(wanted)
         ahead = iter(keys if after is None else keys[bisect_right(keys, after) :])
-        found: list[str] = []
-        while len(found) < limit and (batch := list(islice(ahead, BATCH))):
+        names_found: list[str] = []
+        while len(names_found) < limit and (batch := list(islice(ahead, BATCH))):
             names = [order.run_of(key) for key in batch]
-            there = set(self._existing(names))
-            found += [key for key, name in zip(batch, names, strict=True) if name in there]
-        return found[:limit]
+            present = set(self._existing(names))
+            names_found += [key for key, name in zip(batch, names, strict=True) if name in present]
+        return names_found[:limit]
 
     def _existing(self, names: list[str]) -> Collection[str]:
         with self._catalog.database.read() as session:
@@ -152,7 +152,7 @@ class Summaries:
             rows = read(session, runs)
         return self._facts([run for run in runs if run in rows], rows, self._lives(runs))
 
-    def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows], lives: Mapping[str, Lived]) -> list[Facts]:
+    def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows], lives: Mapping[str, RunActivity]) -> list[Facts]:
         free, now = self._tier.free_bytes(), self._clock()
         policies = self._of_files(runs)
         return [
@@ -180,7 +180,7 @@ class Summaries:
         """Those of these runs that exist, in their order, with what they are doing."""
         found: list[bodies.Run] = []
         for facts in self.facts(names):
-            life, since = run_lives.state_of(facts, interval(facts.saves)[0])
+            life, since = run_lifecycle.state_of(facts, interval(facts.saves)[0])
             found.append(
                 bodies.Run(
                     name=facts.run,

@@ -11,7 +11,7 @@ import msgspec
 from sqlalchemy import BindParameter, Executable, Text, bindparam, case, false, func, select, tuple_, type_coerce
 from sqlalchemy.orm import Session, aliased
 
-from holdfast_formats.moments import seconds_of
+from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
 from holdfast_service.control.findings.missing import is_over
 from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save, Warned
@@ -65,52 +65,52 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
     """
     wanted = {RUNS.key: list(runs)}
     damaged = {run: (count, step) for run, count, step in session.execute(_hurt(), wanted)}
-    found: dict[str, CheckpointFacts] = {}
+    facts: dict[str, CheckpointFacts] = {}
     others: list[str] = []
-    for made in session.execute(_newest(), wanted):
-        if made.abandoned or made.damaged or not made.verified or made.healthy is False:
-            others.append(made.run)
+    for row in session.execute(_newest(), wanted):
+        if row.abandoned or row.damaged or not row.verified or row.healthy is False:
+            others.append(row.run)
             continue
-        count, step = damaged.get(made.run, (0, None))
-        found[made.run] = CheckpointFacts(
-            checkpoints=made.checkpoints,
-            bytes=int(made.total),
-            newest=made.newest,
-            newest_verified=made.newest,
-            newest_healthy=made.newest,
+        count, step = damaged.get(row.run, (0, None))
+        facts[row.run] = CheckpointFacts(
+            checkpoints=row.checkpoints,
+            bytes=int(row.total),
+            newest=row.newest,
+            newest_verified=row.newest,
+            newest_healthy=row.newest,
             damaged=count,
             newest_damaged=step,
-            newest_bytes=made.bytes,
-            created=made.created,
-            healthy=made.healthy,
-            same_as=made.same_as,
-            nonfinite=made.nonfinite,
-            verified_created=made.created,
-            healthy_created=made.created,
+            newest_bytes=row.bytes,
+            created=row.created,
+            healthy=row.healthy,
+            same_as=row.same_as,
+            nonfinite=row.nonfinite,
+            verified_created=row.created,
+            healthy_created=row.created,
             healthy_verified=True,
-            metrics=_decode(made.metrics),
-            newest_sound=made.newest,
+            metrics=_decode(row.metrics),
+            newest_sound=row.newest,
         )
     if others:
-        found |= _gone_through(session, others)
-    return _with_copies(session, found)
+        facts |= _gone_through(session, others)
+    return _with_copies(session, facts)
 
 
 @lru_cache(1)
 def _present() -> Executable:
     row = ReplicaRow
     pairs: BindParameter[Any] = bindparam("pairs", expanding=True)
-    there = select(row.run, row.tier).where(tuple_(row.run, row.step).in_(pairs), row.state == "present")
-    return there.order_by(row.tier)
+    tiers = select(row.run, row.tier).where(tuple_(row.run, row.step).in_(pairs), row.state == "present")
+    return tiers.order_by(row.tier)
 
 
-def _with_copies(session: Session, found: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
+def _with_copies(session: Session, facts: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
     """With the tiers that also have each run's newest healthy checkpoint."""
-    pairs = [(run, held.newest_healthy) for run, held in found.items() if held.newest_healthy is not None]
+    pairs = [(run, held.newest_healthy) for run, held in facts.items() if held.newest_healthy is not None]
     tiers: dict[str, list[str]] = defaultdict(list)
     for run, tier in session.execute(_present(), {"pairs": pairs}):
         tiers[run].append(tier)
-    return found | {run: found[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
+    return facts | {run: facts[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
 
 
 def _gone_through(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
@@ -164,8 +164,8 @@ def _gone_through(session: Session, runs: Collection[str]) -> dict[str, Checkpoi
     )
     rows = (tuple(values) for values in session.execute(wanted))
     return {
-        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(told), newest_sound=newest_sound)
-        for run, count, size, *more, newest_sound, told in rows
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(metrics), newest_sound=newest_sound)
+        for run, count, size, *more, newest_sound, metrics in rows
     }
 
 
@@ -185,10 +185,10 @@ def _rounds() -> Executable:
 
 def saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
     """The newest rounds of each run, the newest first."""
-    found: dict[str, list[Save]] = defaultdict(list)
+    saves_of: dict[str, list[Save]] = defaultdict(list)
     for run, *values in session.execute(_rounds(), {RUNS.key: list(runs)}):
-        found[run].append(_save(*values))
-    return found
+        saves_of[run].append(_save(*values))
+    return saves_of
 
 
 def _save(  # noqa: PLR0913 - a row
@@ -209,10 +209,10 @@ def _attempts() -> Executable:
 
 def declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]:
     """When the newest attempts of each run were declared, the newest first."""
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for run, at in session.execute(_attempts(), {RUNS.key: list(runs)}):
-        found[run].append(seconds_of(at))
-    return found
+        times[run].append(seconds_of(at))
+    return times
 
 
 @lru_cache(1)
@@ -224,10 +224,10 @@ def _warned() -> Executable:
 
 def warned(session: Session, runs: Collection[str]) -> dict[str, list[Warned]]:
     """The warnings about each run's checkpoints, until they are over."""
-    found: dict[str, list[Warned]] = defaultdict(list)
+    warnings: dict[str, list[Warned]] = defaultdict(list)
     for run, *values in session.execute(_warned(), {RUNS.key: list(runs)}):
-        found[run].append(Warned(*values))
-    return found
+        warnings[run].append(Warned(*values))
+    return warnings
 
 
 @lru_cache(1)
@@ -246,20 +246,20 @@ def _failed_copies() -> Executable:
 
 def copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
     """The replicas of each run, by tier."""
-    found: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
+    counts: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
     wanted = {RUNS.key: list(runs)}
     for run, tier, state, step, count in session.execute(_counted_copies(), wanted):
-        known = found[run].get(tier, ReplicaCounts(None, 0))
+        known = counts[run].get(tier, ReplicaCounts(None, 0))
         if state == "present":
             known = known._replace(newest=step)
         elif state == "damaged":
             known = known._replace(damaged=count)
-        found[run][tier] = known
+        counts[run][tier] = known
     for run, tier, count, problem in session.execute(_failed_copies(), wanted):
-        found[run][tier] = found[run][tier]._replace(failing=count, problem=_detail(problem))
-    return dict(found)
+        counts[run][tier] = counts[run][tier]._replace(failing=count, problem=_detail(problem))
+    return dict(counts)
 
 
 def _detail(problem: str) -> str:
-    said = msgspec.json.decode(problem)
-    return str(said.get("detail", "unknown")) if isinstance(said, dict) else "unknown"
+    document = msgspec.json.decode(problem)
+    return str(document.get("detail", "unknown")) if isinstance(document, dict) else "unknown"

@@ -83,7 +83,7 @@ class Jobs:
                     if (known := _going_on(session, key)) is not None:
                         return _job(known), False
                     self._make_room(session)
-                    made = JobRow(
+                    job_row = JobRow(
                         kind=request.kind,
                         run=request.run,
                         step=request.step,
@@ -97,11 +97,11 @@ class Jobs:
                         tries=0,
                         created=self._now(),
                     )
-                    session.add(made)
+                    session.add(job_row)
                     self._flush(session)
-                    if made.id % TRIM_EVERY == 0:
+                    if job_row.id % TRIM_EVERY == 0:
                         _forget_old(session)
-                    return _job(made), True
+                    return _job(job_row), True
             except _Faster:
                 continue
 
@@ -122,8 +122,8 @@ class Jobs:
             if value is not None:
                 wanted = wanted.where(column == value)
         with self._database.read() as session:
-            found = [_job(row) for row in session.scalars(wanted)]
-        return page("job", found, limit, lambda job: job.id)
+            jobs = [_job(row) for row in session.scalars(wanted)]
+        return page("job", jobs, limit, lambda job: job.id)
 
     def get(self, job_id: int) -> Job:
         with self._database.read() as session:

@@ -17,21 +17,21 @@ _CHECKPOINT = re.compile(r"([^\s@+:,'\"{}\[\]]+)@[0-9]+")
 def other_runs(job: Job) -> frozenset[str]:
     """The run that a job compares its own with, and those of the models in a recipe; `UNKNOWN` for an unreadable recipe."""
     named = str(job.arguments.get("with", "")).rpartition("@")[0]
-    found = {named} if named else set()
+    runs = {named} if named else set()
     if job.kind == "merge":
-        found |= _of_recipe(str(job.arguments.get("recipe", "")))
-    return frozenset(found - {job.run})
+        runs |= _of_recipe(str(job.arguments.get("recipe", "")))
+    return frozenset(runs - {job.run})
 
 
 def _of_recipe(text: str) -> set[str]:
     """From all values, whatever they mean, and comments too."""
-    found = {match[1] for match in _CHECKPOINT.finditer(text)}
+    names = {match[1] for match in _CHECKPOINT.finditer(text)}
     try:
         values = list(_scalars(yaml.compose(text, yaml.SafeLoader)))
     except (yaml.YAMLError, RecursionError, ValueError):
         return {UNKNOWN}
-    found |= {match[1] for value in values for match in _CHECKPOINT.finditer(value)}
-    return {name if naming.is_run_name(name) else UNKNOWN for name in found}
+    names |= {match[1] for value in values for match in _CHECKPOINT.finditer(value)}
+    return {name if naming.is_run_name(name) else UNKNOWN for name in names}
 
 
 def _scalars(node: yaml.Node | None) -> Iterator[str]:

@@ -137,7 +137,7 @@ class JobRunner:
             if progress is not None:
                 progress.stopped.set()
         elif before.state == "queued" and job.state == "cancelled":
-            self._tell_end(job)
+            self._report_end(job)
         return job
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
@@ -179,7 +179,7 @@ class JobRunner:
         with self._putting_back:
             if not self._recovered:
                 for job in self.jobs.recover():
-                    self._tell_end(job)
+                    self._report_end(job)
                 self._recovered = True
 
     def _claim(self) -> Job | None:
@@ -211,10 +211,10 @@ class JobRunner:
             with self._changed:
                 del self._running[job.id]
 
-    def _is_recorded(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> bool:
+    def _is_recorded(self, job: Job, progress: Progress, state: _End, outcome: dict[str, Any] | None) -> bool:
         """Record how a job ended; False if the catalog is away and it must be retried."""
         try:
-            self._end(job, progress, state, found)
+            self._end(job, progress, state, outcome)
         except CheckpointError as error:
             log.error("cannot record the end of job %d: %s", job.id, error.detail)
             return not error.retryable
@@ -239,17 +239,17 @@ class JobRunner:
                 f"internal error, reference {reference}", hint=hint, reference=reference
             ).problem()
 
-    def _end(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> None:
+    def _end(self, job: Job, progress: Progress, state: _End, outcome: dict[str, Any] | None) -> None:
         if state == "cancelled" and self._closing and not self.jobs.progress(job):
             self.jobs.release(job)
             log.info("job %d continues at the next start", job.id)
             return
-        result, problem = (found, None) if state == "done" else (None, found)
+        result, problem = (outcome, None) if state == "done" else (None, outcome)
         ended = self.jobs.finish(job, state, result, problem, progress.reported)
         if ended is not None:
-            self._tell_end(ended)
+            self._report_end(ended)
 
-    def _tell_end(self, job: Job) -> None:
+    def _report_end(self, job: Job) -> None:
         level: Level = "warning" if job.state == "failed" else "info"
         about = f" of {job.run}" + ("" if job.step is None else f"@{job.step}") if job.run else ""
         why = f": {job.problem['detail']}" if job.problem else ""
@@ -278,7 +278,7 @@ class JobRunner:
                 progress.alive()
             try:
                 for job in self.jobs.recover_lost():
-                    self._tell_end(job)
+                    self._report_end(job)
             except CheckpointError as error:
                 log.error("cannot look at jobs of other nodes: %s", error.detail)
 

@@ -21,24 +21,24 @@ KINDS = ("import", "merge")
 
 def wanted_places(database: Database, files: Files) -> list[Place]:
     """The places of staging that a sweep has to spare; all places of jobs if the catalog cannot be asked."""
-    there = _places(files)
-    if not there:
+    staged_places = _places(files)
+    if not staged_places:
         return []
     try:
         with database.read() as session:
             wanted = select(JobRow.run, JobRow.step).where(JobRow.kind.in_(KINDS), JobRow.state.in_(GOES_ON))
-            found = {(run, step) for run, step in session.execute(wanted)}
+            wanted_steps = {(run, step) for run, step in session.execute(wanted)}
     except CheckpointError as away:
         log.warning("what jobs have staged is not swept: %s", away.detail)
-        return there
-    return [place for place in there if (place.run, place.step) in found]
+        return staged_places
+    return [place for place in staged_places if (place.run, place.step) in wanted_steps]
 
 
 def _places(files: Files) -> list[Place]:
-    found = set()
+    places = set()
     for run in filter(naming.is_run_name, files.list("")):
         for name in files.list(f"{run}/{naming.STAGING}"):
             staged = naming.parse_staging_directory(naming.without_progress(name))
             if staged is not None and naming.is_job_place(staged):
-                found.add(Place(run, *staged))
-    return sorted(found)
+                places.add(Place(run, *staged))
+    return sorted(places)

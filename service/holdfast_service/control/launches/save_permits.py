@@ -8,9 +8,9 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError
 from holdfast_formats.lineage import Intent
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.launches.standing import Standing
+from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.launches.committed_steps import CommittedSteps
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,15 @@ LOOK_S = 2.0  # how long to wait for the catalog's sealed rounds
 class SavePermits:
     """Refuses saves before they are staged. Thread-safe."""
 
-    def __init__(self, attempts: Attempts, standing: Standing, catalog: Catalog, book: Book) -> None:
-        self._attempts, self._standing, self._catalog, self._book = attempts, standing, catalog, book
+    def __init__(
+        self, attempts: Attempts, committed_steps: CommittedSteps, catalog: Catalog, record_queue: RecordQueue
+    ) -> None:
+        self._attempts, self._committed_steps, self._catalog, self._record_queue = (
+            attempts,
+            committed_steps,
+            catalog,
+            record_queue,
+        )
 
     def check_new(self, run: str, step: int, attempt: int, intent: Intent) -> None:
         """`StaleAttempt` (I6) or `AlreadyCommitted` for a save that may not begin."""
@@ -45,7 +52,7 @@ class SavePermits:
     def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
         """`AlreadyCommitted` where the step may not be saved, as of now; publishing checks again."""
         try:
-            self._standing.place(run, step, attempt, intent)
+            self._committed_steps.place(run, step, attempt, intent)
         except AlreadyCommitted:
             raise
         except CheckpointError as error:  # training does not wait for storage, nor fail by it
@@ -55,7 +62,7 @@ class SavePermits:
         if self._attempts.owes(run, step, attempt):
             return True
         try:
-            return self._book.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
+            return self._record_queue.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
         except CatalogUnavailable as away:
             log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
             return False

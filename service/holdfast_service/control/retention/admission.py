@@ -92,10 +92,10 @@ class Admission:
         incoming = Candidate(plan.step, 0.0, True, plan.metrics, groups=frozenset(plan.groups))
         while (shortage := self._shortage(plan)) is not None:
             try:
-                made = self._rotation.make_room(plan.run, incoming)
+                room = self._rotation.make_room(plan.run, incoming)
             except CheckpointError as error:
                 raise shortage from error
-            if made is None:
+            if room is None:
                 raise shortage
 
     def check_quotas(self, run: str, step: int, need: int) -> None:

@@ -26,8 +26,8 @@ from holdfast_service.control.database.schema import (
     AnswerRow,
     AttemptRow,
     CheckpointRow,
-    CrewRow,
     JobRow,
+    NodeRanksRow,
     ReplicaRow,
     RoundRow,
     RunRow,
@@ -68,18 +68,18 @@ class EmptyRuns:
         with self._lock:
             if self._attempts.newest(run) or self._tier.list(naming.check_run(run)):
                 return
-            made = self._made.setdefault(tenant, set())
-            if len(made) >= EMPTY_RUNS_MAX:
-                made.intersection_update([name for name in made if self._attempts.newest(name) and not self._holds(name)])
-            if len(made) >= EMPTY_RUNS_MAX:
+            runs = self._made.setdefault(tenant, set())
+            if len(runs) >= EMPTY_RUNS_MAX:
+                runs.intersection_update([name for name in runs if self._attempts.newest(name) and not self._holds(name)])
+            if len(runs) >= EMPTY_RUNS_MAX:
                 owner = tenant or "this daemon's own user"
                 raise LimitExceeded(
-                    f"{run!r} would be a new run, but {owner} already has {len(made)} runs without a save",
+                    f"{run!r} would be a new run, but {owner} already has {len(runs)} runs without a save",
                     hint="use one of those, or save to them first; those whose ranks are gone are removed after "
                     f"{self._kept_s / 3600:g} hours",
-                    empty=len(made),
+                    empty=len(runs),
                 )
-            made.add(run)
+            runs.add(run)
 
     def due(self) -> dict[str, RunAttempts]:
         """The runs that have been empty and without ranks for long enough, with their declared attempts. Each of several
@@ -100,7 +100,7 @@ class EmptyRuns:
             kept = (
                 select(CheckpointRow.step).where(CheckpointRow.run == run),
                 select(ReplicaRow.step).where(ReplicaRow.run == run),
-                select(CrewRow.node).where(CrewRow.run == run, CrewRow.ranks > 0),
+                select(NodeRanksRow.node).where(NodeRanksRow.run == run, NodeRanksRow.ranks > 0),
                 select(RoundRow.id).where(RoundRow.run == run, RoundRow.state.in_(("committed", *GOING_ON))),
                 select(JobRow.id).where(JobRow.run == run, JobRow.state.in_(("queued", "running"))),
             )

@@ -34,8 +34,8 @@ class LinkedSteps(NamedTuple):
 
     def holds(self, step: int) -> tuple[str, ...]:
         """Why retention must keep this step."""
-        found = [f"{self.by_step[step]} is a link to it"] if step in self.by_step else []
-        return (*found, *(f"{path}, which may hold a link to it, cannot be read" for path in self.unseen))
+        reasons = [f"{self.by_step[step]} is a link to it"] if step in self.by_step else []
+        return (*reasons, *(f"{path}, which may hold a link to it, cannot be read" for path in self.unseen))
 
 
 def watch(files: RunFiles, run: str, path: str) -> None:
@@ -52,7 +52,7 @@ def watch(files: RunFiles, run: str, path: str) -> None:
             f"the daemon cannot read the directory {path!r}, so a link in it would keep no checkpoint",
             hint="let the daemon see the directory under the same path, or pin the steps",
         ) from error
-    made = LinkDirectory(path=path, device=device)
+    link_directory = LinkDirectory(path=path, device=device)
     gone = {one for one in files.read(run).link_directories if one.path != path and _is_known_to_be_gone(one)}
 
     def act(file: RunFile) -> RunFile:  # looks at no disk: while it runs, no run's file changes
@@ -65,16 +65,16 @@ def watch(files: RunFiles, run: str, path: str) -> None:
         others = [one for one in file.link_directories if one.path != path and one not in gone]
         if len(others) >= DIRECTORIES_MAX:
             raise LimitExceeded(f"links to {run} stand in {len(others)} directories already", hint="remove some of them")
-        if made in file.link_directories and len(others) == len(file.link_directories) - 1:
+        if link_directory in file.link_directories and len(others) == len(file.link_directories) - 1:
             return file
-        return file.model_copy(update={"link_directories": (*others, made)})
+        return file.model_copy(update={"link_directories": (*others, link_directory)})
 
     files.change(run, act)
 
 
 def standing(file: RunFile, run: str) -> LinkedSteps:
     """The present links."""
-    found: dict[int, str] = {}
+    links: dict[int, str] = {}
     unseen: list[str] = []
     for directory in file.link_directories:
         try:
@@ -84,8 +84,8 @@ def standing(file: RunFile, run: str) -> LinkedSteps:
         if here is None:
             unseen.append(directory.path)
         else:
-            found = {**here, **found}
-    return LinkedSteps(found, tuple(unseen))
+            links = {**here, **links}
+    return LinkedSteps(links, tuple(unseen))
 
 
 def _limited(path: str, look: Callable[[], _Seen]) -> _Seen:

@@ -251,7 +251,7 @@ def _multiples(interval: int) -> Rule:
 
 
 def _apart(
-    least: float, verified: Sequence[Candidate], place: Callable[[Candidate], float], said: Callable[[float], str]
+    least: float, verified: Sequence[Candidate], place: Callable[[Candidate], float], span_text: Callable[[float], str]
 ) -> Rule:
     """Keeps the oldest, then each one at least so far from the last one kept. Distances are absolute: clocks may jump."""
     chain: list[Candidate] = []
@@ -263,11 +263,11 @@ def _apart(
     def judge(c: Candidate) -> RetentionAnswer:
         before = bisect_left(steps, c.step)
         if not before:
-            return RetentionAnswer(True, f"one every {said(least)}: it is the oldest checkpoint")
+            return RetentionAnswer(True, f"one every {span_text(least)}: it is the oldest checkpoint")
         link = chain[before - 1]
         far = abs(place(c) - place(link))
         return RetentionAnswer(
-            far >= least, f"one every {said(least)}: {said(far)} after step {link.step}, which this rule keeps"
+            far >= least, f"one every {span_text(least)}: {span_text(far)} after step {link.step}, which this rule keeps"
         )
 
     return judge

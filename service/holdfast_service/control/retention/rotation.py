@@ -35,14 +35,14 @@ from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.control.catalog.catalog import Catalog, CommitProof
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
-from holdfast_service.control.checkpoints.looks import Looks
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
-from holdfast_service.control.retention.proofs import UNKNOWN, Proofs, ProvenDecisions
-from holdfast_service.control.retention.replaced import Replaced
-from holdfast_service.control.retention.thin_policy import Foresight, ThinDecision, could_save, decide_thinning, older_of
+from holdfast_service.control.retention.proven_decisions import UNKNOWN, ProvenDecisions, RemovalProbe
+from holdfast_service.control.retention.replaced_checkpoints import ReplacedCheckpoints
+from holdfast_service.control.retention.thin_policy import ThinDecision, ThinEstimate, could_save, decide_thinning, older_of
 from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
@@ -73,9 +73,9 @@ class Rotation:
         """`elsewhere` locks a run against the daemons of other nodes, if any."""
         self._store, self._catalog = store, catalog
         self.files, self.readers = files, readers
-        self.looks = Looks(store.files)
-        self.proofs = Proofs(self.looks, catalog)
-        self._replaced = Replaced(store, catalog, self.proofs, readers)
+        self.probe = StorageProbe(store.files)
+        self.proofs = RemovalProbe(self.probe, catalog)
+        self._replaced = ReplacedCheckpoints(store, catalog, self.proofs, readers)
         self._waiting: set[str] = set()  # runs whose blocked removals were reported
         self._local = threading.Lock()
         self._elsewhere = elsewhere or _alone
@@ -200,7 +200,7 @@ class Rotation:
         listed = {candidate.step: listed[candidate.step] for candidate in candidates}  # what is there
         sound = {candidate.step for candidate in candidates if candidate.verified}
         kept = sum(listed[decision.step].bytes for decision in decisions if decision.keep)
-        foresight = Foresight(listed.values())
+        foresight = ThinEstimate(listed.values())
         after = {at: _bytes_after(listed[at], decision, foresight) for at, decision in thinning.items()}
         freed = {at: listed[at].bytes - (size or 0) for at, size in after.items()}
         return Preview(
@@ -217,7 +217,7 @@ class Rotation:
                 if step in (None, decision.step)
             ],
             bytes_kept=kept,
-            bytes_removed=sum(made.bytes for made in listed.values()) - kept,
+            bytes_removed=sum(checkpoint.bytes for checkpoint in listed.values()) - kept,
             bytes_thinned=sum(freed[at] for at, decision in thinning.items() if decision.thin),
             bytes_compacted=sum(freed[at] for at, decision in thinning.items() if decision.small is not None),
             could_save=could_save([listed[one.step] for one in older_of(candidates, decisions)], foresight),
@@ -271,13 +271,13 @@ class Rotation:
         that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
         """
         with self.deciding(run):
-            found = self._catalog.checkpoint(run, step)
-            self._refuse(found, newest, healthy)
+            checkpoint = self._catalog.checkpoint(run, step)
+            self._refuse(checkpoint, newest, healthy)
             trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
         if trashed:
             with self._turn:
                 self._free(trashed.values())
-        return found
+        return checkpoint
 
     @contextmanager
     def replacing(self, run: str, step: int) -> Iterator[None]:
@@ -326,9 +326,9 @@ class Rotation:
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
-    def _refuse(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
-        self._refuse_the_newest(found, newest, healthy)
-        self.refuse_held(found.run, found.step)
+    def _refuse(self, checkpoint: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
+        self._refuse_the_newest(checkpoint, newest, healthy)
+        self.refuse_held(checkpoint.run, checkpoint.step)
 
     def refuse_held(self, run: str, step: int) -> None:
         """Raise where the checkpoint must not lose anything now."""
@@ -355,22 +355,20 @@ class Rotation:
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
 
-    def _refuse_the_newest(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
+    def _refuse_the_newest(self, checkpoint: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
         """Refuse to remove checkpoints that no policy removes, unless the caller names them."""
-        which = (
-            f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
-        )
-        if found.abandoned:
+        which = f"{checkpoint.run}@{checkpoint.step} is the newest checkpoint of its run with the groups {', '.join(checkpoint.groups)} that is"
+        if checkpoint.abandoned:
             return
-        _, candidates = self.looked_at(found.run)
+        _, candidates = self.looked_at(checkpoint.run)
         # What would be the newest without this one is looked at: where it is not there, this one is.
-        standing, _ = self.proofs.decided(found.run, candidates, lambda now: _stays_for(found, now))
-        newest_verified, newest_healthy = newest_of(standing, found.groups)
-        if found.step == newest_verified:
+        standing, _ = self.proofs.decided(checkpoint.run, candidates, lambda now: _stays_for(checkpoint, now))
+        newest_verified, newest_healthy = newest_of(standing, checkpoint.groups)
+        if checkpoint.step == newest_verified:
             if not newest:
                 hint = "to remove it anyway, pass --force newest-verified"
                 raise NewestVerified(f"{which} known to be sound", hint=hint)
-        elif found.step == newest_healthy and not healthy:
+        elif checkpoint.step == newest_healthy and not healthy:
             hint = "newer checkpoints have new NaN or infinities; to remove it anyway, pass --force newest-healthy"
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
@@ -382,10 +380,12 @@ class Rotation:
         linked = links.standing(file, run)
         for path in linked.unseen:
             log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
-        found, known = self._listed(run), self._catalog.proofs(run)
+        listed_now, known = self._listed(run), self._catalog.proofs(run)
         if listed is not None:
-            listed |= {c.step: c for c in found}
-        return file, [_candidate(c, known.get(c.step, UNKNOWN), file, busy.get(c.step), linked.holds(c.step)) for c in found]
+            listed |= {c.step: c for c in listed_now}
+        return file, [
+            _candidate(c, known.get(c.step, UNKNOWN), file, busy.get(c.step), linked.holds(c.step)) for c in listed_now
+        ]
 
     def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
         """This policy's decisions about the existing candidates, as of the newest commit."""
@@ -585,10 +585,10 @@ def _newest_commit(candidates: Sequence[Candidate]) -> float:
     return max((c.created for c in candidates), default=0.0)
 
 
-def _stays_for(found: bodies.CheckpointInfo, candidates: Sequence[Candidate]) -> list[Decision]:
+def _stays_for(checkpoint: bodies.CheckpointInfo, candidates: Sequence[Candidate]) -> list[Decision]:
     """The newest ones with the groups of this one, besides it, and this one itself."""
-    newest = newest_of([c for c in candidates if c.step != found.step], found.groups)
-    return [Decision(c.step, c.step in (found.step, *newest), ()) for c in candidates]
+    newest = newest_of([c for c in candidates if c.step != checkpoint.step], checkpoint.groups)
+    return [Decision(c.step, c.step in (checkpoint.step, *newest), ()) for c in candidates]
 
 
 def _verdict(
@@ -612,7 +612,7 @@ def _verdict(
     )
 
 
-def _bytes_after(listed: bodies.CheckpointInfo, thinning: ThinDecision, foresight: Foresight) -> int | None:
+def _bytes_after(listed: bodies.CheckpointInfo, thinning: ThinDecision, foresight: ThinEstimate) -> int | None:
     if thinning.small is not None:
         return foresight.bytes_after(listed, thinning.small)
     return (listed.thin_bytes or listed.bytes) if thinning.thin else None

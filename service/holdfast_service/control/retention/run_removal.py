@@ -17,8 +17,8 @@ from holdfast_service.control.database.schema import (
     AnswerRow,
     AttemptRow,
     CheckpointRow,
-    CrewRow,
     JobRow,
+    NodeRanksRow,
     ReplicaRow,
     RoundRow,
     SpeakerRow,
@@ -76,8 +76,8 @@ def refuse_lone_copies(catalog: Catalog, rotation: Rotation, run: str) -> None:
 
 def going_on(catalog: Catalog, run: str) -> None:
     """`InUse` while any node works on the run."""
-    if found := list(_going_on(catalog, run)):
-        raise InUse(f"{run} is in use: {', '.join(found)}", hint="try again when that has ended, or stop it")
+    if reasons := list(_going_on(catalog, run)):
+        raise InUse(f"{run} is in use: {', '.join(reasons)}", hint="try again when that has ended, or stop it")
 
 
 def refuse_foreign(tier: Tier, run: str) -> None:
@@ -116,23 +116,23 @@ def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
             yield f"job {job.id} ({job.kind})"
         for step in session.scalars(select(RoundRow.step).where(RoundRow.run == run, RoundRow.state.in_(GOING_ON))):
             yield f"step {step} is being saved"
-        for node in session.scalars(select(CrewRow.node).where(CrewRow.run == run, CrewRow.ranks > 0)):
+        for node in session.scalars(select(NodeRanksRow.node).where(NodeRanksRow.run == run, NodeRanksRow.ranks > 0)):
             yield f"ranks are connected to the node {node}"
 
 
 def _foreign(tier: Tier, run: str) -> list[str]:
-    found = [
+    names_found = [
         f"{run}/{name}" for name in tier.list(run) if name not in removal.OF_A_RUN and not removal.is_half_written(name)
     ]
-    there = f"{run}/{naming.CHECKPOINTS}"
-    found += [f"{there}/{name}" for name in tier.list(there) if naming.parse_step_directory(name) is None]
+    directory = f"{run}/{naming.CHECKPOINTS}"
+    names_found += [f"{directory}/{name}" for name in tier.list(directory) if naming.parse_step_directory(name) is None]
     for step in PosixStore(tier).steps(run):
         try:
             names = removal.foreign_files(tier, roots.load_manifest(tier, run, step))
         except (Damaged, NoSuchCheckpoint):
             continue  # as with every removal: damage must not keep anything for ever
-        found += [f"{naming.checkpoint_path(run, step)}/{name}" for name in names]
-    return found
+        names_found += [f"{naming.checkpoint_path(run, step)}/{name}" for name in names]
+    return names_found
 
 
 def _some(what: Collection[int] | Collection[str]) -> str:

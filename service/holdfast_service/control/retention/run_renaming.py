@@ -17,7 +17,7 @@ from sqlalchemy import delete, update
 
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CatalogUnavailable,
@@ -121,21 +121,21 @@ class RunRenaming:
 
     def _damaged(self, run: str) -> dict[int, Damaged]:
         """Its checkpoints with missing parts, by step."""
-        found: dict[int, Damaged] = {}
+        damaged: dict[int, Damaged] = {}
         for step in PosixStore(self._tier).steps(run):
             try:
-                self._rotation.looks.look(run, step)
+                self._rotation.probe.look(run, step)
             except Damaged as error:
-                found[step] = error
+                damaged[step] = error
             except NoSuchCheckpoint:
                 continue  # an empty directory, or removed at this moment
-        return found
+        return damaged
 
     def _refuse(self, run: str, name: str) -> None:
         run_removal.refuse(self._catalog, self._rotation, run, marked=True)
         run_removal.refuse_lone_copies(self._catalog, self._rotation, run)
         for place in PosixStore(self._tier).replaced(run):
-            if self._rotation.looks.is_whole(place):  # it may have to come back, under this name
+            if self._rotation.probe.is_whole(place):  # it may have to come back, under this name
                 raise InUse(
                     f"step {place.step} of {run} was replaced, and what replaced it was not read back yet",
                     hint="try again in a minute",
@@ -171,32 +171,32 @@ class RunRenaming:
 
     def _build(self, run: str, name: str, attempt: int) -> object:
         """Build the complete run in a hidden place; returns the run's contents at the start."""
-        there, built = _staged(name), self._contents(run)
-        self._tier.remove_tree(there)
+        staging, built = _staged(name), self._contents(run)
+        self._tier.remove_tree(staging)
         store = PosixStore(self._tier)
         for step in store.steps(run):
             self._checkpoint(run, name, step)
         for file in _MOVED:
             data = self._tier.read(f"{run}/{file}") if self._tier.size(f"{run}/{file}") is not None else None
             if data is not None:
-                self._tier.put(f"{there}/{file}", data)
+                self._tier.put(f"{staging}/{file}", data)
         mark = _Mark(old=run, attempt=max(attempt, self._attempts.newest(run)))
-        self._tier.put(f"{there}/{naming.RENAMED_FILE}", mark.model_dump_json().encode() + b"\n")
-        if self._tier.list(f"{there}/{naming.CHECKPOINTS}"):
-            self._tier.sync_directory(f"{there}/{naming.CHECKPOINTS}")
-        self._tier.sync_directory(there)
+        self._tier.put(f"{staging}/{naming.RENAMED_FILE}", mark.model_dump_json().encode() + b"\n")
+        if self._tier.list(f"{staging}/{naming.CHECKPOINTS}"):
+            self._tier.sync_directory(f"{staging}/{naming.CHECKPOINTS}")
+        self._tier.sync_directory(staging)
         return built
 
     def _checkpoint(self, run: str, name: str, step: int) -> None:
         """Link its files. Without a readable manifest, they are moved as they are."""
         source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"
         try:
-            made = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
+            manifest = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
         except NoSuchCheckpoint:
             return
         except Damaged:
-            made = None
-        names = self._tier.list(source) if made is None else [file.name for file in made.files]
+            manifest = None
+        names = self._tier.list(source) if manifest is None else [file.name for file in manifest.files]
         for file in names:
             if self._tier.size(f"{source}/{file}") is None:
                 continue  # it is missing; reported already
@@ -205,11 +205,11 @@ class RunRenaming:
                     f"{run} cannot be renamed: its storage gives files no second names (hard links)",
                     hint="import its checkpoints under the other name, then delete it",
                 )
-        if made is not None:
-            manifest.validate(made)
-            encoded = manifest.encode(made)
+        if manifest is not None:
+            manifests.validate(manifest)
+            encoded = manifests.encode(manifest)
             self._tier.put(f"{target}/{naming.MANIFEST}", encoded)
-            self._tier.put(f"{target}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+            self._tier.put(f"{target}/{naming.COMMIT}", manifests.encode_commit(manifest, encoded))
         if self._tier.list(target):
             self._tier.sync_directory(target)
 
@@ -230,8 +230,8 @@ class RunRenaming:
 
     def _refuse_incomplete(self, run: str, name: str) -> None:
         """`StorageFailed` if the renamed run lacks something that the old one has, which then stays."""
-        looks = self._rotation.looks
-        lacking = [s for s in PosixStore(self._tier).steps(run) if looks.proof(run, s) and not looks.proof(name, s)]
+        probe = self._rotation.probe
+        lacking = [s for s in PosixStore(self._tier).steps(run) if probe.proof(run, s) and not probe.proof(name, s)]
         if lacking:
             raise StorageFailed(
                 f"{run} is kept: of {name}, which it is renamed to, the steps {lacking[:10]} are not all there",
@@ -240,10 +240,10 @@ class RunRenaming:
 
     def _prove_again(self, run: str, name: str) -> None:
         """Carry read-backs over: only COMMIT and manifest are other files."""
-        looks = self._rotation.looks
+        probe = self._rotation.probe
         for step, known in self._catalog.proofs(name).items():
-            if known.proven is not None and known.proven == looks.proof(run, step):
-                self._catalog.prove(name, step, looks.proof(name, step))
+            if known.proven is not None and known.proven == probe.proof(run, step):
+                self._catalog.prove(name, step, probe.proof(name, step))
 
     def _move_rows(self, run: str, name: str) -> None:
         """Move a run's rows and its checkpoints' results to its new name. Copies in replicas get it too, then the old ones

@@ -17,12 +17,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_files.opened import read_bounded
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, InUse, NoSpace, NoSuchResource
-from holdfast_formats.moments import later, seconds_of, utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import Trash, TrashedRun
+from holdfast_formats.timestamps import later, seconds_of, utc_now
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -43,7 +43,7 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
 def _time(text: str) -> str:
-    moments.read(text)
+    timestamps.read(text)
     return text
 
 
@@ -110,32 +110,32 @@ class RunTrash:
         run_removal.refuse_foreign(self._tier, run)
         with self._rotation.deciding(run):
             run_removal.refuse(self._catalog, self._rotation, run, marked)
-            made = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
+            trashed = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
             if dry_run:
-                return made
+                return trashed
             with self._rotation.files.leaving(run):
                 if self._tier.list(run):
-                    made = self.put_away(run, known)  # it is deleted
+                    trashed = self.put_away(run, known)  # it is deleted
                 self._owed[run] = note = self._noted(run, known)
                 with self._catalog.database.told_later(f"{run} was deleted"):
                     self._forget(run)
                 if run in self._owed:  # what waits to be recorded would have it listed again
                     self._later(f"that {run} was deleted", lambda: self._forget_recorded(note))
         text = f"the run was deleted: {known.checkpoints} checkpoints, {known.bytes} bytes"
-        self._events.add("run-deleted", text, run, level="warning", entry=made.entry, bytes=known.bytes)
+        self._events.add("run-deleted", text, run, level="warning", entry=trashed.entry, bytes=known.bytes)
         log.warning("%s: %s; `holdfast undelete %s` brings it back", run, text, run)
-        return made
+        return trashed
 
     def put_away(self, run: str, known: bodies.Run) -> TrashedRun:
         """A deletion's part on the disk, while deciding about the run; `known` are its contents."""
         note = self._noted(run, known)
-        path, said = f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n"
+        path, encoded = f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n"
         try:
-            self._tier.replace(path, said)
+            self._tier.replace(path, encoded)
         except NoSpace:  # deletions must work on a full disk
             if not self.make_room(NOTE_BYTES_MAX, f"the deletion of {run}"):
                 raise
-            self._tier.replace(path, said)
+            self._tier.replace(path, encoded)
         self._rotation.still_deciding()
         with self._rotation.files.exclusively(run):
             return self._told(self._put_away(run), note)
@@ -157,9 +157,9 @@ class RunTrash:
 
         Raises `NoSuchResource` if it is not in the trash, `InUse` if there is a run of this name.
         """
-        found = self._find(naming.check_run(run), entry)
+        entry_found = self._find(naming.check_run(run), entry)
         with self._rotation.deciding(run):
-            note = self._note(f"{naming.RUN_TRASH}/{found.entry}")
+            note = self._note(f"{naming.RUN_TRASH}/{entry_found.entry}")
             is_its = note is not None and self._has_attempts_of(note)  # the catalog has not heard of the deletion yet
             run_removal.going_on(self._catalog, run)
             is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
@@ -168,7 +168,7 @@ class RunTrash:
                     f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
                 )
             try:
-                self._tier.publish(f"{naming.RUN_TRASH}/{found.entry}", run)  # it is back
+                self._tier.publish(f"{naming.RUN_TRASH}/{entry_found.entry}", run)  # it is back
             except NoSuchResource as error:
                 raise _not_there(run) from error
             self._settle(run)
@@ -179,15 +179,15 @@ class RunTrash:
         with self._catalog.database.told_later(f"copies of {run} count again"):
             replicas.returned(self._catalog.database, run, standing)
         self.restored.publish([CheckpointId(run, step) for step in standing])
-        self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=found.entry)
-        return found
+        self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=entry_found.entry)
+        return entry_found
 
     def empty(self, run: str, entry: str | None = None) -> list[TrashedRun]:
         """Remove a run's entries, or one of them, for good; `NoSuchResource` if there is none."""
-        found = [one for one in self.entries() if one.run == run and entry in (None, one.entry)]
-        if not found:
+        entries = [one for one in self.entries() if one.run == run and entry in (None, one.entry)]
+        if not entries:
             raise _not_there(run)
-        return [one for one in found if self._purge(one, "on request")]
+        return [one for one in entries if self._purge(one, "on request")]
 
     def expire(self) -> list[str]:
         """Remove for good what has been in the trash for long enough, whatever clocks jump, and finish such removals;
@@ -283,10 +283,10 @@ class RunTrash:
         return known is not None and (known.attempt > 0 or bool(self._catalog.stamps(run)))
 
     def _find(self, run: str, entry: str | None) -> TrashedRun:
-        found = next((one for one in self.entries() if one.run == run and entry in (None, one.entry)), None)
-        if found is None:
+        entry_found = next((one for one in self.entries() if one.run == run and entry in (None, one.entry)), None)
+        if entry_found is None:
             raise _not_there(run)
-        return found
+        return entry_found
 
     def _may_go(self, one: TrashedRun) -> bool:
         """Whether the deleted run was not replaced, or by something sound; else it stays, with an event."""
@@ -327,20 +327,23 @@ class RunTrash:
             log.warning("could not delete all of %s; trying again later: %s", name, error.detail)
 
     def _entry(self, name: str, ages: Ages | None) -> TrashedRun | None:
-        if (found := naming.parse_trash_entry(name)) is None:
+        if (trash_entry := naming.parse_trash_entry(name)) is None:
             return None
         note = self._note(f"{naming.RUN_TRASH}/{name}")
-        if note is None or note.run != found[0]:  # a foreign directory
+        if note is None or note.run != trash_entry[0]:  # a foreign directory
             return None
         return self._told(name, note, ages)
 
     def _told(self, name: str, note: _Note, ages: Ages | None = None) -> TrashedRun:
         since, age = note.deleted, 0.0
         if ages is not None and name in ages.seconds:
-            since, age = moments.write(datetime.fromtimestamp(ages.at, timezone.utc)), ages.seconds[name]  # to be counted on
+            since, age = (
+                timestamps.write(datetime.fromtimestamp(ages.at, timezone.utc)),
+                ages.seconds[name],
+            )  # to be counted on
         expires = None if self.days is None else later(since, max(self.days * DAY_S - age, 0.0))
-        said = note.model_dump(exclude={"format", "launch"})
-        return TrashedRun(entry=name, expires=expires, **said)
+        values = note.model_dump(exclude={"format", "launch"})
+        return TrashedRun(entry=name, expires=expires, **values)
 
     def _note(self, directory: str) -> _Note | None:
         path = f"{directory}/{naming.DELETED_FILE}"

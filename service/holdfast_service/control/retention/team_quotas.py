@@ -100,11 +100,11 @@ class TeamQuotas:
 
     def told(self) -> list[Quota]:
         """All quotas, with the used bytes."""
-        found = []
+        quotas = []
         for pattern, quota in sorted(self.all().items()):
             used, runs = self._counted(pattern)
-            found.append(Quota(pattern=pattern, quota_bytes=quota, used_bytes=used, runs=runs))
-        return found
+            quotas.append(Quota(pattern=pattern, quota_bytes=quota, used_bytes=used, runs=runs))
+        return quotas
 
     def _counted(self, pattern: str) -> tuple[int, int]:
         total, runs = func.sum(CheckpointRow.bytes), func.count(func.distinct(CheckpointRow.run))
@@ -114,9 +114,9 @@ class TeamQuotas:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(made := dict(pairs)) != len(pairs):
+    if len(unique := dict(pairs)) != len(pairs):
         raise ValueError("a member appears twice")
-    return made
+    return unique
 
 
 def _damaged(why: str) -> CorruptManifest:

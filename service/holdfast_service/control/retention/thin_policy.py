@@ -76,7 +76,7 @@ def older_of(candidates: Sequence[Candidate], decisions: Sequence[Decision]) -> 
     return [c for c in candidates if c.step in stays and c.verified and not c.holds and _newer(c, whole)]
 
 
-class Foresight:
+class ThinEstimate:
     """About how many bytes a rule leaves of a checkpoint: as many as it has left of others of that size, or as if it took
     all tensors that it is for. Some may be excluded by their values, which are not read here.
     """
@@ -84,18 +84,18 @@ class Foresight:
     def __init__(self, listed: Iterable[CheckpointInfo]) -> None:
         """`listed`: all checkpoints of the run."""
         self._seen: dict[str, list[tuple[int, int]]] = {}  # by rule: bytes before, bytes that were saved
-        for made in sorted(listed, key=lambda one: one.step, reverse=True):
-            if made.compacted is not None and made.thinned is None:
-                seen = self._seen.setdefault(made.compacted.optim, [])
-                if len(seen) < _SEEN_MAX and self._saved(made.compacted.optim, made.compacted.bytes) is None:
-                    seen.append((made.compacted.bytes, made.compacted.bytes - made.bytes))
+        for checkpoint in sorted(listed, key=lambda one: one.step, reverse=True):
+            if checkpoint.compacted is not None and checkpoint.thinned is None:
+                seen = self._seen.setdefault(checkpoint.compacted.optim, [])
+                if len(seen) < _SEEN_MAX and self._saved(checkpoint.compacted.optim, checkpoint.compacted.bytes) is None:
+                    seen.append((checkpoint.compacted.bytes, checkpoint.compacted.bytes - checkpoint.bytes))
 
-    def bytes_after(self, made: CheckpointInfo, rule: str) -> int:
+    def bytes_after(self, checkpoint: CheckpointInfo, rule: str) -> int:
         """The expected bytes after the rule; unchanged if it saves nothing."""
-        if rule not in (made.small_bytes or {}):
-            return made.bytes
-        saved = self._saved(rule, made.bytes)
-        return (made.small_bytes or {})[rule] if saved is None else made.bytes - saved
+        if rule not in (checkpoint.small_bytes or {}):
+            return checkpoint.bytes
+        saved = self._saved(rule, checkpoint.bytes)
+        return (checkpoint.small_bytes or {})[rule] if saved is None else checkpoint.bytes - saved
 
     def _saved(self, rule: str, size: int) -> int | None:
         near = (saved for before, saved in self._seen.get(rule, ()) if abs(before - size) * _NEAR <= before)
@@ -106,7 +106,7 @@ _SEEN_MAX = 8  # sizes: all groups, and some of them
 _NEAR = 100  # sizes that differ by less than one in so many are those of the same state
 
 
-def could_save(listed: Sequence[CheckpointInfo], foresight: Foresight) -> dict[str, int]:
+def could_save(listed: Sequence[CheckpointInfo], foresight: ThinEstimate) -> dict[str, int]:
     """About how many bytes each form would save of these checkpoints; only forms that save any."""
     saved = {"weights": sum(c.bytes - c.thin_bytes for c in listed if c.thin_bytes is not None)}
     for rule in RULES:

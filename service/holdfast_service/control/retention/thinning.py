@@ -13,13 +13,13 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.disk.compacting import OptimRule
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NotFound
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
-from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.retention.rotation import Rotation
@@ -39,21 +39,21 @@ class Thinning:
         self,
         store: Store,
         catalog: Catalog,
-        book: Book,
+        record_queue: RecordQueue,
         rotation: Rotation,
         events: Events,
         published: Callable[[Manifest], None],
         is_mine: Callable[[], bool] | None = None,
     ) -> None:
         """`published` gets the new checkpoint; `is_mine` returns whether this node, of several, thins."""
-        self._store, self._catalog, self._book = store, catalog, book
+        self._store, self._catalog, self._record_queue = store, catalog, record_queue
         self._rotation, self._events = rotation, events
         self._published, self._is_mine = published, is_mine or (lambda: True)
 
     def due(self, run: str) -> list[ThinDecision]:
         """A run's next checkpoints to thin or compact, oldest first; none where another node does it."""
-        found = sorted(one for one in self._decided(run).values() if one.acts)
-        return found if found and self._is_mine() else []
+        decisions = sorted(one for one in self._decided(run).values() if one.acts)
+        return decisions if decisions and self._is_mine() else []
 
     def publish(self, place: Place, encoded: bytes, commit: bytes, whole: bytes, small: OptimRule | None) -> Manifest:
         """Replace the checkpoint whose COMMIT is `whole` by what is staged and proven, atomically. `small`: it is complete,
@@ -72,16 +72,16 @@ class Thinning:
                 self._rotation.still_deciding()
                 self._rotation.is_replaced(run, step)
                 try:
-                    made = publish_copy(self._store, place, encoded, commit, over=True)
+                    manifest = publish_copy(self._store, place, encoded, commit, over=True)
                     self._take_back_if_late(run, step, commit)
                 finally:  # whatever has come of it
                     self.was_done(run, step)
-        self._published(made)
+        self._published(manifest)
         self.clear(place)
         for before in self._store.replaced(run):  # what takes its place was read back before
             if before.step == step:
                 self.clear(before)
-        return made
+        return manifest
 
     def _take_back_if_late(self, run: str, step: int, commit: bytes) -> None:
         """Restore the original where this process was suspended just before: it may be in use by now."""
@@ -96,7 +96,7 @@ class Thinning:
 
     def was_done(self, run: str, step: int) -> None:
         """Record the new checkpoint in the catalog soon."""
-        self._book.tell(f"what is left of {run}@{step}", lambda: self.record(run, step))
+        self._record_queue.tell(f"what is left of {run}@{step}", lambda: self.record(run, step))
 
     def clear(self, place: Place) -> None:
         """Remove a staging place; the next sweep removes what cannot be removed now."""
@@ -109,8 +109,8 @@ class Thinning:
         """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""
         problem = error.problem()  # the error's traceback would keep its frames alive
         text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
-        told = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
-        self._book.tell(f"why {run}@{step} is not thinned or compacted yet", told)
+        record = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
+        self._record_queue.tell(f"why {run}@{step} is not thinned or compacted yet", record)
 
     def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
         """Raise if a checkpoint that was due a moment ago is not due any more.
@@ -118,10 +118,10 @@ class Thinning:
         Marks, readers, results about it, and enough newer whole ones may have changed since, and the rule itself: what
         `exact` keeps must not be replaced by an earlier `int8`.
         """
-        found = self._catalog.checkpoint(run, step)
+        checkpoint = self._catalog.checkpoint(run, step)
         self._rotation.refuse_held(run, step)
         enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
-        done = found.thinned is not None or (small is not None and found.compacted is not None)
+        done = checkpoint.thinned is not None or (small is not None and checkpoint.compacted is not None)
         if not enough or done:
             raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
 
@@ -137,36 +137,41 @@ class Thinning:
         """Carry the checkpoint's results over to the rest of it: its bytes are those that were checked. Whether the catalog
         had to be changed.
         """
-        told = False
+        is_recorded = False
         try:
-            made = roots.load_manifest(self._store.files, run, step)
-            there = bodies.describe(made)
+            manifest = roots.load_manifest(self._store.files, run, step)
+            stated = bodies.describe(manifest)
             known = self._catalog.checkpoint(run, step)
         except NotFound:
             self._rotation.listed(run, step)
             return False
         if (
-            (made.thinned is not None or made.compacted is not None)
-            and (known.thinned, known.compacted) != (there.thinned, there.compacted)
-            and (known.attempt, known.created) == (there.attempt, there.created)
+            (manifest.thinned is not None or manifest.compacted is not None)
+            and (known.thinned, known.compacted) != (stated.thinned, stated.compacted)
+            and (known.attempt, known.created) == (stated.attempt, stated.created)
         ):
-            now = {name: getattr(there, name) for name in CHANGED}
-            proven = self._rotation.looks.proof(run, step) if known.verified else None
+            now = {name: getattr(stated, name) for name in CHANGED}
+            proven = self._rotation.probe.proof(run, step) if known.verified else None
             self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step), proven)
-            self._tell(made)
-            told = True
+            self._tell(manifest)
+            is_recorded = True
         self._rotation.listed(run, step)
-        return told
+        return is_recorded
 
-    def _tell(self, made: Manifest) -> None:
-        if (small := made.compacted) is not None:
-            freed, kind = small.bytes - made.bytes, f"optimizer states as {small.optim}" if small.lossy else "bit for bit"
-            text = f"step {made.step} was stored in fewer bytes, {kind}: {freed} of {small.bytes} bytes are free"
-            about: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "optim": small.optim, "error": small.error}
-            self._events.add("checkpoint-compacted", text, made.run, made.step, **about)
+    def _tell(self, manifest: Manifest) -> None:
+        if (small := manifest.compacted) is not None:
+            freed, kind = (
+                small.bytes - manifest.bytes,
+                f"optimizer states as {small.optim}" if small.lossy else "bit for bit",
+            )
+            text = f"step {manifest.step} was stored in fewer bytes, {kind}: {freed} of {small.bytes} bytes are free"
+            about: dict[str, Any] = {"bytes": manifest.bytes, "freed": freed, "optim": small.optim, "error": small.error}
+            self._events.add("checkpoint-compacted", text, manifest.run, manifest.step, **about)
             return
-        assert made.thinned is not None
-        freed, gone = made.thinned.bytes - made.bytes, ", ".join(made.thinned.groups)
-        text = f"step {made.step} was thinned to its weights: {freed} of {made.thinned.bytes} bytes are free ({gone})"
-        detail: dict[str, Any] = {"bytes": made.bytes, "freed": freed, "groups": list(made.thinned.groups)}
-        self._events.add("checkpoint-thinned", text, made.run, made.step, **detail)
+        assert manifest.thinned is not None
+        freed, gone = manifest.thinned.bytes - manifest.bytes, ", ".join(manifest.thinned.groups)
+        text = (
+            f"step {manifest.step} was thinned to its weights: {freed} of {manifest.thinned.bytes} bytes are free ({gone})"
+        )
+        detail: dict[str, Any] = {"bytes": manifest.bytes, "freed": freed, "groups": list(manifest.thinned.groups)}
+        self._events.add("checkpoint-thinned", text, manifest.run, manifest.step, **detail)

@@ -160,14 +160,14 @@ class Arena:
         """The segments that an earlier daemon left with the keeper; others are released."""
         if self._keeper is None:
             return []
-        found = []
+        segments = []
         try:
             for name, fd in self._keeper.take():
                 try:
                     if name.startswith(PREFIX):
                         self._averages.add(AverageSegment.adopt(fd, name))
                     else:
-                        found.append(ArenaSegment.adopt(fd, name))
+                        segments.append(ArenaSegment.adopt(fd, name))
                 except (CheckpointError, OSError, ValueError) as error:
                     log.warning("cannot adopt the shared memory %s: %s", name, error)
                     os.close(fd)
@@ -175,8 +175,8 @@ class Arena:
         except OSError as error:
             log.error("shared memory of an earlier daemon may be lost: %s", error)
         with self._lock:
-            self._segments |= set(found)
-        return found
+            self._segments |= set(segments)
+        return segments
 
     def averages(self) -> list[AverageSegment]:
         """All averages: those of an earlier daemon, after `recover`."""
@@ -206,10 +206,10 @@ class Arena:
                     needed=size,
                     left=room.bytes,
                 )
-            made = make()
-            self._averages.add(made)
-        self._keep(made)
-        return made
+            segment = make()
+            self._averages.add(segment)
+        self._keep(segment)
+        return segment
 
     def take_in(self, segment: AverageSegment) -> None:
         """Accept an average that its rank has brought. A tenant's counts for its share, as in `attach`."""
@@ -343,8 +343,8 @@ class Arena:
                 yield segment.holder, segment.geometry.segment_bytes
         for average in self._averages:
             yield average.holder, average.bytes
-        there = {(average.owner.run, average.owner.rank) for average in self._averages}
-        yield from (held for rank, held in self._expected.items() if rank not in there)
+        with_average = {(average.owner.run, average.owner.rank) for average in self._averages}
+        yield from (held for rank, held in self._expected.items() if rank not in with_average)
 
     def _by_run(self) -> Counter[str]:
         sizes: Counter[str] = Counter()

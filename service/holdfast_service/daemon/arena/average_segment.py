@@ -43,12 +43,12 @@ class AverageSegment:
     def make(cls, fd: int, geometry: AverageGeometry, owner: SegmentOwner, name: str) -> AverageSegment:
         """An empty average in the memory of `fd`, which belongs to it, also if this raises."""
         try:
-            made = cls(fd, geometry, owner, name)
+            segment = cls(fd, geometry, owner, name)
         except NoSpace:
             os.close(fd)
             raise
-        average.write_superblock(made.memory, geometry, owner)
-        return made
+        average.write_superblock(segment.memory, geometry, owner)
+        return segment
 
     @classmethod
     def adopt(cls, fd: int, name: str) -> AverageSegment:
@@ -90,10 +90,10 @@ class AverageSegment:
         """The sealed update; `InvalidRequest` if it is another rank's, or incomplete."""
         header = self.header
         if self._table is None or self._table[0] != header.seal:
-            found = average.decode_update(average.read_table(self.memory, self.geometry), self.geometry.data_bytes)
-            if found.owner != self.owner or found.number != header.number:
-                raise InvalidRequest(f"an update of {found.owner} in the average of {self.owner}")
-            self._table = header.seal, found
+            average_update = average.decode_update(average.read_table(self.memory, self.geometry), self.geometry.data_bytes)
+            if average_update.owner != self.owner or average_update.number != header.number:
+                raise InvalidRequest(f"an update of {average_update.owner} in the average of {self.owner}")
+            self._table = header.seal, average_update
         return self._table[1]
 
     def brought(self, offset: int, size: int) -> NDArray[np.uint8]:

@@ -64,12 +64,12 @@ class Callers(NamedTuple):
         hint = "run as the daemon's user, or start the daemon with --socket-group and a group that both users are in"
         raise Forbidden(f"process {caller.pid} of user {caller.uid} may not use this daemon", hint=hint)
 
-    def tell_if_closed(self, root: Path) -> None:
+    def warn_if_closed(self, root: Path) -> None:
         """Log a warning if the group may use the socket but cannot read restored files."""
         if self.gid is None:
             return
-        found = root.stat()
-        readable = (found.st_gid == self.gid and found.st_mode & 0o050 == 0o050) or found.st_mode & 0o005 == 0o005
+        status = root.stat()
+        readable = (status.st_gid == self.gid and status.st_mode & 0o050 == 0o050) or status.st_mode & 0o005 == 0o005
         if not readable:
             name = grp.getgrgid(self.gid).gr_name
             log.warning(
@@ -78,13 +78,13 @@ class Callers(NamedTuple):
                 *(name, root, name, root, root),
             )
 
-    def admit(self, path: Path, made: bool) -> None:
-        """Let the group reach the socket; its directory only if we `made` it."""
+    def admit(self, path: Path, created: bool) -> None:
+        """Let the group reach the socket; its directory only if we `created` it."""
         if self.gid is None:
             return
         os.chown(path, -1, self.gid)
         path.chmod(0o660)
-        if made:
+        if created:
             os.chown(path.parent, -1, self.gid)
             path.parent.chmod(0o750)
 
@@ -93,15 +93,15 @@ def prepare_directory(path: Path) -> bool:
     """Create the socket's directory for this user only; True if it did. `InvalidRequest` if others could replace the
     socket.
     """
-    made = not path.parent.exists()
+    created = not path.parent.exists()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.parent.stat()
+    status = path.parent.stat()
     hint = "choose a directory of your own with --socket"
-    if found.st_uid not in (0, os.geteuid()):
-        raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {found.st_uid}", hint=hint)
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_uid not in (0, os.geteuid()):
+        raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {status.st_uid}", hint=hint)
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise InvalidRequest(f"the socket's directory {path.parent} is writable by everybody", hint=hint)
-    return made
+    return created
 
 
 def listen(path: Path, callers: Callers) -> socket.socket:
@@ -109,7 +109,7 @@ def listen(path: Path, callers: Callers) -> socket.socket:
     if len(os.fsencode(path)) > SOCKET_NAME_BYTES_MAX:
         hint = f"choose one with --socket, of at most {SOCKET_NAME_BYTES_MAX} bytes"
         raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint=hint)
-    made = prepare_directory(path)
+    created = prepare_directory(path)
     _refuse_if_answered(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.settimeout(0.5)  # so that closing is noticed
@@ -119,7 +119,7 @@ def listen(path: Path, callers: Callers) -> socket.socket:
         listener.bind(str(path))
     finally:
         os.umask(mask)
-    callers.admit(path, made)
+    callers.admit(path, created)
     listener.listen(128)
     return listener
 

@@ -58,13 +58,13 @@ class OfRoot:
 
     def take(self) -> list[tuple[str, int]]:
         """The descriptors kept for this root. Those of other roots stay kept."""
-        found = []
+        descriptors = []
         for name, fd in self._keeper.take():
             if not name.startswith(self._prefix):
                 log.warning("shared memory %s belongs to another root and is left alone", name)
                 continue  # open: the keeper may have to hand it to another holder
-            found.append((name.removeprefix(self._prefix), fd))
-        return found
+            descriptors.append((name.removeprefix(self._prefix), fd))
+        return descriptors
 
     def close(self) -> None:
         self._keeper.close()
@@ -107,17 +107,17 @@ class HolderProcess:
             except (FileNotFoundError, ConnectionRefusedError):
                 return []
             connection.send(b"list")
-            found = []
+            descriptors = []
             while True:
                 packet, fds, _, _ = socket.recv_fds(connection, holder.PACKET_BYTES_MAX, 1)
                 if not packet.startswith(b"held "):
                     break
                 os.set_inheritable(fds[0], False)
-                found.append((packet.decode().removeprefix("held "), fds[0]))
+                descriptors.append((packet.decode().removeprefix("held "), fds[0]))
             if packet != b"end":
                 raise ConnectionError(f"the holder process at {self._path} closed the connection")
-            self._kept = dict(found)
-            return found
+            self._kept = dict(descriptors)
+            return descriptors
 
     def close(self) -> None:
         """Disconnect from the holder process, which exits by itself when it keeps nothing."""
@@ -148,8 +148,11 @@ class HolderProcess:
         """A connection to the holder, after sending it how to start a daemon."""
         connection = _connected(self._path)
         if self._start is not None:
-            for told in (self._start, self._start._replace(environment=None)):  # it has one of its own, of an earlier daemon
-                request = f"serve {json.dumps(told._asdict())}"
+            for start in (
+                self._start,
+                self._start._replace(environment=None),
+            ):  # it has one of its own, of an earlier daemon
+                request = f"serve {json.dumps(start._asdict())}"
                 if len(request) < holder.PACKET_BYTES_MAX:
                     break
             self._ask(connection, request)

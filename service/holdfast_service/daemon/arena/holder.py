@@ -106,18 +106,18 @@ class Child:
 
     def ended(self) -> bool:
         """Whether it has ended since the last call. Reaps other children, too, as a container's first process."""
-        found = False
+        has_ended = False
         while self.pid is not None or self._output is None:
             try:
                 pid, status = os.waitpid(-1 if self._output is None else self.pid or 0, os.WNOHANG)
             except ChildProcessError:
-                return found
+                return has_ended
             if pid == 0:
-                return found
+                return has_ended
             if pid == self.pid:
                 code = os.waitstatus_to_exitcode(status)
-                self.pid, self.killed, self.status, found = None, code < 0, code if code >= 0 else 128 - code, True
-        return found
+                self.pid, self.killed, self.status, has_ended = None, code < 0, code if code >= 0 else 128 - code, True
+        return has_ended
 
     def signal(self, number: int) -> None:
         if self.pid is not None:
@@ -296,8 +296,8 @@ class Holder:
                 for name, fd in self._held.items():
                     socket.send_fds(connection, [f"held {name}".encode()], [fd])
                 return b"end"
-            case ["serve", *_] if (told := _told(rest)) is not None:
-                self._start = told
+            case ["serve", *_] if (start := _told(rest)) is not None:
+                self._start = start
                 return b"done"
             case _:
                 return b"refused"
@@ -340,8 +340,8 @@ def sealed_saves(fd: int) -> list[SealedSave]:
 def _told(text: str) -> Start | None:
     """Parse how to start a daemon; None for invalid text."""
     try:
-        told = json.loads(text)
-        start = Start(**told)
+        document = json.loads(text)
+        start = Start(**document)
     except (TypeError, ValueError):
         return None
     return start if start.command and all(isinstance(word, str) for word in start.command) else None

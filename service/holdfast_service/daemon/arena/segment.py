@@ -57,14 +57,14 @@ class ArenaSegment:
     def make(cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False) -> ArenaSegment:
         """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to it, also if this raises."""
         try:
-            made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
+            segment = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
         except NoSpace:
             os.close(fd)
             raise
-        arena.write_superblock(made.memory, geometry, owner)
+        arena.write_superblock(segment.memory, geometry, owner)
         for slot in range(geometry.slots):
-            arena.write_header(made.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
-        return made
+            arena.write_header(segment.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+        return segment
 
     @classmethod
     def adopt(cls, fd: int, name: str, on_disk: bool = True) -> ArenaSegment:
@@ -80,21 +80,21 @@ class ArenaSegment:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
             raise InvalidRequest("a staging arena that is cut short")
-        found = cls(fd, geometry, owner, name, spilled)
+        segment = cls(fd, geometry, owner, name, spilled)
         for slot in range(geometry.slots):
-            if found.state(slot) is not SlotState.FREE:
-                found._free.remove(slot)
-        return found
+            if segment.state(slot) is not SlotState.FREE:
+                segment._free.remove(slot)
+        return segment
 
     def find_taken(self) -> list[int]:
         """The slots that the rank leased by itself without a daemon."""
         with self._changed:
-            found = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
-            self._free.difference_update(found)
-            when_leased = [self._kept.pop(slot) for slot in found if slot in self._kept]
+            taken = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
+            self._free.difference_update(taken)
+            when_leased = [self._kept.pop(slot) for slot in taken if slot in self._kept]
         for forget in when_leased:
             forget()
-        return found
+        return taken
 
     def is_at(self, fd: int) -> bool:
         """Whether a descriptor is of this memory."""

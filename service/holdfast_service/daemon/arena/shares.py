@@ -55,15 +55,15 @@ class StagingQuota(NamedTuple):
     covers: Callable[[str], bool]
 
 
-class Asker(NamedTuple):
+class ShareRequester(NamedTuple):
     """A connecting client: the tenant of its share, and whether `keep_last` takes effect without an admin."""
 
     tenant: str
     owner: bool
 
 
-ADMIN = Asker("", True)
-NOBODY = Asker("", False)
+ADMIN = ShareRequester("", True)
+NOBODY = ShareRequester("", False)
 
 
 class Allowance(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging.joint import AverageVote
 from holdfast_service.control.cluster.average_votes import AverageVotes
-from holdfast_service.daemon.averaging.crew import CrewKey
+from holdfast_service.daemon.averaging.rank_set import RankSetKey
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +60,17 @@ class _Poll:
 class Agreement:
     """The thread that polls other nodes. Thread-safe."""
 
-    def __init__(self, votes: AverageVotes, changed: Callable[[CrewKey], None]) -> None:
+    def __init__(self, votes: AverageVotes, changed: Callable[[RankSetKey], None]) -> None:
         """`changed` is called, in another thread, after votes of other nodes."""
         self._votes, self._changed = votes, changed
         self._lock = threading.Condition()
-        self._polls: dict[CrewKey, _Poll] = {}
+        self._polls: dict[RankSetKey, _Poll] = {}
         self._heard = self._closing = False
         self.away = False  # whether the catalog is unavailable now
         self._thread = threading.Thread(target=self._run, name="holdfast-average-votes", daemon=True)
         self._thread.start()
 
-    def counts(self, key: CrewKey, vote: AverageVote) -> bool | None:
+    def counts(self, key: RankSetKey, vote: AverageVote) -> bool | None:
         """Whether the update of this node's vote counts; None while that is open: then `changed` is called later."""
         with self._lock:
             poll = self._polls.setdefault(key, _Poll(vote))
@@ -82,7 +82,7 @@ class Agreement:
                 return False
             return verdict(vote, poll.others, key.world) if poll.told == vote else None
 
-    def forget(self, key: CrewKey) -> None:
+    def forget(self, key: RankSetKey) -> None:
         """These ranks' averages are gone from here. Votes on them remain valid for others."""
         with self._lock:
             poll = self._polls.get(key)
@@ -134,7 +134,7 @@ class Agreement:
         """Seconds without work; None: until a change."""
         return POLL_S if any(poll.is_open(key.world) for key, poll in self._polls.items()) else None
 
-    def _ask(self, key: CrewKey, poll: _Poll) -> None:
+    def _ask(self, key: RankSetKey, poll: _Poll) -> None:
         with self._lock:
             vote, before = poll.wanted, poll.told
         others = self._votes.cast(key.run, key.attempt, vote)

@@ -30,8 +30,8 @@ from holdfast_service.daemon.arena.segment import SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
 from holdfast_service.daemon.averaging.agreement import Agreement
-from holdfast_service.daemon.averaging.crew import RETURN_S, AveragingCrew, CrewKey, Fill, Filled
 from holdfast_service.daemon.averaging.folding import fold
+from holdfast_service.daemon.averaging.rank_set import RETURN_S, AveragingRanks, Filled, PendingFill, RankSetKey
 from holdfast_service.daemon.writing.priority import give_way
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class Averages:
         """With `votes`, ranks of a world may be on other nodes."""
         self._arena = arena
         self._lock = threading.Condition()
-        self._crews: dict[CrewKey, AveragingCrew] = {}
-        self._rung: set[CrewKey] = set()
+        self._node_ranks: dict[RankSetKey, AveragingRanks] = {}
+        self._rung: set[RankSetKey] = set()
         self._ending = False
         self._agreement = None if votes is None else Agreement(votes, self._ring)
         self._thread = threading.Thread(target=self._run, name="holdfast-averages", daemon=True)
@@ -121,7 +121,7 @@ class Averages:
 
     def ring(self, owner: SegmentOwner) -> None:
         """A rank has sealed or skipped an update."""
-        self._ring(_crew_of(owner))
+        self._ring(_rank_set_of(owner))
 
     def look(self) -> None:
         if self._agreement is not None:
@@ -130,65 +130,65 @@ class Averages:
     def leave(self, owner: SegmentOwner, user: object, parted: bool) -> None:
         """A rank's connection has ended; `parted`: regularly."""
         with self._lock:
-            crew = self._crews.get(_crew_of(owner))
-            if crew is None or crew.users.get(owner.rank) is not user:
+            rank_set = self._node_ranks.get(_rank_set_of(owner))
+            if rank_set is None or rank_set.users.get(owner.rank) is not user:
                 return
-            del crew.users[owner.rank]
-            crew.left_at = time.monotonic() - (RETURN_S if parted else 0.0)
-            self._rung.add(_crew_of(owner))
+            del rank_set.users[owner.rank]
+            rank_set.left_at = time.monotonic() - (RETURN_S if parted else 0.0)
+            self._rung.add(_rank_set_of(owner))
             self._lock.notify_all()
 
-    def fill(self, key: CrewKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
+    def fill(self, key: RankSetKey, parts: Mapping[int, SealedSlot], then: Filled) -> None:
         """Put the average into the slots of a save that all ranks here have sealed, then call `then`, in another thread."""
         with self._lock:
-            self._crews.setdefault(key, AveragingCrew()).add(Fill(parts, then))
+            self._node_ranks.setdefault(key, AveragingRanks()).add(PendingFill(parts, then))
             self._rung.add(key)
             self._lock.notify_all()
 
-    def withdraw(self, key: CrewKey, step: int) -> bool:
+    def withdraw(self, key: RankSetKey, step: int) -> bool:
         """Stop a save's wait for the average. False if it does not wait: the slots are being filled or are filled, and
         `then` is called soon, or was.
         """
         with self._lock:
-            crew = self._crews.get(key)
-            return crew is not None and crew.withdraw(step)
+            rank_set = self._node_ranks.get(key)
+            return rank_set is not None and rank_set.withdraw(step)
 
     def told(self) -> list[KeptAverage]:
         """The state of every started average here, by rank 0's record."""
         with self._lock:
-            found = [(key, crew.segments.get(0)) for key, crew in self._crews.items()]
-        records = [(key, one.record) for key, one in found if one is not None]
+            node_ranks = [(key, rank_set.segments.get(0)) for key, rank_set in self._node_ranks.items()]
+        records = [(key, one.record) for key, one in node_ranks if one is not None]
         return [_told(key, record, record.rule) for key, record in records if record.rule is not None]
 
-    def _ring(self, key: CrewKey) -> None:
+    def _ring(self, key: RankSetKey) -> None:
         with self._lock:
             self._rung.add(key)
             self._lock.notify_all()
 
     def _known(self, owner: SegmentOwner) -> AverageSegment | None:
         with self._lock:
-            crew = self._crews.get(_crew_of(owner))
-            return None if crew is None else crew.segments.get(owner.rank)
+            rank_set = self._node_ranks.get(_rank_set_of(owner))
+            return None if rank_set is None else rank_set.segments.get(owner.rank)
 
     def _add(self, segment: AverageSegment, user: object) -> None:
         with self._lock:
-            crew = self._crews.setdefault(_crew_of(segment.owner), AveragingCrew())
-            crew.segments[segment.owner.rank] = segment
+            rank_set = self._node_ranks.setdefault(_rank_set_of(segment.owner), AveragingRanks())
+            rank_set.segments[segment.owner.rank] = segment
             if user is not None:
-                crew.users[segment.owner.rank] = user
-            self._rung.add(_crew_of(segment.owner))
+                rank_set.users[segment.owner.rank] = user
+            self._rung.add(_rank_set_of(segment.owner))
             self._lock.notify_all()
 
     def _use(self, segment: AverageSegment, user: object) -> None:
         with self._lock:
-            self._crews[_crew_of(segment.owner)].users[segment.owner.rank] = user
+            self._node_ranks[_rank_set_of(segment.owner)].users[segment.owner.rank] = user
         self.ring(segment.owner)
 
     def _drop(self, segment: AverageSegment) -> None:
         with self._lock:
-            crew = self._crews.get(_crew_of(segment.owner))
-            if crew is not None and crew.segments.get(segment.owner.rank) is segment:
-                del crew.segments[segment.owner.rank]
+            rank_set = self._node_ranks.get(_rank_set_of(segment.owner))
+            if rank_set is not None and rank_set.segments.get(segment.owner.rank) is segment:
+                del rank_set.segments[segment.owner.rank]
         self._arena.let_go(segment)
 
     def _end_older(self, owner: SegmentOwner) -> None:
@@ -196,9 +196,9 @@ class Averages:
         with self._lock:
             older = [
                 segment
-                for key, crew in self._crews.items()
-                if key.run == owner.run and key.attempt < owner.attempt and not crew.fills and not crew.users
-                for segment in crew.segments.values()
+                for key, rank_set in self._node_ranks.items()
+                if key.run == owner.run and key.attempt < owner.attempt and not rank_set.fills and not rank_set.users
+                for segment in rank_set.segments.values()
             ]
         for segment in older:
             self._drop(segment)
@@ -207,36 +207,36 @@ class Averages:
         give_way()
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._rung or self._ending, LOOK_S if self._crews else None)
+                self._lock.wait_for(lambda: self._rung or self._ending, LOOK_S if self._node_ranks else None)
                 self._rung.clear()
-                crews = list(self._crews.items())
-                if self._ending and not any(crew.fills for _, crew in crews):
+                node_ranks = list(self._node_ranks.items())
+                if self._ending and not any(rank_set.fills for _, rank_set in node_ranks):
                     return
-            for key, crew in crews:
+            for key, rank_set in node_ranks:
                 try:
-                    self._look(key, crew)
+                    self._look(key, rank_set)
                 except Exception:
                     log.exception("the average of %s, attempt %d, cannot go on", key.run, key.attempt)
-                    self._give_up(crew)
+                    self._give_up(rank_set)
 
-    def _look(self, key: CrewKey, crew: AveragingCrew) -> None:
-        while self._fill_first(key, crew) or self._next(key, crew):
+    def _look(self, key: RankSetKey, rank_set: AveragingRanks) -> None:
+        while self._fill_first(key, rank_set) or self._next(key, rank_set):
             pass
         now = time.monotonic()
         with self._lock:
-            unused = list(crew.segments.values()) if crew.unused(now) else None
-            if unused is not None and self._crews.get(key) is crew:
-                del self._crews[key]
+            unused = list(rank_set.segments.values()) if rank_set.unused(now) else None
+            if unused is not None and self._node_ranks.get(key) is rank_set:
+                del self._node_ranks[key]
         for segment in unused or ():
             self._arena.let_go(segment)
         if unused is not None and self._agreement is not None:
             self._agreement.forget(key)
 
-    def _next(self, key: CrewKey, crew: AveragingCrew) -> bool:
+    def _next(self, key: RankSetKey, rank_set: AveragingRanks) -> bool:
         """Process the next update, if every rank has decided about it; False if there is none."""
         with self._lock:
-            segments = dict(sorted(crew.segments.items()))
-            fills = list(crew.fills)
+            segments = dict(sorted(rank_set.segments.items()))
+            fills = list(rank_set.fills)
         records = {rank: segment.record for rank, segment in segments.items()}
         for rank, segment in segments.items():
             header = segment.header
@@ -274,7 +274,7 @@ class Averages:
         self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int
     ) -> str | None:
         """The averages' history with this update; None if not all deliver it, each fitting its average."""
-        found = {
+        histories = {
             record.history if record.folded == number else None for record in records.values() if record.number >= number
         }
         for rank, segment in behind.items():
@@ -289,16 +289,16 @@ class Averages:
             if update.seed is None and record.n and update.layout != record.layout:
                 log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
                 return None
-            found.add(history_after(record.history, update))
-        if len(found) > 1:
+            histories.add(history_after(record.history, update))
+        if len(histories) > 1:
             log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
-        return found.pop() if len(found) == 1 else None
+        return histories.pop() if len(histories) == 1 else None
 
-    def _fill_first(self, key: CrewKey, crew: AveragingCrew) -> bool:
+    def _fill_first(self, key: RankSetKey, rank_set: AveragingRanks) -> bool:
         """Give the oldest save its average, if that is possible now; returns whether it did."""
         with self._lock:
-            segments = dict(sorted(crew.segments.items()))
-            fill = crew.filling = crew.fills[0] if crew.fills else None
+            segments = dict(sorted(rank_set.segments.items()))
+            fill = rank_set.filling = rank_set.fills[0] if rank_set.fills else None
         if fill is None:
             return False
         error: CheckpointError | None = None
@@ -309,62 +309,62 @@ class Averages:
             error, done = failure, True
         finally:
             with self._lock:
-                crew.filling = None
+                rank_set.filling = None
                 if done:
-                    crew.fills.remove(fill)
+                    rank_set.fills.remove(fill)
         if done:
             fill.then(error)
         return done
 
-    def _put(self, key: CrewKey, segments: Mapping[int, AverageSegment], fill: Fill) -> bool:
-        said = saved_average.agreed(fill.parts)
+    def _put(self, key: RankSetKey, segments: Mapping[int, AverageSegment], fill: PendingFill) -> bool:
+        average_handover = saved_average.agreed(fill.parts)
         filled = [rank for rank, sealed in fill.parts.items() if saved_average.is_filled(sealed)]
-        found: saved_average.NotedAverage | None = None
+        noted_average: saved_average.NotedAverage | None = None
         if filled:  # an earlier daemon has begun, and nothing was folded since
-            found = saved_average.noted(fill.parts[filled[0]])
-            if found is not None and not fill.parts.keys() - set(filled) <= segments.keys():
+            noted_average = saved_average.noted(fill.parts[filled[0]])
+            if noted_average is not None and not fill.parts.keys() - set(filled) <= segments.keys():
                 if self._waits(fill):
                     return False
                 raise CheckpointError(f"the average of some ranks at step {fill.step} is lost")
         else:
             records = [segment.record for segment in segments.values()]
             whole = segments.keys() == fill.parts.keys()
-            if not whole or min(record.number for record in records) < said.after:
+            if not whole or min(record.number for record in records) < average_handover.after:
                 if self._waits(fill):
                     return False
                 log.warning("step %d of %s is saved without its average, which is lost", fill.step, key.run)
             elif _one(records, fill.parts):
-                state = average.state_at(records[0], said)
-                found = None if state is None else saved_average.NotedAverage(state, records[0].history)
+                state = average.state_at(records[0], average_handover)
+                noted_average = None if state is None else saved_average.NotedAverage(state, records[0].history)
             elif any(record.n for record in records):
                 log.warning("step %d of %s is saved without its average: %s", fill.step, key.run, records)
         for rank, sealed in fill.parts.items():
             if rank in filled:
                 continue
-            if found is None:
+            if noted_average is None:
                 saved_average.put_nothing(sealed)
             else:
-                saved_average.put(sealed, segments[rank], found)
-        saved_average.tell(fill.parts, found)
+                saved_average.put(sealed, segments[rank], noted_average)
+        saved_average.tell(fill.parts, noted_average)
         return True
 
-    def _waits(self, fill: Fill) -> bool:
+    def _waits(self, fill: PendingFill) -> bool:
         if self._agreement is not None and self._agreement.away:
             fill.renew()
         return not fill.is_late and not self._ending
 
-    def _give_up(self, crew: AveragingCrew) -> None:
+    def _give_up(self, rank_set: AveragingRanks) -> None:
         with self._lock:
-            fills, crew.fills = crew.fills, []
+            fills, rank_set.fills = rank_set.fills, []
         for fill in fills:
             fill.then(CheckpointError("unexpected failure of the average in the daemon", hint="see the daemon's log"))
 
 
-def _crew_of(owner: SegmentOwner) -> CrewKey:
-    return CrewKey(owner.run, owner.attempt, owner.world)
+def _rank_set_of(owner: SegmentOwner) -> RankSetKey:
+    return RankSetKey(owner.run, owner.attempt, owner.world)
 
 
-def _told(key: CrewKey, record: AverageRecord, rule: AverageRule) -> KeptAverage:
+def _told(key: RankSetKey, record: AverageRecord, rule: AverageRule) -> KeptAverage:
     left_out = record.dropped + record.skipped + record.lost + record.number - record.seeded - record.own
     return KeptAverage(
         run=key.run,
@@ -383,11 +383,11 @@ def _one(records: list[AverageRecord], parts: Mapping[int, SealedSlot]) -> bool:
     in the order of ranks.
     """
     first = records[0]
-    said = [saved_average.handover(sealed) for _, sealed in sorted(parts.items())]
+    handovers = [saved_average.handover(sealed) for _, sealed in sorted(parts.items())]
     return first.n > 0 and all(
         (one.folded, one.seeded, one.n, one.own, one.history)
         == (first.folded, first.seeded, first.n, first.own, first.history)
         and one.layout == place.layout
         and one.folded <= place.after
-        for one, place in zip(records, said, strict=True)
+        for one, place in zip(records, handovers, strict=True)
     )

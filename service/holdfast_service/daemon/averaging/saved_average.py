@@ -32,31 +32,31 @@ class NotedAverage(NamedTuple):
 
 def handover(sealed: SealedSlot) -> AverageHandover:
     """The slot's table entry about the average; `InvalidRequest` if the region is not inside the slot."""
-    found = sealed.table.average
-    if found is None:
+    average = sealed.table.average
+    if average is None:
         raise RoundAborted(
             f"rank {sealed.table.rank} has brought no update of the average to this save, and other ranks have",
             hint="an update may be lost with the daemon to which it was brought; later saves have the average again. If "
             "it stays so, give every rank the same ema=",
         )
-    end, tensors = found.slot_offset + found.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
-    outside = any(not found.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)
-    if found.slot_offset < 0 or found.nbytes < 0 or found.end > len(sealed.data) or outside:
+    end, tensors = average.slot_offset + average.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
+    outside = any(not average.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)
+    if average.slot_offset < 0 or average.nbytes < 0 or average.end > len(sealed.data) or outside:
         raise InvalidRequest(f"the average of rank {sealed.table.rank} lies outside its slot")
-    return found
+    return average
 
 
 def is_filled(sealed: SealedSlot) -> bool:
     return arena.is_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
-def put(sealed: SealedSlot, of: AverageSegment, found: NotedAverage) -> None:
+def put(sealed: SealedSlot, of: AverageSegment, noted_average: NotedAverage) -> None:
     """Copy the accumulator into the slot, and mark it filled; safe to repeat."""
     place = handover(sealed)
     into = np.frombuffer(sealed.data, np.uint8)[place.slot_offset : place.slot_offset + place.nbytes]
     for at in range(0, place.nbytes, STEP_BYTES):
         into[at : at + STEP_BYTES] = of.kept(at, min(STEP_BYTES, place.nbytes - at))
-    sealed.data[place.note_offset : place.end] = average_history.encode_note(*found).ljust(PAGE_BYTES, b"\0")
+    sealed.data[place.note_offset : place.end] = average_history.encode_note(*noted_average).ljust(PAGE_BYTES, b"\0")
     arena.mark_filled(sealed.segment.memory, sealed.segment.geometry, sealed.slot)
 
 
@@ -74,16 +74,16 @@ def noted(sealed: SealedSlot) -> NotedAverage | None:
     return NotedAverage(*average_history.decode_note(note)) if note else None
 
 
-def tell(parts: Mapping[int, SealedSlot], found: NotedAverage | None) -> None:
+def tell(parts: Mapping[int, SealedSlot], noted_average: NotedAverage | None) -> None:
     """Describe the average in the tables of all ranks, or remove its group if there is none."""
     for sealed in parts.values():
-        sealed.table = slot_table.without(sealed.table, GROUP) if found is None else _with(sealed, found)
+        sealed.table = slot_table.without(sealed.table, GROUP) if noted_average is None else _with(sealed, noted_average)
 
 
-def _with(sealed: SealedSlot, found: NotedAverage) -> SlotTable:
+def _with(sealed: SealedSlot, noted_average: NotedAverage) -> SlotTable:
     table = sealed.table
-    values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(found.state)}}
-    place = None if table.average is None else msgspec.structs.replace(table.average, history=found.history)
+    values = {**table.values, GROUP: {**table.values.get(GROUP, {}), VALUE: average.encode_state(noted_average.state)}}
+    place = None if table.average is None else msgspec.structs.replace(table.average, history=noted_average.history)
     return msgspec.structs.replace(table, values=values, average=place, digests=_claimed(sealed))
 
 
@@ -114,12 +114,12 @@ def _boxes(fragment: StagedFragment) -> Iterator[tuple[int, int]]:
 
 def agreed(parts: Mapping[int, SealedSlot]) -> AverageHandover:
     """The ranks' common handover of the average; `StateMismatch` if their counts differ."""
-    said = {rank: handover(sealed) for rank, sealed in sorted(parts.items())}
-    first = next(iter(said.values()))
-    for rank, one in said.items():
+    handovers = {rank: handover(sealed) for rank, sealed in sorted(parts.items())}
+    first = next(iter(handovers.values()))
+    for rank, one in handovers.items():
         if one.after != first.after:
             raise CheckpointError(
-                f"rank {rank} had {one.after} updates of its average before this save, rank {min(said)} {first.after}",
+                f"rank {rank} had {one.after} updates of its average before this save, rank {min(handovers)} {first.after}",
                 hint="every rank must take the same optimizer steps, or call ema.update() equally often",
             )
     return first

@@ -17,16 +17,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import layout_trials
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.health import examination, report
-from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine
+from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -99,37 +99,39 @@ class Checker:
             proof: str | None = self._control.findings.proof(run, step)
             heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
             counted = self.counting(heed)
-            made, damages = self._examined(
+            manifest, damages = self._examined(
                 directory, CheckpointId(run, step), counted, examined.passed if examined else None
             )
             repaired: list[str] = []
-            if damages or made is None:
-                made, repaired = self.mend(run, step, damages, record)
+            if damages or manifest is None:
+                manifest, repaired = self.mend(run, step, damages, record)
                 proof = None  # the files that were repaired are others
             try:
-                tried = self.conclude(made, lambda: examined.result(made) if examined else None, heed)
+                tried = self.conclude(manifest, lambda: examined.result(manifest) if examined else None, heed)
             except Damaged as error:
                 with self._control.readers.reading(run, step):
                     self._give_up(run, step, [error], record)
                 raise
-        check = told_of(made, time.monotonic() - began, tried, repaired)
-        self._control.findings.sound(run, step, check, tried.same_as, made, fence, proof)
+        check = told_of(manifest, time.monotonic() - began, tried, repaired)
+        self._control.findings.sound(run, step, check, tried.same_as, manifest, fence, proof)
         return check
 
-    def conclude(self, made: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> Trials:
+    def conclude(self, manifest: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> LayoutChecks:
         """All bytes are verified: try other layouts, and record the statistics in `result`, before the checkpoint counts as
         verified, because retention then asks for its health.
 
         Raises `NoSuchCheckpoint` if it was removed, and the damage that makes another layout impossible, unrecorded.
         """
         try:
-            tried = layout_trials.try_layouts(self._tier, naming.checkpoint_path(made.run, made.step), made, heed)
-            same_as = self._same_as(made)
+            tried = layout_trials.try_layouts(
+                self._tier, naming.checkpoint_path(manifest.run, manifest.step), manifest, heed
+            )
+            same_as = self._same_as(manifest)
         except NotFound:
-            raise self._gone(made.run, made.step) from None
-        report(self._control, made, result)
+            raise self._gone(manifest.run, manifest.step) from None
+        report(self._control, manifest, result)
         self.counts.add("checks")
-        return Trials(tried.layouts, same_as)
+        return LayoutChecks(tried.layouts, same_as)
 
     def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
         """The recorded state of a checkpoint."""
@@ -142,20 +144,20 @@ class Checker:
         """
         with self._control.readers.reading(run, step):
             only = _files([error])
-            found = examine(self._tier, naming.checkpoint_path(run, step), self.counting(None), only)
-            if not found.damages:
+            result = examine(self._tier, naming.checkpoint_path(run, step), self.counting(None), only)
+            if not result.damages:
                 return None
             try:
-                self.mend(run, step, found.damages)
+                self.mend(run, step, result.damages)
             except Damaged as damage:
                 return damage
         return None
 
-    def _examined(self, directory: str, at: CheckpointId, heed: Heed, passed: Passed | None) -> Examined:
-        found = examine(self._tier, directory, heed, passed=passed)
-        if found.damages and not self._tier.list(directory):
+    def _examined(self, directory: str, at: CheckpointId, heed: Heed, passed: Passed | None) -> VerificationResult:
+        result = examine(self._tier, directory, heed, passed=passed)
+        if result.damages and not self._tier.list(directory):
             raise self._gone(*at)
-        return found
+        return result
 
     def mend(
         self, run: str, step: int, damages: Sequence[Damaged], record: Callable[[Damaged], None] | None = None
@@ -168,10 +170,10 @@ class Checker:
         with self._control.readers.reading(run, step):
             for _ in range(REPAIR_ROUNDS_MAX + 1):
                 # Is it damaged while it cannot be removed? And is it sound, after a repair?
-                found = examine(self._tier, directory, self.counting(None), _files(damages))
-                if found.manifest is not None and not found.damages:
-                    return found.manifest, sources
-                damages = found.damages
+                result = examine(self._tier, directory, self.counting(None), _files(damages))
+                if result.manifest is not None and not result.damages:
+                    return result.manifest, sources
+                damages = result.damages
                 source = self._repair(run, step, damages[0])  # which may mend the others as well
                 if source is None:
                     break
@@ -207,17 +209,17 @@ class Checker:
         else:
             self._control.findings.damaged(run, step, first, checked=True)
 
-    def _same_as(self, made: Manifest) -> int | None:
+    def _same_as(self, manifest: Manifest) -> int | None:
         """The previous checkpoint, if this one has the same tensors: a save of something that does not train."""
-        before = self._control.findings.before(made.run, made.step)
+        before = self._control.findings.before(manifest.run, manifest.step)
         if before is None:
             return None
         try:
-            other = open_checkpoint(self._tier, naming.checkpoint_path(made.run, before)).manifest
+            other = open_checkpoint(self._tier, naming.checkpoint_path(manifest.run, before)).manifest
         except CheckpointError as error:  # it may be about to be removed; its own check reports what is wrong with it
-            log.info("cannot compare %s@%s with step %s: %s", made.run, made.step, before, error.detail)
+            log.info("cannot compare %s@%s with step %s: %s", manifest.run, manifest.step, before, error.detail)
             return None
-        return before if layout_trials.identical(made, other) else None
+        return before if layout_trials.identical(manifest, other) else None
 
     def counting(self, heed: Heed | None) -> Heed:
         """As `heed`, and counts the bytes read."""
@@ -253,18 +255,18 @@ def _files(damages: Sequence[Damaged]) -> set[str] | None:
     return None if names & {"None", naming.COMMIT, naming.MANIFEST} else names
 
 
-class Trials(NamedTuple):
+class LayoutChecks(NamedTuple):
     """Results besides the bytes: the tested layouts, and the previous checkpoint if this one has the same tensors."""
 
     layouts: tuple[str, ...]
     same_as: int | None
 
 
-def told_of(made: Manifest, seconds: float, tried: Trials, repaired: Sequence[str]) -> dict[str, Any]:
+def told_of(manifest: Manifest, seconds: float, tried: LayoutChecks, repaired: Sequence[str]) -> dict[str, Any]:
     """The result of a check, for events and jobs."""
     return {
         "seconds": round(seconds, 3),
-        "bytes": made.bytes,
+        "bytes": manifest.bytes,
         "layouts": list(tried.layouts),
         "repaired": list(repaired),
     }
@@ -282,7 +284,7 @@ class Committed(NamedTuple):
     written: Sequence[WrittenSpan] = ()
 
 
-class Spread(Protocol):
+class CheckDistributor(Protocol):
     """Distributes checks over all nodes."""
 
     def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None: ...
@@ -295,10 +297,10 @@ class Checks:
     def __init__(
         self,
         checker: Checker,
-        took: Callable[[Committed, float], None] = lambda made, seconds: None,
+        took: Callable[[Committed, float], None] = lambda committed, seconds: None,
         heed: Heed | None = None,
         recorded: Callable[[float], bool] = lambda wait_s: True,
-        spread: Spread | None = None,
+        spread: CheckDistributor | None = None,
     ) -> None:
         """`took` is called for every commit found sound, with the seconds. `heed` may wait in a check; `recorded` waits, so
         many seconds, for the catalog: nothing is checked that it does not know yet. Checkpoints written by several nodes are
@@ -320,11 +322,13 @@ class Checks:
         """Number of checks still to do."""
         return self._left
 
-    def add(self, made: Manifest, written: Sequence[WrittenSpan] = ()) -> None:
+    def add(self, manifest: Manifest, written: Sequence[WrittenSpan] = ()) -> None:
         """Check this new checkpoint; `written` are the parts of several nodes."""
         with self._changed:
-            self._pending.add((made.run, made.step))
-        self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes, written))
+            self._pending.add((manifest.run, manifest.step))
+        self._put(
+            manifest.run, manifest.step, Committed(manifest.run, manifest.step, manifest.attempt, manifest.bytes, written)
+        )
 
     def awaits(self, run: str, step: int) -> bool:
         """Whether this checkpoint's first check is still to come."""
@@ -397,21 +401,21 @@ class Checks:
         if sound and not self.awaits(run, step) and self._checker.found(run, step) == "unknown":
             self._checker.check(run, step, self._heed)
 
-    def _first_check(self, made: Committed) -> None:
+    def _first_check(self, committed: Committed) -> None:
         """By all nodes for several nodes' checkpoint; otherwise, or if they leave it, by this one."""
         began = time.monotonic()
-        spread = self._spread if made.written else None
-        sha256 = None if spread is None else spread.begin(made.run, made.step, made.written)
+        spread = self._spread if committed.written else None
+        sha256 = None if spread is None else spread.begin(committed.run, committed.step, committed.written)
         if spread is None or sha256 is None:
-            self._took(made, self._checker.check(made.run, made.step, self._heed)["seconds"])
+            self._took(committed, self._checker.check(committed.run, committed.step, self._heed)["seconds"])
             return
-        if not spread.follow(made.run, made.step, sha256, lambda: self._closed):
+        if not spread.follow(committed.run, committed.step, sha256, lambda: self._closed):
             return  # this daemon ends: others go on with it
-        found = self._checker.found(made.run, made.step)
-        if found == "unknown":
-            self._checker.check(made.run, made.step, self._heed)
-        elif found == "sound":
-            self._took(made, time.monotonic() - began)
+        state = self._checker.found(committed.run, committed.step)
+        if state == "unknown":
+            self._checker.check(committed.run, committed.step, self._heed)
+        elif state == "sound":
+            self._took(committed, time.monotonic() - began)
 
 
 def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:

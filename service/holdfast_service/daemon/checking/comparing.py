@@ -12,16 +12,16 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import codings, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
-from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS
 from holdfast_formats.exports.source import of_committed
-from holdfast_formats.foreign.committed import CommittedFiles
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
-from holdfast_formats.rest.observed import Difference
+from holdfast_formats.rest.measurements import Difference
 from holdfast_service.storage import Tier
 
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
@@ -77,9 +77,9 @@ class _Decoded:
 
     @cached_property
     def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
-        made = open_checkpoint(self._tier, self._side.directory).manifest
-        files = CommittedFiles(self._tier, made, self._side.directory)
-        return files, of_committed(files, made).listing.tensors
+        manifest = open_checkpoint(self._tier, self._side.directory).manifest
+        files = CommittedFiles(self._tier, manifest, self._side.directory)
+        return files, of_committed(files, manifest).listing.tensors
 
     def octets(self, pair: Pair) -> Iterator[Octets]:
         files, tensors = self._opened

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from holdfast_files.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.naming import CheckpointId
@@ -57,59 +57,59 @@ class Examination:
     def before(self) -> CheckpointId | None:
         return None if self._before is None else CheckpointId(self._before.run, self._before.step)
 
-    def passed(self, made: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
+    def passed(self, manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
         """These pieces, of one file, are verified; their bytes are valid until this returns. Some may come twice."""
         if self._failed:
             return
         try:
             wanted = [(piece, held) for piece, held in zip(pieces, data, strict=True) if piece.tensor is not None]
-            self._take(made, [_Passed(piece, held, self._piece_before(made, piece)) for piece, held in wanted])
+            self._take(manifest, [_Passed(piece, held, self._piece_before(manifest, piece)) for piece, held in wanted])
         except Exception:
             self._failed = True
-            log.exception("there are no statistics of %s@%s", made.run, made.step)
+            log.exception("there are no statistics of %s@%s", manifest.run, manifest.step)
 
-    def result(self, made: Manifest) -> Statistics | None:
+    def result(self, manifest: Manifest) -> Statistics | None:
         """The statistics of every tensor, after all pieces; None if some are missing, or something failed."""
         if self._failed:
             return None
-        found = []
-        for group, name, entry in tensors_of(made):
+        merged = []
+        for group, name, entry in tensors_of(manifest):
             parts = self._parts.get((group, name), {})
             if len(parts) != len(entry.extents):
                 return None
-            found.append(merge([parts[offset] for offset in sorted(parts)]))
-        return compared(made, self._before, found)
+            merged.append(merge([parts[offset] for offset in sorted(parts)]))
+        return compared(manifest, self._before, merged)
 
-    def portion(self, made: Manifest, pieces: Iterable[Piece]) -> bytes:
+    def portion(self, manifest: Manifest, pieces: Iterable[Piece]) -> bytes:
         """Statistics of these pieces, for the node that combines them; empty if some are missing."""
         wanted = [(str(piece.group), str(piece.tensor), piece.offset) for piece in pieces if piece.tensor is not None]
         if self._failed or any(offset not in self._parts.get((group, name), {}) for group, name, offset in wanted):
             return b""
-        return portion_statistics.encode(made, self._parts)
+        return portion_statistics.encode(manifest, self._parts)
 
-    def _take(self, made: Manifest, passed: Sequence[_Passed]) -> None:
+    def _take(self, manifest: Manifest, passed: Sequence[_Passed]) -> None:
         changed = {}
         hurried = writer.under_way()
         for one in passed:
             if one.before is None or (hurried and one.before.digest != one.piece.digest):
-                self._add(one.piece, _measured(made, one)._replace(change=None))
+                self._add(one.piece, _measured(manifest, one)._replace(change=None))
             elif one.before.digest == one.piece.digest:
-                self._add(one.piece, _measured(made, one)._replace(change=0.0))
+                self._add(one.piece, _measured(manifest, one)._replace(change=0.0))
             else:
                 changed[one.before] = one
         for batch in verification.batches(changed):
             with _windows.taken() as window:
                 for piece, old in self._read_before(batch, window):
-                    self._add(changed[piece].piece, _measured(made, changed[piece], old))
+                    self._add(changed[piece].piece, _measured(manifest, changed[piece], old))
 
     def _add(self, piece: Piece, part: PartStatistics) -> None:
         with self._lock:
             self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
 
-    def _piece_before(self, made: Manifest, piece: Piece) -> Piece | None:
+    def _piece_before(self, manifest: Manifest, piece: Piece) -> Piece | None:
         """The same bytes' piece in the previous checkpoint; None if that was cut into other extents."""
         group, name = str(piece.group), str(piece.tensor)
-        twin = _twin(made, self._before, group, name)
+        twin = _twin(manifest, self._before, group, name)
         if twin is None or not twin.extents:
             return None
         first = twin.extents[0].length  # all but the last are as long
@@ -139,29 +139,29 @@ class Examination:
                 yield piece, data
 
 
-def compared(made: Manifest, before: Manifest | None, found: Sequence[PartStatistics]) -> Statistics:
+def compared(manifest: Manifest, before: Manifest | None, parts: Sequence[PartStatistics]) -> Statistics:
     """The statistics of all tensors, in the manifest's order, and the step from which their changes are measured."""
     step = None if before is None else before.step
-    steps = (step if _twin(made, before, group, name) else None for group, name, _ in tensors_of(made))
-    return collect(zip(found, steps, strict=True))
+    steps = (step if _twin(manifest, before, group, name) else None for group, name, _ in tensors_of(manifest))
+    return collect(zip(parts, steps, strict=True))
 
 
-def put_together(made: Manifest, before: Manifest | None, portions: Sequence[bytes]) -> Statistics | None:
+def put_together(manifest: Manifest, before: Manifest | None, portions: Sequence[bytes]) -> Statistics | None:
     """The statistics of a checkpoint from several nodes' portions; None if some are missing."""
-    found = portion_statistics.put_together(made, portions) if all(portions) else None
-    return None if found is None else compared(made, before, found)
+    parts = portion_statistics.put_together(manifest, portions) if all(portions) else None
+    return None if parts is None else compared(manifest, before, parts)
 
 
-def _twin(made: Manifest, before: Manifest | None, group: str, name: str) -> TensorEntry | None:
+def _twin(manifest: Manifest, before: Manifest | None, group: str, name: str) -> TensorEntry | None:
     """The tensor of this name in the previous checkpoint, if it has the same dtype and shape."""
     if before is None:
         return None
-    old, new = before.tensors.get(group, {}).get(name), made.tensors[group][name]
+    old, new = before.tensors.get(group, {}).get(name), manifest.tensors[group][name]
     return old if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape) else None
 
 
-def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> PartStatistics:
-    entry = made.tensors[str(one.piece.group)][str(one.piece.tensor)]
+def _measured(manifest: Manifest, one: _Passed, before: Bytes | None = None) -> PartStatistics:
+    entry = manifest.tensors[str(one.piece.group)][str(one.piece.tensor)]
     return measure(entry.dtype, one.data, before)
 
 
@@ -188,11 +188,11 @@ def examination(tier: Tier, control: Control, run: str, step: int) -> Iterator[E
         yield made
 
 
-def report(control: Control, made: Manifest, result: Callable[[], Statistics | None]) -> None:
+def report(control: Control, manifest: Manifest, result: Callable[[], Statistics | None]) -> None:
     """Pass the findings to control; an error is logged and affects nothing else."""
     try:
-        found = result()
-        if found is not None:
-            control.health.take(made, found)
+        statistics = result()
+        if statistics is not None:
+            control.health.take(manifest, statistics)
     except Exception:
-        log.exception("cannot record the statistics of %s@%s", made.run, made.step)
+        log.exception("cannot record the statistics of %s@%s", manifest.run, manifest.step)

@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast_formats import region, transfer
 from holdfast_formats.disk import read_planner, verification
-from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
 from holdfast_formats.layout import language, parts, rank_tensors, shard_file
@@ -55,29 +55,29 @@ class LayoutTrial(NamedTuple):
     bytes: int
 
 
-def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = None) -> LayoutTrial:
+def try_layouts(tier: Tier, directory: str, manifest: Manifest, heed: Heed | None = None) -> LayoutTrial:
     """Test some layouts; `CorruptManifest`, with layout, rank and tensor, for one that would restore wrong bytes.
 
     Layouts that do not match the checkpoint's shapes are skipped.
     """
-    group = next((group for group in ("model", *made.groups) if made.tensors.get(group)), None)
+    group = next((group for group in ("model", *manifest.groups) if manifest.tensors.get(group)), None)
     if group is None:
         return LayoutTrial((), 0)
-    chance = random.Random(f"{made.run}@{made.step}")
-    config = _config(tier, directory, made)
-    trial = _Trial(tier, directory, made.tensors[group], heed or (lambda size: None))
+    chance = random.Random(f"{manifest.run}@{manifest.step}")
+    config = _config(tier, directory, manifest)
+    trial = _Trial(tier, directory, manifest.tensors[group], heed or (lambda size: None))
     tried: list[str] = []
     for text in chance.sample(LAYOUTS, len(LAYOUTS)):
         layout = language.parse(text)
         rank = chance.randrange(layout.mesh.world)
         where = f"layout {text}, rank {rank}"
         try:
-            held = rank_tensors.of_manifest(made, group, layout, config)
+            held = rank_tensors.of_manifest(manifest, group, layout, config)
             mine = held.of(rank)
             file = shard_file.lay_out(mine.tensors, {name: e.shape for name, e in trial.entries.items()}, {})
         except (Refused, NotFound):  # it does not fit; other layouts do
             continue
-        _check_coverage(made, group, held, rank, mine, where)
+        _check_coverage(manifest, group, held, rank, mine, where)
         for _ in range(WINDOWS):
             trial.compare(group, file, chance, where)
         tried.append(f"{text} rank {rank}")
@@ -86,22 +86,22 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
     return LayoutTrial(tuple(tried), trial.read)
 
 
-def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:
+def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:
     """Check that the rank's read plan covers what it holds, and that all ranks together hold every element."""
     wanted = [WantedBox(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
-    plan = read_planner.plan(made, wanted)
+    plan = read_planner.plan(manifest, wanted)
     brought = {(piece.tensor, piece.offset) for read in plan.reads for piece in read.pieces}
     for one in wanted:
-        entry = made.tensors[group][one.name]
+        entry = manifest.tensors[group][one.name]
         view = region.byte_view(entry.dtype, entry.shape, one.name)
         box = region.byte_box(entry.dtype, one.box, entry.shape, one.name)
         for first, stop in read_planner.extents_of(entry.extents, box, view):
             if any((one.name, extent.offset) not in brought for extent in entry.extents[first:stop]):
                 raise CorruptManifest(f"{where}: the read plan leaves out a part of tensor {one.name!r}", tensor=one.name)
-    entries = made.tensors[group]
+    entries = manifest.tensors[group]
     if len(entries) > TENSORS_MAX:
         return
-    names = set(random.Random(made.step).sample(sorted(entries), min(len(entries), COVERED)))
+    names = set(random.Random(manifest.step).sample(sorted(entries), min(len(entries), COVERED)))
     names = {name for name in names if not name.startswith("ranks/")}  # of one rank alone, whatever the layout
     boxes: dict[str, dict[region.Box, None]] = {name: {} for name in names}
     for other in range(held.layout.mesh.world):
@@ -154,8 +154,8 @@ class _Trial:
         start, stop = region.byte_span(part.box, view.shape, strip.itemsize)
         data = np.frombuffer(self._get(entry.file, entry.start + start, stop - start), np.uint8)
         flat = np.empty(part.box.volume * strip.itemsize, np.uint8)
-        for there, here, length in region.byte_runs(part.box, view.shape, strip.itemsize):
-            flat[here : here + length] = data[there - start : there - start + length]
+        for source_start, here, length in region.byte_runs(part.box, view.shape, strip.itemsize):
+            flat[here : here + length] = data[source_start - start : source_start - start + length]
         held[...] = flat.view(held.dtype).reshape(part.box.shape)
 
     def _place(self, strip: Strip, part: Part, memory: Bytes) -> tuple[TensorEntry, region.ByteView, Elements]:
@@ -169,22 +169,22 @@ class _Trial:
         return self._tier.read(f"{self._directory}/{file}", start, length)
 
 
-def identical(made: Manifest, before: Manifest) -> bool:
+def identical(manifest: Manifest, before: Manifest) -> bool:
     """Whether two checkpoints have the same tensors by their digests; random states do not count."""
-    mine, theirs = dict(_digests(made)), dict(_digests(before))
+    mine, theirs = dict(_digests(manifest)), dict(_digests(before))
     return bool(mine) and mine == theirs
 
 
-def _digests(made: Manifest) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
+def _digests(manifest: Manifest) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
     for group in ("model", "master", "optim", "ema"):
-        for name, entry in made.tensors.get(group, {}).items():
+        for name, entry in manifest.tensors.get(group, {}).items():
             if entry.extents and not name.startswith("ranks/"):
                 yield (group, name), (entry.dtype, entry.shape, entry.extents)
 
 
-def _config(tier: Tier, directory: str, made: Manifest) -> Mapping[str, Any] | None:
+def _config(tier: Tier, directory: str, manifest: Manifest) -> Mapping[str, Any] | None:
     """The checkpoint's config.json, which selects the rules; None without a valid one."""
-    entry = made.file(CONFIG)
+    entry = manifest.file(CONFIG)
     if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:
         return None
     try:

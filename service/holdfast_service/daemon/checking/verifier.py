@@ -14,7 +14,7 @@ from holdfast_files.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_files.opened import open_checkpoint, read_commit
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, read_verified
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted
 from holdfast_formats.staging.holdings import Bytes
@@ -32,7 +32,7 @@ Passed = Callable[
 ]  # is lent what was proven of a file, by several threads
 
 
-class Examined(NamedTuple):
+class VerificationResult(NamedTuple):
     """The result of reading back: the manifest, None if it is damaged itself, and the damages in order."""
 
     manifest: Manifest | None
@@ -45,10 +45,10 @@ def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest
     `passed` gets the verified bytes. Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent` with file, tensor and byte
     range of the first damage.
     """
-    made, damages = examine(tier, directory, passed=passed)
-    if damages or made is None:
+    manifest, damages = examine(tier, directory, passed=passed)
+    if damages or manifest is None:
         raise damages[0]
-    return made
+    return manifest
 
 
 def examine(
@@ -57,18 +57,18 @@ def examine(
     heed: Heed | None = None,
     only: Collection[str] | None = None,
     passed: Passed | None = None,
-) -> Examined:
+) -> VerificationResult:
     """Like `verify`, but collects all damages, up to a limit. `only` checks some files, besides COMMIT and manifest.
 
     Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as damaged.
     """
     try:
-        made = open_checkpoint(tier, directory).manifest
+        manifest = open_checkpoint(tier, directory).manifest
     except Damaged as error:
-        return Examined(None, (error,))
-    listed = verification.pieces(made)
-    wanted = {file.name: listed[file.name] for file in made.files if only is None or file.name in only}
-    return Examined(made, tuple(prove(StoredCheckpoint(tier, directory, made), wanted, heed, passed)))
+        return VerificationResult(None, (error,))
+    listed = verification.pieces(manifest)
+    wanted = {file.name: listed[file.name] for file in manifest.files if only is None or file.name in only}
+    return VerificationResult(manifest, tuple(prove(StoredCheckpoint(tier, directory, manifest), wanted, heed, passed)))
 
 
 def prove(
@@ -81,13 +81,13 @@ def prove(
 
     Raises what `examine` raises, and what `heed` raises to stop.
     """
-    tier, directory, made = source
-    assert made is not None
+    tier, directory, manifest = source
+    assert manifest is not None
     damages: list[Damaged] = []
     whole: list[Piece] = []
     for name, listed in pieces.items():
         try:
-            verification.check_size(made, name, tier.size(f"{directory}/{name}"))
+            verification.check_size(manifest, name, tier.size(f"{directory}/{name}"))
             whole += listed
         except Damaged as error:
             damages.append(error)
@@ -99,7 +99,7 @@ def prove(
 
     def lend(batch: VerifiedBatch) -> None:
         if passed is not None:
-            passed(made, batch.pieces, [batch.of(piece) for piece in batch.pieces])
+            passed(manifest, batch.pieces, [batch.of(piece) for piece in batch.pieces])
 
     control = ReadControl(WORKERS, windows=_windows, alignment=ALIGNMENT_MAX, begin=give_way)
     with suppress(_Enough):

@@ -17,21 +17,21 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import codings, compacting
 from holdfast_formats.disk.codings import MODEL, TIES
 from holdfast_formats.disk.compacting import CodingCandidate, CompactPlan, Encoded
-from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptExtent, NoSpace
 from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder
 from holdfast_formats.exports.source import of_committed
-from holdfast_formats.foreign import moves
-from holdfast_formats.foreign.committed import CommittedFiles
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignTensor, TensorKey
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
-from holdfast_formats.moments import utc_now
+from holdfast_formats.mapping import box_moves
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.naming import Place
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.daemon.copying import second_names, streaming
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, read_back
+from holdfast_formats.timestamps import utc_now
+from holdfast_service.daemon.copying import hard_links, streaming
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.finished_files import FinishedFile
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Store, Tier
@@ -63,7 +63,9 @@ class _Looked(NamedTuple):
     ties: NDArray[np.uint64]
 
 
-def stage_compact(tier: Tier, store: Store, place: Place, pair: CommittedManifest, rule: str, going: Going) -> Manifest:
+def stage_compact(
+    tier: Tier, store: Store, place: Place, pair: CommittedManifest, rule: str, going: CopyControl
+) -> Manifest:
     """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; returns its manifest.
 
     Raises `StateMismatch` if that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or were not written
@@ -77,14 +79,14 @@ def stage_compact(tier: Tier, store: Store, place: Place, pair: CommittedManifes
     looked = [_look(full, source, stored, one, going) for one in chosen]
     planned = compacting.plan(full, pair.encoded, rule, compacting.together([one.encoded for one in looked]), utc_now())
     _refuse_full(tier, full, sum(file.bytes for file in planned.files))
-    second_names.prove(tier, place, planned.proof, going)
+    hard_links.prove(tier, place, planned.proof, going)
     streaming.forget(tier, place.path)  # notes of an earlier start: all is written again
     staged = store.begin(place)
-    made = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
-    second_names.take(tier, staged, place, planned.proof, going)
-    read_back(tier, place.path, made, going)
-    _prove(tier, place, made, planned, _Source(source, stored), going)
-    return made
+    compact = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
+    hard_links.take(tier, staged, place, planned.proof, going)
+    read_back(tier, place.path, compact, going)
+    _prove(tier, place, compact, planned, _Source(source, stored), going)
+    return compact
 
 
 def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
@@ -98,7 +100,7 @@ def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
         )
 
 
-def _look(full: Manifest, source: CommittedFiles, stored: Stored, one: CodingCandidate, going: Going) -> _Looked:
+def _look(full: Manifest, source: CommittedFiles, stored: Stored, one: CodingCandidate, going: CopyControl) -> _Looked:
     """Encode and decode all values of a candidate, to check whether the rule allows that."""
     key = TensorKey(one.group, one.name)
     none = np.empty(0, np.uint64)
@@ -114,7 +116,7 @@ def _look(full: Manifest, source: CommittedFiles, stored: Stored, one: CodingCan
     return _Looked(looked, none)
 
 
-def _look_at_moments(source: CommittedFiles, tensor: ForeignTensor, one: CodingCandidate, going: Going) -> Encoded:
+def _look_at_moments(source: CommittedFiles, tensor: ForeignTensor, one: CodingCandidate, going: CopyControl) -> Encoded:
     apart = _Apart()
     for slab, values in _slabs(source, tensor, going):
         if not np.isfinite(values).all():
@@ -123,10 +125,10 @@ def _look_at_moments(source: CommittedFiles, tensor: ForeignTensor, one: CodingC
             return Encoded(one, left=NEGATIVE)
         with np.errstate(over="ignore"):
             parts = codings.encode(one.coding, values)
-        found = codings.decode(one.coding, slab, one.entry.shape, parts)
-        if not np.isfinite(found).all():
+        decoded = codings.decode(one.coding, slab, one.entry.shape, parts)
+        if not np.isfinite(decoded).all():
             return Encoded(one, left=TOO_LARGE)
-        apart.add(values, found)
+        apart.add(values, decoded)
     if apart.error > ERROR_MAX:
         return Encoded(one, left=f"it would differ by {apart.error:.2g} of its norm")
     if apart.off * OFF_SHARE > apart.count:
@@ -141,21 +143,23 @@ class _Apart:
         self._apart = self._norm = 0.0
         self.count = self.off = 0  # values that are not zero, and those of them that are off by more than half
 
-    def add(self, values: NDArray[np.float32], found: NDArray[np.float32]) -> None:
+    def add(self, values: NDArray[np.float32], array: NDArray[np.float32]) -> None:
         exact = values.astype(np.float64)
         self._norm += float(np.square(exact).sum())
-        self._apart += float(np.square(found - exact).sum())
+        self._apart += float(np.square(array - exact).sum())
         self.count += int(np.count_nonzero(values))
-        self.off += int(np.count_nonzero(np.abs(found - exact) > np.abs(exact) / 2))
+        self.off += int(np.count_nonzero(np.abs(array - exact) > np.abs(exact) / 2))
 
     @property
     def error(self) -> float:
         return sqrt(self._apart / self._norm) if self._norm else 0.0
 
 
-def _ties(source: CommittedFiles, master: ForeignTensor, weight: ForeignTensor, going: Going) -> NDArray[np.uint64] | str:
+def _ties(
+    source: CommittedFiles, master: ForeignTensor, weight: ForeignTensor, going: CopyControl
+) -> NDArray[np.uint64] | str:
     """The places of masters that lie half-way and were rounded up; or why the masters stay whole."""
-    shape, found, count = master.spec.shape, [np.empty(0, np.uint64)], 0
+    shape, places, count = master.spec.shape, [np.empty(0, np.uint64)], 0
     most = prod(shape) // compacting.TIES_SHARE
     for slab, values in _slabs(source, master, going):
         bits, rounded = values.view(np.uint32), fetched(source, weight, slab).view(np.uint16)
@@ -166,14 +170,14 @@ def _ties(source: CommittedFiles, master: ForeignTensor, weight: ForeignTensor, 
         if not np.array_equal(codings.join(low, rounded, ties), bits):
             return NOT_ROUNDED
         at = [axis + first for axis, first in zip(np.nonzero(ties), slab.offset, strict=True)]
-        found.append(np.ravel_multi_index(tuple(at), shape).astype(np.uint64))
-        count += len(found[-1])
+        places.append(np.ravel_multi_index(tuple(at), shape).astype(np.uint64))
+        count += len(places[-1])
         if count > most:
             return MANY_TIES
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(places))
 
 
-def _slabs(source: CommittedFiles, tensor: ForeignTensor, going: Going) -> Iterator[tuple[Box, NDArray[np.float32]]]:
+def _slabs(source: CommittedFiles, tensor: ForeignTensor, going: CopyControl) -> Iterator[tuple[Box, NDArray[np.float32]]]:
     """A tensor's values, some rows or blocks at a time."""
     for slab in codings.slabs(whole(tensor.spec.shape), SLAB_ELEMENTS):
         if going.ended():
@@ -186,13 +190,13 @@ def _slabs(source: CommittedFiles, tensor: ForeignTensor, going: Going) -> Itera
 def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[TensorKey, ForeignTensor]:
     """New tensors to write."""
     ties = {(one.encoded.candidate.group, one.encoded.candidate.name): one.ties for one in looked}
-    made = {}
+    parts = {}
     for file in planned.files:
         for spec, _ in file.tensors:
-            found = compacting.part_of(planned, spec)
-            if found is None:
+            part = compacting.part_of(planned, spec)
+            if part is None:
                 continue
-            candidate, role = found[0].candidate, found[1]
+            candidate, role = part[0].candidate, part[1]
             tensor = stored[TensorKey(candidate.group, candidate.name)]
             weight = stored[TensorKey(MODEL, candidate.name)] if candidate.coding == "low16" else None
             decoder = (
@@ -200,16 +204,16 @@ def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[
                 if role == TIES
                 else PartEncoder(tensor, candidate.coding, role, weight)
             )
-            made[TensorKey(spec.group, spec.name)] = ForeignTensor(spec, (), decoder=decoder)
-    return made
+            parts[TensorKey(spec.group, spec.name)] = ForeignTensor(spec, (), decoder=decoder)
+    return parts
 
 
-def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: Going) -> Manifest:
+def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: CopyControl) -> Manifest:
     """Write new files beside those that stay; the manifest of both."""
     targets = []
     for file in planned.files:
         streamed = tuple(
-            StreamedTensor(moves.same(source.tensors[TensorKey(spec.group, spec.name)]), start)
+            StreamedTensor(box_moves.same(source.tensors[TensorKey(spec.group, spec.name)]), start)
             for spec, start in file.tensors
         )
         targets.append(TargetFile(file.name, file.bytes, (LiteralBytes(0, file.header),), streamed))
@@ -224,27 +228,27 @@ def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, goin
 
 def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[str, dict[str, TensorEntry]]:
     specs = {(spec.group, spec.name): spec for file in planned.files for spec, _ in file.tensors}
-    made: dict[str, dict[str, TensorEntry]] = {group: {} for group in planned.compacted.tensors}
+    entries: dict[str, dict[str, TensorEntry]] = {group: {} for group in planned.compacted.tensors}
     for file in finished:
         for one in file.tensors:
             spec: TensorSpec = specs[one.group, one.name]
             before = planned.full.tensors[one.group].get(one.name)
             placement = "" if before is None else before.placement
-            made[one.group][one.name] = TensorEntry(spec.dtype, spec.shape, file.name, one.start, one.extents, placement)
-    return made
+            entries[one.group][one.name] = TensorEntry(spec.dtype, spec.shape, file.name, one.start, one.extents, placement)
+    return entries
 
 
-def _prove(tier: Tier, place: Place, made: Manifest, planned: CompactPlan, source: _Source, going: Going) -> None:
+def _prove(tier: Tier, place: Place, manifest: Manifest, planned: CompactPlan, source: _Source, going: CopyControl) -> None:
     """Decode what is staged, and compare it with the saved values: masters bit for bit, others by the stated error."""
-    staged = CommittedFiles(tier, made, place.path)
-    decoded = of_committed(staged, made).listing.tensors
+    staged = CommittedFiles(tier, manifest, place.path)
+    decoded = of_committed(staged, manifest).listing.tensors
     for one in planned.coded.values():
         key, apart, same = TensorKey(one.candidate.group, one.candidate.name), _Apart(), True
         for slab, values in _slabs(source.files, source.tensors[key], going):
-            found = fetched(staged, decoded[key], slab)
-            same = same and bool(np.array_equal(found.view(np.uint32), values.view(np.uint32)))
+            array = fetched(staged, decoded[key], slab)
+            same = same and bool(np.array_equal(array.view(np.uint32), values.view(np.uint32)))
             if one.candidate.coding not in codings.LOSSLESS:
-                apart.add(values, found)
+                apart.add(values, array)
         sound = same if one.candidate.coding in codings.LOSSLESS else abs(apart.error - one.error) <= 1e-9 * one.error
         if not sound:
             raise CorruptExtent(

@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Box, flat_boxes, intersect, whole
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
 
 COMPARED_BYTES = 2**23  # at once
 
 
-def check_copy(source: Files, tensor: ForeignTensor, copy: ForeignPiece, going: Going) -> None:
+def check_copy(source: Files, tensor: ForeignTensor, copy: ForeignPiece, going: CopyControl) -> None:
     """`StateMismatch`, with the key and both files, unless a copy has the same bytes as the tensor's own pieces."""
     spec, twin = tensor.spec, tensor._replace(pieces=(copy,), copies=())
     for part in _parts(spec.dtype, copy.box.shape, going):
-        there = copy.box.place(part)
-        if not _equal(fetched(source, tensor, there), fetched(source, twin, there)):
-            first = next((piece.file for piece in tensor.pieces if intersect(piece.box, there) is not None), copy.file)
+        source_box = copy.box.place(part)
+        if not _equal(fetched(source, tensor, source_box), fetched(source, twin, source_box)):
+            first = next((piece.file for piece in tensor.pieces if intersect(piece.box, source_box) is not None), copy.file)
             what = f"tensor {spec.name!r} of group {spec.group!r} is stored in {first} and in {copy.file}"
             raise StateMismatch(
                 f"{what}, with different values",
@@ -38,7 +38,7 @@ def check_copy(source: Files, tensor: ForeignTensor, copy: ForeignPiece, going: 
 
 
 def check_equal(
-    source: Files, tensors: Mapping[TensorKey, ForeignTensor], equal: Iterable[Sequence[TensorKey]], going: Going
+    source: Files, tensors: Mapping[TensorKey, ForeignTensor], equal: Iterable[Sequence[TensorKey]], going: CopyControl
 ) -> None:
     """`StateMismatch`, by name, unless the tensors of each group are equal, bit by bit."""
     for first, *others in equal:
@@ -54,7 +54,9 @@ def check_equal(
                 )
 
 
-def check_zeros(source: Files, tensors: Mapping[TensorKey, ForeignTensor], zeros: Iterable[TensorKey], going: Going) -> None:
+def check_zeros(
+    source: Files, tensors: Mapping[TensorKey, ForeignTensor], zeros: Iterable[TensorKey], going: CopyControl
+) -> None:
     """`StateMismatch`, by name, unless these tensors have no other value than zero."""
     for key in zeros:
         spec = tensors[key].spec
@@ -66,7 +68,7 @@ def check_zeros(source: Files, tensors: Mapping[TensorKey, ForeignTensor], zeros
             )
 
 
-def _parts(dtype: str, shape: tuple[int, ...], going: Going) -> Iterator[Box]:
+def _parts(dtype: str, shape: tuple[int, ...], going: CopyControl) -> Iterator[Box]:
     volume = whole(shape).volume
     at_once = max(COMPARED_BYTES * 8 // dtypes.bits(dtype), 1)
     for start in range(0, volume, at_once):

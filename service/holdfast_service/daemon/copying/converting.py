@@ -10,7 +10,7 @@ from holdfast_formats.exports.source import of_listing
 from holdfast_formats.files import Files
 from holdfast_formats.foreign.kinds import ForeignKind, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ConvertArguments
 from holdfast_service.daemon.copying import foreign_export, import_report, importing
 from holdfast_service.daemon.copying.foreign_export import PlannedExport
@@ -50,10 +50,10 @@ def plan_conversion(source: Files, wanted: ConvertArguments) -> Conversion:
         )
     if wanted.kind is None:
         importing.refuse_uncommitted(source)
-    found: ForeignKind = choose(watched, wanted.kind, KINDS)
-    listing = found.read(watched, wanted)
+    foreign_kind: ForeignKind = choose(watched, wanted.kind, KINDS)
+    listing = foreign_kind.read(watched, wanted)
     if not listing.tensors:
-        raise StateMismatch(f"{found.title} without a tensor cannot be converted", hint="check the directory's path")
+        raise StateMismatch(f"{foreign_kind.title} without a tensor cannot be converted", hint="check the directory's path")
     return Conversion(foreign_export.planned_of(of_listing(watched, listing), watched, wanted), watched, listing)
 
 
@@ -63,7 +63,7 @@ def report(conversion: Conversion) -> dict[str, Any]:
     if listing is None:
         source: dict[str, Any] = {"kind": OURS, "files": [], "notes": []}
     else:
-        source = import_report.files_told(conversion.watched, listing)
+        source = import_report.listed_files(conversion.watched, listing)
     written = [{"file": file.name, "bytes": file.bytes} for file in conversion.export.plan.files]
-    told = {"source": source, "written": written[: import_report.FILES_TOLD]}
-    return {**foreign_export.report(conversion.export), **told}
+    report_source = {"source": source, "written": written[: import_report.FILES_LISTED]}
+    return {**foreign_export.report(conversion.export), **report_source}

@@ -10,7 +10,7 @@ from holdfast_files.copying import copy_files
 from holdfast_files.opened import join
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, read_verified
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.files import Files
 from holdfast_service.storage import Tier
 from holdfast_service.storage.pacing import Pace
@@ -20,7 +20,7 @@ class CopyStopped(Exception):
     """The copy was stopped; its staging directory can be deleted."""
 
 
-class Going(NamedTuple):
+class CopyControl(NamedTuple):
     """Control of a copy: no faster than `pace`, until `ended`; `moved` is called for every byte read."""
 
     pace: Pace | None = None
@@ -40,23 +40,23 @@ class Going(NamedTuple):
         return ReadControl(heed=self.heed, moved=self.moved, alignment=ALIGNMENT_MAX)
 
 
-def carry(source: Files, here: str, target: Tier, there: str, made: Manifest, going: Going) -> None:
-    """Copy every file in the manifest from `here` into a staging directory, durably, and read it back `there` (I7).
+def carry(source: Files, here: str, target: Tier, text: str, manifest: Manifest, going: CopyControl) -> None:
+    """Copy every file in the manifest from `here` into a staging directory, durably, and read it back `text` (I7).
 
     Raises `Damaged`, with file, tensor and range, for bytes that fail their digest on either side; `CopyStopped`;
     and errors of the two tiers. The caller removes what was written by then.
     """
-    _check_sizes(source, here, made)
-    from_here = StoredCheckpoint(source, here, made)
-    copy_files(from_here, made, made.files, lambda name, size: target.create(f"{there}/{name}", size), going.control)
-    read_back(target, there, made, going)
+    _check_sizes(source, here, manifest)
+    from_here = StoredCheckpoint(source, here, manifest)
+    copy_files(from_here, manifest, manifest.files, lambda name, size: target.create(f"{text}/{name}", size), going.control)
+    read_back(target, text, manifest, going)
 
 
-def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
+def read_back(tier: Tier, directory: str, manifest: Manifest, going: CopyControl) -> None:
     """Verify every byte of a checkpoint's stored files; raises like `carry`."""
-    _check_sizes(tier, directory, made)
-    listed = (piece for pieces in verification.pieces(made).values() for piece in pieces)
-    read_verified(StoredCheckpoint(tier, directory, made), listed, control=going.control)
+    _check_sizes(tier, directory, manifest)
+    listed = (piece for pieces in verification.pieces(manifest).values() for piece in pieces)
+    read_verified(StoredCheckpoint(tier, directory, manifest), listed, control=going.control)
 
 
 def _check_sizes(files: Files, directory: str, made: Manifest) -> None:

@@ -9,51 +9,51 @@ import msgspec
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bounded
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
 from holdfast_formats.rest.jobs import ExportJob
 from holdfast_service.daemon.copying import streaming
-from holdfast_service.daemon.copying.copies import Going, carry, read_back
+from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
 from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf
 
 GROUP = "model"
 
 
-def stage(source: Tier, target: Tier, staging: str, wanted: ExportJob, going: Going) -> Manifest:
+def stage(source: Tier, target: Tier, staging: str, wanted: ExportJob, going: CopyControl) -> Manifest:
     """Put the copy, durable, at `staging`; returns its manifest. `Damaged` for bytes that fail their digest."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = open_checkpoint(source, directory)
-    made = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
+    manifest = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
     streaming.discard(target, staging)
     try:
-        carry(source, directory, target, staging, made, going)
+        carry(source, directory, target, staging, manifest, going)
         if not wanted.arguments.model_only:
             _vouch(target, staging, pair)
         target.sync_directory(staging)
     except BaseException:
         target.remove_tree(staging)
         raise
-    return made
+    return manifest
 
 
-def stands(source: Tier, target: Tier, wanted: ExportJob, going: Going) -> Manifest | None:
+def stands(source: Tier, target: Tier, wanted: ExportJob, going: CopyControl) -> Manifest | None:
     """The manifest of the target, if it is this very copy, with every byte verified: a job that was killed before it
     reported success finds it so.
     """
     pair = open_checkpoint(source, naming.checkpoint_path(wanted.run, wanted.step))
-    made = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
+    manifest = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
     beside = {} if wanted.arguments.model_only else {naming.MANIFEST: pair.encoded, naming.COMMIT: pair.commit}
     there = wanted.arguments.to
-    if set(target.list(there)) != {file.name.partition("/")[0] for file in made.files} | beside.keys():
+    if set(target.list(there)) != {file.name.partition("/")[0] for file in manifest.files} | beside.keys():
         return None
     try:
         if any(read_bounded(target, f"{there}/{name}", len(data)) != data for name, data in beside.items()):
             return None
-        read_back(target, there, made, going)
+        read_back(target, there, manifest, going)
     except Damaged:
         return None
-    return made
+    return manifest
 
 
 def is_taken(target: Tier, wanted: str) -> bool:
@@ -91,15 +91,15 @@ def check_name(name: str) -> None:
         raise InvalidRequest(f"{name!r} is a hidden name", hint="choose a name that does not begin with a dot")
 
 
-def only_model(made: Manifest) -> Manifest:
+def only_model(manifest: Manifest) -> Manifest:
     """The manifest restricted to the model and the files beside it."""
-    if GROUP not in made.tensors:
-        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(made.groups)}")
-    tensors = made.tensors[GROUP]
-    ours = {naming.index_file_name(group) for group in made.groups} | {naming.STATE}
+    if GROUP not in manifest.tensors:
+        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(manifest.groups)}")
+    tensors = manifest.tensors[GROUP]
+    ours = {naming.index_file_name(group) for group in manifest.groups} | {naming.STATE}
     wanted = {tensor.file for tensor in tensors.values()} | {naming.index_file_name(GROUP)}
-    files = tuple(file for file in made.files if file.name in wanted or not (file.header_bytes or file.name in ours))
-    return msgspec.structs.replace(made, files=files, tensors={GROUP: tensors}, aliases={})
+    files = tuple(file for file in manifest.files if file.name in wanted or not (file.header_bytes or file.name in ours))
+    return msgspec.structs.replace(manifest, files=files, tensors={GROUP: tensors}, aliases={})
 
 
 def _vouch(target: Tier, staging: str, pair: CommittedManifest) -> None:

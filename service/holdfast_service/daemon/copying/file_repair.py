@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_service.daemon.copying.repair_sources import Directory, RepairSource
@@ -26,18 +26,18 @@ class FileRepair(NamedTuple):
     labels: tuple[str, ...]
 
 
-def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
+def mend_file(tier: Tier, manifest: Manifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
     """Repair one file of a checkpoint; the manifest must be trusted.
 
     Raises `CorruptExtent` for the first damaged piece that no source has, and then changes nothing; and errors of
     the tier, after which the old file or the new one exists.
     """
-    directory, staging = _places(made)
-    entry = made.file(file)
+    directory, staging = _places(manifest)
+    entry = manifest.file(file)
     if entry is None:
         raise CorruptManifest(f"{directory} has no file {file!r}", file=file)
     itself = Directory("itself", tier, directory)
-    listed = verification.pieces(made)[file]
+    listed = verification.pieces(manifest)[file]
     damaged: list[Piece] = []
     labels: list[str] = []
     tier.remove_tree(staging)
@@ -61,9 +61,9 @@ def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSou
     return FileRepair(file, tuple(damaged), tuple(dict.fromkeys(labels)))
 
 
-def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -> FileRepair:
+def mend_small(tier: Tier, manifest: Manifest, file: str, data: bytes, label: str) -> FileRepair:
     """Replace the manifest or COMMIT by these bytes, which the caller has verified."""
-    directory, staging = _places(made)
+    directory, staging = _places(manifest)
     tier.remove_tree(staging)
     try:
         tier.put(f"{staging}/{file}", data)
@@ -77,8 +77,10 @@ def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -
     return FileRepair(file, (), (label,))
 
 
-def _places(made: Manifest) -> tuple[str, str]:
-    return naming.checkpoint_path(made.run, made.step), naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
+def _places(manifest: Manifest) -> tuple[str, str]:
+    return naming.checkpoint_path(manifest.run, manifest.step), naming.staging_path(
+        manifest.run, manifest.step, naming.NO_ATTEMPT
+    )
 
 
 def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | bytearray]:

@@ -8,9 +8,9 @@ import msgspec
 
 from holdfast_formats import decoding, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import Extent
-from holdfast_formats.foreign.listing import Decoder, ForeignTensor, TensorKey
-from holdfast_formats.foreign.target_files import TargetFile
+from holdfast_formats.disk.manifests import Extent
+from holdfast_formats.mapping.listing import Decoder, ForeignTensor, TensorKey
+from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.storage import Tier
 
@@ -57,21 +57,21 @@ class FinishedFiles:
             self._target.remove_tree(self._staging)
             self._target.remove_tree(self._there)
             return {}
-        made = {note.file.name: note.file for note in notes}
+        by_name = {note.file.name: note.file for note in notes}
         sizes = {file.name: file.bytes for file in files}
         return {
             name: file
-            for name, file in made.items()
+            for name, file in by_name.items()
             if file.bytes == sizes.get(name) == self._target.size(f"{self._staging}/{name}")
         }
 
     def complete(self, files: Sequence[TargetFile]) -> tuple[FinishedFile, ...] | None:
         """The notes of all files, if all are there and of this job; None otherwise. Nothing is removed."""
         notes = self._notes()
-        made = {note.file.name: note.file for note in notes if note.job == self._job}
-        if not notes or len(made) != len(notes) or made.keys() != {file.name for file in files}:
+        by_name = {note.file.name: note.file for note in notes if note.job == self._job}
+        if not notes or len(by_name) != len(notes) or by_name.keys() != {file.name for file in files}:
             return None
-        return tuple(made[file.name] for file in files)
+        return tuple(by_name[file.name] for file in files)
 
     def add(self, number: int, file: FinishedFile) -> None:
         """Record a durable file; the record is durable when this returns."""
@@ -87,13 +87,13 @@ class FinishedFiles:
 
     def _notes(self) -> list[_Note]:
         """All records; an incomplete one, from a crash, is removed."""
-        found = []
+        notes_read = []
         for name in self._target.list(self._there):
             try:
-                found.append(_decode(self._target.read(f"{self._there}/{name}", 0, NOTE_BYTES_MAX)))
+                notes_read.append(_decode(self._target.read(f"{self._there}/{name}", 0, NOTE_BYTES_MAX)))
             except (msgspec.DecodeError, ValueError, RecursionError):
                 self._target.remove_file(f"{self._there}/{name}")
-        return found
+        return notes_read
 
 
 def job_digest(files: Sequence[TargetFile], tensors: Mapping[TensorKey, ForeignTensor], stamps: Mapping[str, str]) -> str:

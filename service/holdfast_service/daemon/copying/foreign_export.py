@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent, NoSpace
-from holdfast_formats.exports import arranged, kinds, plan
+from holdfast_formats.exports import kinds, ordered_tensors, plan
 from holdfast_formats.exports.plan import ExportOptions, ExportPlan
 from holdfast_formats.exports.source import ExportSource, of_committed
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.committed import CommittedFiles
+from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.daemon.copying import streaming
-from holdfast_service.daemon.copying.copies import Going
+from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.storage import Tier, read_once
 
 NAMED_MAX = 200  # of what is left out, in a report
@@ -42,33 +42,33 @@ class PlannedExport(NamedTuple):
         return self.plan.bytes
 
 
-def plan_export(tier: Files, directory: str, made: Manifest, terms: ExportTerms) -> PlannedExport:
+def plan_export(tier: Files, directory: str, manifest: Manifest, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export of the checkpoint in `directory`.
 
     Raises `InvalidRequest`, `NoSuchResource` and `StateMismatch` for what has no place in the target; and `Damaged`.
     """
-    files = CommittedFiles(read_once(tier), made, directory)
-    return planned_of(of_committed(files, made), files, terms)
+    files = CommittedFiles(read_once(tier), manifest, directory)
+    return planned_of(of_committed(files, manifest), files, terms)
 
 
 def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> PlannedExport:
     """Plan the files of an export; `files` are those of the source. Raises as `plan_export`."""
     check_terms(terms)
-    program = None if terms.program is None else arranged.compiled(source, terms.program)
+    program = None if terms.program is None else ordered_tensors.compiled(source, terms.program)
     dtype = None if terms.dtype is None else plan.dtype_named(terms.dtype)
     options = ExportOptions(plan.weights_named(terms.weights or DEFAULT_WEIGHTS), dtype, terms.layout, program)
     kind = kinds.kind_named(terms.form or "")
     return PlannedExport(source, files, kind.plan(source, options), kind.name)
 
 
-def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> None:
+def write(planned: PlannedExport, target: Tier, staging: str, going: CopyControl) -> None:
     """Write all files into a staging directory, durably, and verify them; continues an earlier start of the same work.
 
     Raises `NoSpace` before anything is written, `Damaged` for bytes of the checkpoint, or of the copy, that do not match
     their digest; `CopyStopped`; errors of both sides.
     """
-    files, there = planned.plan.files, sum(target.size(f"{staging}/{file.name}") or 0 for file in planned.plan.files)
-    if planned.bytes - there > target.free_bytes():
+    files, written = planned.plan.files, sum(target.size(f"{staging}/{file.name}") or 0 for file in planned.plan.files)
+    if planned.bytes - written > target.free_bytes():
         raise NoSpace(
             f"the export needs {planned.bytes} bytes, and {target.free_bytes()} are free",
             hint="free some space, or go elsewhere",
@@ -78,7 +78,7 @@ def write(planned: PlannedExport, target: Tier, staging: str, going: Going) -> N
     target.sync_directory(staging)
 
 
-def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: Going) -> bool:
+def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: CopyControl) -> bool:
     """Whether the directory `name` is this very export, made by a start that was killed before it reported success.
 
     The records list its files. Without them, and `again`, the files are computed once more, for their digests.
@@ -106,7 +106,7 @@ def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: 
 def report(planned: PlannedExport) -> dict[str, Any]:
     """The result, its differences from the checkpoint, and what is left out."""
     left = planned.plan.left_out
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "as": planned.kind,
         "files": len(planned.plan.files),
         "bytes": planned.bytes,
@@ -115,4 +115,4 @@ def report(planned: PlannedExport) -> dict[str, Any]:
         "notes": list(planned.plan.notes),
         "left_out": [one._asdict() for one in left[:NAMED_MAX]],
     }
-    return {**told, "more_left_out": len(left) - NAMED_MAX} if len(left) > NAMED_MAX else told
+    return {**result, "more_left_out": len(left) - NAMED_MAX} if len(left) > NAMED_MAX else result

@@ -5,29 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_formats.disk.packing import natural_key
-from holdfast_formats.foreign.listing import FileUse, ForeignListing
+from holdfast_formats.mapping.listing import FileUse, ForeignListing
 from holdfast_service.daemon.copying.importing import PlannedImport
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 
-FILES_TOLD = 200  # in a job's result; state.json has all
+FILES_LISTED = 200  # in a job's result; state.json has all
 NAMED = 3  # tensors of a group, as examples
 
 
 def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     """The `source` object of state.json; digests of files are known once everything is `read`."""
     listing = planned.listing
-    files = [_file_told(planned.source, use, read) for use in listing.files]
-    said = {} if listing.step is None else {"step": listing.step}
-    told = {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned)}
-    return {**told, **planned.chosen, **said, **planned.about}
+    files = [_listed_file(planned.source, use, read) for use in listing.files]
+    step = {} if listing.step is None else {"step": listing.step}
+    summary = {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned)}
+    return {**summary, **planned.chosen, **step, **planned.about}
 
 
-def files_told(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:
+def listed_files(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:
     """The kind of a source, and the use of each of its files, without digests."""
-    files = [_file_told(source, use, read=False) for use in listing.files]
-    said = {} if listing.step is None else {"step": listing.step}
-    told = {"kind": listing.kind, "files": files[:FILES_TOLD], "notes": [_unicode(note) for note in listing.notes], **said}
-    return {**told, "more_files": len(files) - FILES_TOLD} if len(files) > FILES_TOLD else told
+    files = [_listed_file(source, use, read=False) for use in listing.files]
+    step = {} if listing.step is None else {"step": listing.step}
+    summary = {
+        "kind": listing.kind,
+        "files": files[:FILES_LISTED],
+        "notes": [_unicode(note) for note in listing.notes],
+        **step,
+    }
+    return {**summary, "more_files": len(files) - FILES_LISTED} if len(files) > FILES_LISTED else summary
 
 
 def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
@@ -46,28 +51,28 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
         group["names"] = sorted(group["names"], key=natural_key)[:NAMED]
     for name, values in planned.wanted.documents.items():
         groups.setdefault(name, {"tensors": 0, "bytes": 0, "dtypes": [], "names": []})["values"] = sorted(values)
-    told = {**source, "files": source["files"][:FILES_TOLD]}
-    if len(source["files"]) > FILES_TOLD:
-        told["more_files"] = len(source["files"]) - FILES_TOLD
+    told = {**source, "files": source["files"][:FILES_LISTED]}
+    if len(source["files"]) > FILES_LISTED:
+        told["more_files"] = len(source["files"]) - FILES_LISTED
     written = [{"file": file.name, "bytes": file.bytes} for file in planned.files]
     return {
         "run": planned.plan.run,
         "step": planned.plan.step,
         "tensors": sum(len(file.tensors) for file in planned.plan.files),
         "groups": groups,
-        "written": written[:FILES_TOLD],
+        "written": written[:FILES_LISTED],
         "source": told,
     }
 
 
-def _file_told(source: WatchedSource, use: FileUse, read: bool) -> dict[str, Any]:
+def _listed_file(source: WatchedSource, use: FileUse, read: bool) -> dict[str, Any]:
     size = source.size(use.file)
-    told: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
+    entry: dict[str, Any] = {"file": _unicode(use.file), "bytes": size, "use": use.use}
     if read and size is not None and use.use != "unused":
-        told["xxh3"] = source.digest_of(use.file)
+        entry["xxh3"] = source.digest_of(use.file)
     if use.reason:
-        told["reason"] = _unicode(use.reason)
-    return told
+        entry["reason"] = _unicode(use.reason)
+    return entry
 
 
 def _notes(planned: PlannedImport) -> list[str]:

@@ -15,24 +15,24 @@ import numpy as np
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest, running
-from holdfast_formats.disk import manifest, state_json
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, FileEntry, Manifest
+from holdfast_formats.disk import manifests, state_json
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.foreign import hugging_face
 from holdfast_formats.foreign.kinds import choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.lineage import Way
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.jobs import ImportArguments
 from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_table import Blob
 from holdfast_service.daemon.copying import comparing, mapping, streaming
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, carry
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry
 from holdfast_service.daemon.copying.mapping import Documents, MappedListing
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Tier, read_once
@@ -89,8 +89,8 @@ def is_checkpoint(source: Files) -> bool:
 
 def refuse_uncommitted(source: Files) -> None:
     """`StateMismatch` for a Holdfast checkpoint without COMMIT."""
-    there = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
-    if there == [True, True, False]:
+    present = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
+    if present == [True, True, False]:
         raise StateMismatch(
             f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
             "copied as a whole, and other kinds of import would leave its state.json out",
@@ -156,12 +156,12 @@ def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
 
 def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
     """The plan of what an earlier start of the same import has not staged yet, for the check of free space."""
-    there = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
-    files = tuple(file for file in planned.plan.files if there.get(file.layout.name) != file.layout.bytes)
+    sizes = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
+    files = tuple(file for file in planned.plan.files if sizes.get(file.layout.name) != file.layout.bytes)
     return planned.plan._replace(files=files)
 
 
-def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
+def write(planned: PlannedImport, target: Tier, going: CopyControl) -> Receipt:
     """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
     staging, plan = planned.place.path, planned.plan
     comparing.check_equal(planned.source, planned.listing.tensors, planned.wanted.equal, going)
@@ -169,12 +169,12 @@ def write(planned: PlannedImport, target: Tier, going: Going) -> Receipt:
     finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
-        made = planned.listing.made_assets.get(asset.blob.name)
-        if made is None:
+        asset_bytes = planned.listing.made_assets.get(asset.blob.name)
+        if asset_bytes is None:
             entries.append(_put_asset(planned, target, asset.blob, going))
             continue
-        put_again(target, f"{staging}/{asset.blob.name}", made)
-        entries.append(FileEntry(asset.blob.name, len(made), 0, digest(made)))
+        put_again(target, f"{staging}/{asset.blob.name}", asset_bytes)
+        entries.append(FileEntry(asset.blob.name, len(asset_bytes), 0, digest(asset_bytes)))
     planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
     planned.source.check_names()
     extents: dict[str, dict[str, Any]] = {}
@@ -191,8 +191,8 @@ def put_again(target: Tier, path: str, data: bytes) -> None:
     target.put(path, data)
 
 
-def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: Going) -> FileEntry:
-    path, found = f"{planned.place.path}/{blob.name}", running()
+def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: CopyControl) -> FileEntry:
+    path, running_digest = f"{planned.place.path}/{blob.name}", running()
     if target.size(path) is not None:
         target.remove_file(path)
     writer = target.create(path, blob.length)
@@ -203,13 +203,13 @@ def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: Going) -
             part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
             if planned.source.read_into(blob.name, at, part) != part.nbytes:
                 raise CorruptManifest(f"{blob.name} became shorter while it was read", file=blob.name)
-            found.update(part.data)
+            running_digest.update(part.data)
             writer.write(at, [part])
             going.moved(part.nbytes)
         writer.finish()
     finally:
         writer.discard()
-    return FileEntry(blob.name, blob.length, 0, found.hexdigest())
+    return FileEntry(blob.name, blob.length, 0, running_digest.hexdigest())
 
 
 def _state(plan: WritePlan, documents: Documents) -> bytes:
@@ -230,36 +230,48 @@ def _entry(layout: FilePlan) -> FileEntry:
     return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
 
 
-def copy_in(source: Files, target: Tier, goal: Goal, going: Going) -> CommittedManifest:
+def copy_in(source: Files, target: Tier, goal: Goal, going: CopyControl) -> CommittedManifest:
     """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
     `Damaged` if the source does not match its digests.
     """
     pair = open_checkpoint(source, "")
-    made, state = _renamed(pair.manifest, source.read(naming.STATE), goal)
+    manifest_copied, state = _renamed(pair.manifest, source.read(naming.STATE), goal)
     carry(source, "", target, goal.staging, pair.manifest, going)
-    if made == pair.manifest:
+    if manifest_copied == pair.manifest:
         return pair
     target.remove_file(f"{goal.staging}/{naming.STATE}")
     target.put(f"{goal.staging}/{naming.STATE}", state)
-    encoded = manifest.encode(made)
-    return CommittedManifest(manifest.encode_commit(made, encoded), encoded, made)
+    encoded = manifests.encode(manifest_copied)
+    return CommittedManifest(manifests.encode_commit(manifest_copied, encoded), encoded, manifest_copied)
 
 
-def counted(made: Manifest) -> WritePlan:
+def counted(manifest: Manifest) -> WritePlan:
     """A plan of a checkpoint's size, for the check of free space."""
-    files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in made.files)
-    return WritePlan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
+    files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in manifest.files)
+    return WritePlan(
+        manifest.run,
+        manifest.step,
+        manifest.attempt,
+        manifest.world,
+        (),
+        files,
+        {},
+        (),
+        manifest.metrics,
+        manifest.mesh,
+        b"",
+    )
 
 
-def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
+def _renamed(manifest: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
     """The manifest and state.json under another run, step or attempt; both contain the step."""
-    if made.step != goal.step:
+    if manifest.step != goal.step:
         document = json.loads(state)
         document["step"] = goal.step
         state = json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     changed = FileEntry(naming.STATE, len(state), 0, digest(state))
-    files = tuple(changed if file.name == naming.STATE else file for file in made.files)
-    renamed = msgspec.structs.replace(made, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
-    if made.run != goal.run:  # rewinds of another run lead nowhere here
+    files = tuple(changed if file.name == naming.STATE else file for file in manifest.files)
+    renamed = msgspec.structs.replace(manifest, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
+    if manifest.run != goal.run:  # rewinds of another run lead nowhere here
         renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
     return renamed, state

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bounded
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
-from holdfast_formats.disk import manifest, thinning, verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests, thinning, verification
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
@@ -56,13 +56,13 @@ def same_pairs(others: Mapping[str, Tier], pair: CommittedManifest) -> list[str]
     """The labels of tiers with this very checkpoint, first those with the same manifest, byte for byte; others have it
     before or after thinning or compaction, and so the files that stayed.
     """
-    found = list(_pairs(others, CheckpointId(pair.manifest.run, pair.manifest.step)))
-    same = [label for label, other in found if other.encoded == pair.encoded]
-    return same + [label for label, other in found if label not in same and _origin(other) == _origin(pair)]
+    pairs_found = list(_pairs(others, CheckpointId(pair.manifest.run, pair.manifest.step)))
+    same = [label for label, other in pairs_found if other.encoded == pair.encoded]
+    return same + [label for label, other in pairs_found if label not in same and _origin(other) == _origin(pair)]
 
 
 def _origin(pair: CommittedManifest) -> str:
-    return thinning.origin_sha256(pair.manifest, manifest.stated_sha256(pair.commit))
+    return thinning.origin_sha256(pair.manifest, manifests.stated_sha256(pair.commit))
 
 
 def _of(pair: CommittedManifest, which: CheckpointId) -> CommittedManifest:
@@ -83,7 +83,7 @@ def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[st
 def stored(tier: Tier, path: str) -> bytes:
     """The present content of COMMIT or a manifest; empty if it cannot be read, or is too long to be one."""
     try:
-        return read_bounded(tier, path, manifest.MANIFEST_BYTES_MAX) or b""
+        return read_bounded(tier, path, manifests.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
         return b""
 
@@ -93,9 +93,9 @@ def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> Commit
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None
     try:
-        made = _decode(encoded)
-        rebuilt = manifest.encode_commit(made, encoded)
-        return _of(CommittedManifest(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
+        rebuilt_from = _decode(encoded)
+        rebuilt = manifests.encode_commit(rebuilt_from, encoded)
+        return _of(CommittedManifest(rebuilt, encoded, manifests.decode(encoded, rebuilt)), which)
     except (CheckpointError, ValueError):
         return None
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import optimizer_state
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
-from holdfast_formats.foreign.moves import MappedTensor, same
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import MappedTensor, same
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.programs import CompiledProgram, Program, compile_program, load, read_program
 
 CONFIG = "config.json"
@@ -40,9 +40,15 @@ def mapped(files: Files, listing: ForeignListing, program: str | None) -> Mapped
     if program is None:
         return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
     specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
-    made = compile_program(_program(program), specs, _config(files))
-    documents = _renamed(listing.documents, made.names)
-    return MappedListing(tuple(made.tensors.values()), documents, tuple(_notes(made)), made.equal, made.zeros)
+    compiled_program = compile_program(_program(program), specs, _config(files))
+    documents = _renamed(listing.documents, compiled_program.names)
+    return MappedListing(
+        tuple(compiled_program.tensors.values()),
+        documents,
+        tuple(_notes(compiled_program)),
+        compiled_program.equal,
+        compiled_program.zeros,
+    )
 
 
 def _program(given: str) -> Program:
@@ -55,19 +61,19 @@ def _config(files: Files) -> Mapping[str, Any]:
     if size is None:
         return {}
     try:
-        found = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
+        document = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
     except (ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptManifest(f"{CONFIG} is not a JSON object of at most {CONFIG_BYTES_MAX} bytes", file=CONFIG)
-    return found
+    return document
 
 
 def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:
     """The documents with the parameters of every optimizer under their new names."""
     optim = documents.get(optimizer_state.GROUP, {})
-    made = {key: _renamed_optimizer(held, names) if _is_optimizer(held) else held for key, held in optim.items()}
-    return {**documents, optimizer_state.GROUP: made} if made else documents
+    renamed = {key: _renamed_optimizer(held, names) if _is_optimizer(held) else held for key, held in optim.items()}
+    return {**documents, optimizer_state.GROUP: renamed} if renamed else documents
 
 
 def _is_optimizer(held: Any) -> bool:
@@ -82,22 +88,22 @@ def _renamed_optimizer(held: Mapping[str, Any], names: Mapping[str, Sequence[str
     groups: list[tuple[list[str], Mapping[str, Any]]] = []
     group_of: dict[str, int] = {}
     for number, group in enumerate(value for key, value in held.get("groups", {}).items() if key != "$keys"):
-        made = list(dict.fromkeys(new for name in group.get("params", ()) for new in names.get(name, ())))
-        for name in made:
+        renamed_names = list(dict.fromkeys(new for name in group.get("params", ()) for new in names.get(name, ())))
+        for name in renamed_names:
             if group_of.setdefault(name, number) != number:
                 raise StateMismatch(
                     f"{name!r} is made of parameters of two groups of the optimizer", hint="import it without the optimizer"
                 )
-        groups.append((made, {key: value for key, value in group.items() if key not in ("params", "$keys")}))
+        groups.append((renamed_names, {key: value for key, value in group.items() if key not in ("params", "$keys")}))
     return {**held, **optimizer_state.document(groups)}
 
 
-def _notes(made: CompiledProgram) -> list[str]:
-    notes = [f"the tensors were mapped by the program {made.program!r}", *made.notes]
-    notes += [f"{lost.elements} elements of {lost.key.name!r} are left out: {lost.why}" for lost in made.lost]
-    if made.added:
-        notes.append(f"made of nothing, as zeros: {_some(key.name for key in made.added)}")
-    rounded = [cast.key.name for cast in made.casts if not cast.lossless]
+def _notes(compiled_program: CompiledProgram) -> list[str]:
+    notes = [f"the tensors were mapped by the program {compiled_program.program!r}", *compiled_program.notes]
+    notes += [f"{lost.elements} elements of {lost.key.name!r} are left out: {lost.why}" for lost in compiled_program.lost]
+    if compiled_program.added:
+        notes.append(f"made of nothing, as zeros: {_some(key.name for key in compiled_program.added)}")
+    rounded = [cast.key.name for cast in compiled_program.casts if not cast.lossless]
     if rounded:
         notes.append(f"rounded to another type, which loses digits: {_some(rounded)}")
     return notes

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.foreign.listing import StoredMember
 from holdfast_formats.foreign.pickled.zip_members import check_crc
+from holdfast_formats.mapping.listing import StoredMember
 
 READ_BYTES = 2**24  # at once, of what has not passed
 

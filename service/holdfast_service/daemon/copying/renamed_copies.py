@@ -6,19 +6,19 @@ import msgspec
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
+from holdfast_formats.disk import manifests
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import CheckpointId, Place
-from holdfast_service.daemon.copying.copies import Going, carry, read_back
+from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
 from holdfast_service.storage import Tier
 
 
 def renamed(tier: Tier, which: CheckpointId, run: str) -> CommittedManifest:
     """COMMIT and manifest of a copy under the run's new name; `Damaged` if those of the copy cannot be read."""
-    made = msgspec.structs.replace(open_checkpoint(tier, naming.checkpoint_path(*which)).manifest, run=run)
-    manifest.validate(made)
-    encoded = manifest.encode(made)
-    return CommittedManifest(manifest.encode_commit(made, encoded), encoded, made)
+    renamed_manifest = msgspec.structs.replace(open_checkpoint(tier, naming.checkpoint_path(*which)).manifest, run=run)
+    manifests.validate(renamed_manifest)
+    encoded = manifests.encode(renamed_manifest)
+    return CommittedManifest(manifests.encode_commit(renamed_manifest, encoded), encoded, renamed_manifest)
 
 
 def is_another(source: Tier, pair: CommittedManifest) -> bool:
@@ -29,7 +29,7 @@ def is_another(source: Tier, pair: CommittedManifest) -> bool:
         return False
 
 
-def stage(tier: Tier, which: CheckpointId, place: Place, pair: CommittedManifest, going: Going) -> None:
+def stage(tier: Tier, which: CheckpointId, place: Place, pair: CommittedManifest, going: CopyControl) -> None:
     """Stage the verified files of a copy at `place`: as hard links, or as copies if the tier has none.
 
     Raises `Damaged` for bytes that fail their digest, `CopyStopped`, and errors of the tier.

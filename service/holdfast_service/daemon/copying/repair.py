@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
-from holdfast_service.control.checkpoints.replicas import RepairBook
+from holdfast_service.control.checkpoints.replicas import RepairRecords
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import Going, carry
+from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
-from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
+from holdfast_service.daemon.copying.repair_sources import DerivedPieces, Directory, HeldSlotSource, RepairSource, held_slots
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RepairOutcome(NamedTuple):
         return ", ".join(labels) or "itself"
 
 
-class Elsewhere(NamedTuple):
+class RepairCandidates(NamedTuple):
     """Other sources of bytes: tiers that may have the checkpoint, by label, and slots; and the catalog's record."""
 
     tiers: Mapping[str, Tier]
@@ -63,14 +63,14 @@ class Repairer:
     """Repairs checkpoints of one root and their replicas, one at a time. Thread-safe.
 
     `replicas` returns the current other tiers; `lend` returns the slots of a step's in-memory checkpoint, as
-    `HeldCheckpoints.lend` does.
+    `MemoryCheckpoints.lend` does.
     """
 
     def __init__(
         self,
         tier: Tier,
         control: Control,
-        records: RepairBook,
+        records: RepairRecords,
         replicas: Callable[[], Mapping[str, Tier]],
         lend: Lend = lambda run, step: ((), ()),
     ) -> None:
@@ -111,7 +111,7 @@ class Repairer:
         with self._lock, self._control.readers.reading(*which):
             if name is None and not target.list(naming.checkpoint_path(*which)):
                 return bring_back(target, which, tiers, self._records)
-            outcome = mend(target, which, error, Elsewhere(tiers, self._held, self._records.known(*which)))
+            outcome = mend(target, which, error, RepairCandidates(tiers, self._held, self._records.known(*which)))
         where = {} if name is None else {"replica": name}
         for mended in outcome.mended:
             self._records.repaired(*which, {**detail_of(mended), **where})
@@ -119,11 +119,11 @@ class Repairer:
             log.error("%s@%s %s could not be repaired: %s", *which, where or "", outcome.left.detail)
         return outcome
 
-    def _held(self, made: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
-        return held_slots(*self._lend(made.run, made.step), made, self._control)
+    def _held(self, manifest: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
+        return held_slots(*self._lend(manifest.run, manifest.step), manifest, self._control)
 
 
-def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:
+def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: RepairCandidates) -> RepairOutcome:
     """Repair a checkpoint in `tier`, file by file: first COMMIT and manifest, then the file of `error`, then the rest.
 
     Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.
@@ -138,7 +138,7 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
             if label is not None and stored(tier, f"{directory}/{name}") != data:
                 mended.append(mend_small(tier, pair.manifest, name, data, label))
         with elsewhere.held(pair.manifest) as slots:
-            sources: list[RepairSource] = [Derived(pair.manifest)]
+            sources: list[RepairSource] = [DerivedPieces(pair.manifest)]
             sources += [Directory(name, elsewhere.tiers[name], directory) for name in same_pairs(elsewhere.tiers, pair)]
             sources += [] if slots is None else [slots]
             _mend_files(tier, pair.manifest, error, sources, mended)
@@ -147,7 +147,7 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
     return RepairOutcome(tuple(mended), None)
 
 
-def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairBook) -> RepairOutcome:
+def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], records: RepairRecords) -> RepairOutcome:
     """Copy a checkpoint that is missing in `tier` back from the first of the `tiers` that has it complete (I3).
 
     Raises `NoSuchCheckpoint` if none has it, or if it was removed; any other failure is in the outcome.
@@ -167,7 +167,7 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
                 raise CorruptManifest(f"{label} has {found.run}@{found.step} in {directory}", file=naming.MANIFEST)
             records.admit(pair.manifest)
             tier.remove_tree(place.path)
-            carry(source, directory, tier, place.path, pair.manifest, Going())
+            carry(source, directory, tier, place.path, pair.manifest, CopyControl())
             records.bring(source, label, place, pair.encoded, pair.commit)
         except CheckpointError as error:
             log.error("%s@%s cannot be copied back from %s: %s", *which, label, error.detail)
@@ -183,30 +183,30 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
 
 
 def _mend_files(
-    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[FileRepair]
+    tier: Tier, manifest: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[FileRepair]
 ) -> None:
     """Repair the named file, then all that verification finds, until nothing is found; each file is tried once."""
     tried: set[str] = set()
-    found = error
+    damage_left = error
     while True:
-        file = None if found is None else _named_in(found, made)
+        file = None if damage_left is None else _named_in(damage_left, manifest)
         if file is None or file in tried:
             try:
-                verify(tier, naming.checkpoint_path(made.run, made.step))
+                verify(tier, naming.checkpoint_path(manifest.run, manifest.step))
                 return
             except (Damaged, StorageFailed) as damage:
-                found, file = damage, _named_in(damage, made)
+                damage_left, file = damage, _named_in(damage, manifest)
                 if file is None or file in tried:
                     raise
         tried.add(file)
-        mended.append(mend_file(tier, made, file, sources))
-        found = None
+        mended.append(mend_file(tier, manifest, file, sources))
+        damage_left = None
 
 
-def _named_in(error: CheckpointError, made: Manifest) -> str | None:
+def _named_in(error: CheckpointError, manifest: Manifest) -> str | None:
     """The damaged file of the checkpoint; a disk's read error has its path."""
     file = error.members.get("file") or str(error.members.get("path", "")).rpartition("/")[2]
-    return file if made.file(file) is not None else None
+    return file if manifest.file(file) is not None else None
 
 
 def detail_of(mended: FileRepair) -> dict[str, Any]:

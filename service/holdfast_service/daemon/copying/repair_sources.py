@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, safetensors
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import FORMAT_METADATA, FilePlan
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.disk.verification import Piece
@@ -62,13 +62,13 @@ class Directory:
         return data if got == piece.length and proves(piece, data) else None
 
 
-class Derived:
+class DerivedPieces:
     """Bytes that follow from the manifest alone: headers of shard files, indexes, and empty files."""
 
     label = "manifest"
 
-    def __init__(self, made: Manifest) -> None:
-        self._made = made
+    def __init__(self, manifest: Manifest) -> None:
+        self._made = manifest
 
     def piece(self, piece: Piece) -> bytes | None:
         if piece.tensor is not None or piece.start:
@@ -139,7 +139,7 @@ class HeldSlotSource:
 
 @contextmanager
 def held_slots(
-    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, control: Control
+    parts: tuple[HeldPart, ...], fds: tuple[int, ...], manifest: Manifest, control: Control
 ) -> Iterator[HeldSlotSource | None]:
     """The held slots of this very checkpoint, mapped within the block; None if they are no longer complete.
 
@@ -149,10 +149,12 @@ def held_slots(
     with ExitStack() as stack:
         for fd in fds:
             stack.callback(os.close, fd)
-        yield _opened(parts, fds, made, control) if parts else None
+        yield _opened(parts, fds, manifest, control) if parts else None
 
 
-def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, control: Control) -> HeldSlotSource | None:
+def _opened(
+    parts: tuple[HeldPart, ...], fds: tuple[int, ...], manifest: Manifest, control: Control
+) -> HeldSlotSource | None:
     tables: list[SlotTable] = []
     slots: dict[int, memoryview] = {}
     try:
@@ -168,6 +170,6 @@ def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, c
     except (CheckpointError, OSError, ValueError) as error:
         log.info("cannot read the in-memory checkpoint: %s", error)
         return None
-    if (plan.run, plan.step, plan.attempt) != (made.run, made.step, made.attempt):
+    if (plan.run, plan.step, plan.attempt) != (manifest.run, manifest.step, manifest.attempt):
         return None
     return HeldSlotSource(plan, slots)

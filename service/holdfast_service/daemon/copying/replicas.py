@@ -14,10 +14,10 @@ from contextlib import suppress
 import msgspec
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint
-from holdfast_formats import moments, naming
+from holdfast_formats import naming, timestamps
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, thinning, verification
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk import manifests, thinning, verification
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
@@ -27,13 +27,13 @@ from holdfast_formats.errors import (
     StateMismatch,
     Unavailable,
 )
-from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
-from holdfast_service.control.checkpoints.replicas import ReplicaBook
+from holdfast_formats.timestamps import utc_now
+from holdfast_service.control.checkpoints.replicas import ReplicaRecords
 from holdfast_service.daemon.copying import renamed_copies
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, carry, read_back
-from holdfast_service.daemon.copying.second_names import stage_again
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry, read_back
+from holdfast_service.daemon.copying.hard_links import stage_again
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import PosixStore, Tier
 from holdfast_service.storage.pacing import Pace
@@ -58,7 +58,7 @@ class Replicator:
         name: str,
         source: Tier,
         open_tier: Callable[[], Tier],
-        book: ReplicaBook,
+        records: ReplicaRecords,
         *,
         news: Callable[[float], bool],
         pace: Pace | None = None,
@@ -70,7 +70,7 @@ class Replicator:
         """
         self.is_mine = is_mine
         self.name = name
-        self._source, self._open, self._book = source, open_tier, book
+        self._source, self._open, self._records = source, open_tier, records
         self._news, self._mend = news, mend
         self._pace = pace
         self._tier: Tier | None = None
@@ -120,14 +120,14 @@ class Replicator:
             return False
         tier = self._reached()
         if tier is not self._tier:
-            self._book.opened(self.name, tier)
+            self._records.opened(self.name, tier)
             self._settle(tier, filter(naming.is_run_name, tier.list("")))
             self._tier = tier
         if self._rename(self._tier):
             return True
         done = self._remove(self._tier)
         now = time.monotonic()
-        due = [c for c in self._book.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
+        due = [c for c in self._records.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
         if due:
             self._copy(self._tier, due[0])
             return True
@@ -138,7 +138,7 @@ class Replicator:
             return self._open()
         except CheckpointError as error:
             if self.problem is None or self.problem.code != error.code:
-                self._book.unreached(self.name, error)
+                self._records.unreached(self.name, error)
             raise
 
     def check(self, run: str, step: int) -> CheckpointError | None:
@@ -149,13 +149,13 @@ class Replicator:
         directory = naming.checkpoint_path(run, step)
         going = self._going()
         try:
-            made = open_checkpoint(tier, directory).manifest
-            read_back(tier, directory, made, going)
+            manifest = open_checkpoint(tier, directory).manifest
+            read_back(tier, directory, manifest, going)
         except Damaged as error:
             log.error("%s@%s in replica %s is damaged: %s", run, step, self.name, error.detail)
-            self._book.failed(self.name, which, error, damaged=True)
+            self._records.failed(self.name, which, error, damaged=True)
             return self._mended(tier, which, error)
-        self._book.present(self.name, which, made.bytes)
+        self._records.present(self.name, which, manifest.bytes)
         return None
 
     def _mended(self, tier: Tier, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
@@ -165,11 +165,11 @@ class Replicator:
             self._mend(self.name, *which, error)
         directory = naming.checkpoint_path(*which)
         try:
-            made = open_checkpoint(tier, directory).manifest
-            read_back(tier, directory, made, self._going())
+            manifest = open_checkpoint(tier, directory).manifest
+            read_back(tier, directory, manifest, self._going())
         except Damaged as left:
             return left
-        self._book.present(self.name, which, made.bytes)
+        self._records.present(self.name, which, manifest.bytes)
         return None
 
     def _rename(self, tier: Tier) -> bool:
@@ -177,7 +177,7 @@ class Replicator:
         again, as everything that is due.
         """
         now = time.monotonic()
-        for which, run in self._book.renames(self.name):
+        for which, run in self._records.renames(self.name):
             if self._skipped.get(which, 0.0) > now or tier.list(naming.checkpoint_path(run, which.step)):
                 continue
             try:
@@ -195,14 +195,14 @@ class Replicator:
         if renamed_copies.is_another(self._source, pair):
             return False
         self._publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
-        self._book.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
+        self._records.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
         log.info("%s@%s in replica %s is %s@%s now", *which, self.name, run, which.step)
         return True
 
     def _remove(self, tier: Tier) -> bool:
         removed = False
-        for run, step in self._book.removals(self.name):
-            if self._book.remove(self.name, tier, run, step):
+        for run, step in self._records.removals(self.name):
+            if self._records.remove(self.name, tier, run, step):
                 removed = True
                 log.info("removed %s@%s from replica %s, because it was removed from the root", run, step, self.name)
         return removed
@@ -211,7 +211,7 @@ class Replicator:
         """Copy one checkpoint, without protecting it: a hanging disk must not delay its removal."""
         run, step = which = CheckpointId(checkpoint.run, checkpoint.step)
         directory = naming.checkpoint_path(run, step)
-        self._book.copying(self.name, checkpoint)
+        self._records.copying(self.name, checkpoint)
         try:
             pair = open_checkpoint(self._source, directory)
             if tier.list(directory):
@@ -221,7 +221,7 @@ class Replicator:
                 self.check(run, step)
                 return
             self._carry(tier, pair)
-            self._book.present(self.name, which, pair.manifest.bytes)
+            self._records.present(self.name, which, pair.manifest.bytes)
             log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
             if not self.is_mine():  # the node that has it now reports it
@@ -232,15 +232,15 @@ class Replicator:
                 self._skip(which)
                 return
             if isinstance(error, Unavailable):  # the disk: of others on it nothing better is to be expected
-                self._book.failed(self.name, which, error, damaged=False)
+                self._records.failed(self.name, which, error, damaged=False)
                 raise
             log.error("cannot copy %s@%s to replica %s: %s", run, step, self.name, error.detail)
-            self._book.failed(self.name, which, error, damaged=False)
+            self._records.failed(self.name, which, error, damaged=False)
             self._skip(which)
 
     def _carry(self, tier: Tier, pair: CommittedManifest) -> None:
-        made, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, made, self._going()))
+        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
+        self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, manifest, self._going()))
 
     def _publish(self, tier: Tier, pair: CommittedManifest, stage: Callable[[Place], None]) -> None:
         place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
@@ -250,7 +250,7 @@ class Replicator:
             stage(place)
             if not self.is_mine():
                 raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
-            self._book.publish(tier, place, pair.encoded, pair.commit)
+            self._records.publish(tier, place, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 if self.is_mine():  # else it is the other node's
@@ -261,25 +261,30 @@ class Replicator:
         """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
         the copy stays, because no other checkpoint has what it would lose.
         """
-        made, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
+        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
         whole = open_checkpoint(tier, directory).manifest
-        if not self._book.may_follow(self.name, tier, made, whole):
+        if not self._records.may_follow(self.name, tier, manifest, whole):
             return False
-        here, there = (verification.tensors_by_file(one) for one in (made, whole))
-        names = {file.name for file in whole.files if file in made.files and here.get(file.name) == there.get(file.name)}
-        proof, rest = _only(whole, names, True), _only(made, names, False)
-        place, store = naming.job_place(made.run, made.step, digest(f"follow {self.name}".encode())), PosixStore(tier)
+        here, theirs = (verification.tensors_by_file(one) for one in (manifest, whole))
+        names = {
+            file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
+        }
+        proof, rest = _only(whole, names, True), _only(manifest, names, False)
+        place, store = (
+            naming.job_place(manifest.run, manifest.step, digest(f"follow {self.name}".encode())),
+            PosixStore(tier),
+        )
         going = self._going()
         try:
             stage_again(tier, store, place, proof, going)
             carry(self._source, directory, tier, place.path, rest, going)
             if not self.is_mine():
                 raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
-            self._book.publish(tier, place, pair.encoded, pair.commit, over=True)
+            self._records.publish(tier, place, pair.encoded, pair.commit, over=True)
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 store.discard(place)
-        self._settle(tier, (made.run,))
+        self._settle(tier, (manifest.run,))
         return True
 
     def _settle(self, tier: Tier, runs: Iterable[str]) -> None:
@@ -293,36 +298,36 @@ class Replicator:
 
     def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
         """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
-        for directory, found in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
+        for directory, stands in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
             try:
                 read_back(tier, directory, open_checkpoint(tier, directory).manifest, self._going())
             except (Damaged, NotFound):
                 continue
-            return found
+            return stands
         return False
 
     def _refuse_another(self, tier: Tier, pair: CommittedManifest) -> bool:
         """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
         thinning or compaction.
         """
-        made = pair.manifest
+        manifest = pair.manifest
         try:
-            other = open_checkpoint(tier, naming.checkpoint_path(made.run, made.step))
+            other = open_checkpoint(tier, naming.checkpoint_path(manifest.run, manifest.step))
         except Damaged:
             return False  # the repair shows what it is
-        origins = [thinning.origin_sha256(one.manifest, manifest.stated_sha256(one.commit)) for one in (pair, other)]
-        if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(made):
+        origins = [thinning.origin_sha256(one.manifest, manifests.stated_sha256(one.commit)) for one in (pair, other)]
+        if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
             return True
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(
-                f"replica {self.name} has another checkpoint of {made.run}@{made.step}, which no longer exists in this root",
+                f"replica {self.name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists in this root",
                 hint="it is kept: move it away if you do not need it, or train under another run name",
             )
         return False
 
     def _check_oldest(self) -> bool:
         """Verify the copy whose last verification is the oldest, if that is long ago."""
-        stale = self._book.stale(self.name, moments.later(utc_now(), -CHECK_AGAIN_S))
+        stale = self._records.stale(self.name, timestamps.later(utc_now(), -CHECK_AGAIN_S))
         if stale is None:
             return False
         self.check(*stale)
@@ -331,8 +336,8 @@ class Replicator:
     def _skip(self, which: CheckpointId) -> None:
         self._skipped[which] = time.monotonic() + SKIP_S
 
-    def _going(self) -> Going:
-        return Going(self._pace, self._closed.is_set)
+    def _going(self) -> CopyControl:
+        return CopyControl(self._pace, self._closed.is_set)
 
     def _loop(self) -> None:
         give_way()
@@ -371,14 +376,14 @@ class Replicator:
                 return
 
 
-def _only(made: Manifest, names: Collection[str], inside: bool) -> Manifest:
+def _only(manifest: Manifest, names: Collection[str], inside: bool) -> Manifest:
     """A manifest of these files, or of all others, for verification only."""
     tensors = {
         group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
-        for group, named in made.tensors.items()
+        for group, named in manifest.tensors.items()
     }
-    files = tuple(file for file in made.files if (file.name in names) is inside)
-    return msgspec.structs.replace(made, files=files, tensors=tensors, aliases={})
+    files = tuple(file for file in manifest.files if (file.name in names) is inside)
+    return msgspec.structs.replace(manifest, files=files, tensors=tensors, aliases={})
 
 
 def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:

@@ -16,18 +16,18 @@ import numpy as np
 from holdfast_files.buffers import BufferPool
 from holdfast_files.verifying import StoredCheckpoint, read_verified
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import moves, target_files
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.target_files import LiteralBytes, TargetFile
+from holdfast_formats.mapping import box_moves, target_files
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, TargetFile
 from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyStopped, Going
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
     FinishedFiles,
@@ -46,7 +46,7 @@ WINDOWS = 2  # one is read while the other is written
 
 
 def stream(
-    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: Going
+    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: CopyControl
 ) -> tuple[FinishedFile, ...]:
     """Write target files into a staging directory, durably; files finished by an earlier start of the same job stay.
 
@@ -58,20 +58,20 @@ def stream(
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
     job = digest_of(watched, tensors, files)
     notes = FinishedFiles(target, staging, job)
-    there = notes.found(files)
+    finished = notes.found(files)
     work = _Streaming(watched, tensors, files, target, going)
     with _one_thread() as writing, _one_thread() as ahead:
         for number, file in enumerate(files):
-            if file.name in there:
+            if file.name in finished:
                 going.moved(file.bytes)
                 continue
             path = f"{staging}/{file.name}"
             if target.size(path) is not None:  # what a killed start had not finished
                 target.remove_file(path)
-            there[file.name] = work.write(file, path, writing, ahead)
-            notes.add(number, there[file.name])
+            finished[file.name] = work.write(file, path, writing, ahead)
+            notes.add(number, finished[file.name])
     watched.check_unchanged(_used(tensors, files))
-    return tuple(there[file.name] for file in files)
+    return tuple(finished[file.name] for file in files)
 
 
 def noted(
@@ -82,18 +82,18 @@ def noted(
     return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
 
 
-def computed(source: Files, tensors: Tensors, files: Sequence[TargetFile], going: Going) -> tuple[FinishedFile, ...]:
+def computed(source: Files, tensors: Tensors, files: Sequence[TargetFile], going: CopyControl) -> tuple[FinishedFile, ...]:
     """What `stream` would record for these files, without writing them."""
     extents = _extent_bytes(files)
-    made, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)
+    finished, buffer = [], np.empty(EXTENT_BYTES_MAX, np.uint8)
     for file in files:
         content = TargetBytes(source, tensors, file, extents)
         for window in content.windows():
             if going.ended():
                 raise CopyStopped
             content.fill(window, buffer[: window[-1].stop - window[0].start])
-        made.append(_finished(content))
-    return tuple(made)
+        finished.append(_finished(content))
+    return tuple(finished)
 
 
 def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile]) -> str:
@@ -112,7 +112,7 @@ def discard(target: Tier, staging: str) -> None:
     target.remove_tree(staging)
 
 
-def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Going) -> None:
+def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: CopyControl) -> None:
     """Verify the files' stored bytes, past any cache; `CorruptExtent` by file."""
 
     def refuse(piece: Piece, error: CheckpointError) -> None:
@@ -132,7 +132,7 @@ def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Goin
 
 class _Streaming:
     def __init__(
-        self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: Going
+        self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: CopyControl
     ) -> None:
         self._source, self._tensors, self._target, self._going = source, tensors, target, going
         self._extent_bytes = _extent_bytes(files)
@@ -238,7 +238,7 @@ def _check(tensors: Tensors, files: Sequence[TargetFile]) -> None:
     for file in files:
         target_files.check(file)
         for one in file.tensors:
-            moves.check(one.mapped, specs)
+            box_moves.check(one.mapped, specs)
             for move in one.mapped.moves:
                 pieces = tensors[move.source].pieces
                 if len(pieces) > 1 and first_overlap([piece.box for piece in pieces]) is not None:

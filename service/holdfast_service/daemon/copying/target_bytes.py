@@ -18,17 +18,17 @@ import numpy as np
 
 from holdfast_formats import dtypes
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import filling
-from holdfast_formats.foreign.listing import ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.foreign.moves import BoxMove, MappedTensor
-from holdfast_formats.foreign.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping import reading
+from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor
+from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
 from holdfast_formats.region import Box, byte_runs, intersect
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.daemon.copying.bands import Band, Bands
+from holdfast_service.daemon.copying.computed_chunks import ComputedChunk, ComputedChunks
 
 BAND_BYTES = 2**27  # a multiple of every extent's length
 
@@ -79,7 +79,7 @@ class TargetBytes:
         cuts = [*_literal_cuts((*file.literals, *self.sealed())), *_extent_cuts(file.tensors, extent_bytes)]
         self._cuts = sorted(cuts, key=lambda cut: cut.start)
         computed = (self._band(cut) for cut in self._cuts if cut.tensor is not None and self._runs[cut.tensor] is None)
-        self._bands = Bands(list(dict.fromkeys(computed)), self._made, ahead)
+        self._bands = ComputedChunks(list(dict.fromkeys(computed)), self._made, ahead)
 
     def windows(self) -> Iterator[Sequence[TargetCut]]:
         """The file in order, as many whole cuts at once as fit a window."""
@@ -128,17 +128,17 @@ class TargetBytes:
         band = self._band(cut)
         return self._bands.get(band)[cut.offset - band.start : cut.offset - band.start + cut.length]
 
-    def _band(self, cut: TargetCut) -> Band:
+    def _band(self, cut: TargetCut) -> ComputedChunk:
         assert cut.tensor is not None
         mapped = self.file.tensors[cut.tensor].mapped
         asked = _asked(mapped, self._tensors)
-        return Band(cut.tensor, cut.offset - cut.offset % band_bytes(mapped, self._tensors), None not in asked)
+        return ComputedChunk(cut.tensor, cut.offset - cut.offset % band_bytes(mapped, self._tensors), None not in asked)
 
-    def _made(self, band: Band) -> Bytes:
+    def _made(self, band: ComputedChunk) -> Bytes:
         mapped = self.file.tensors[band.tensor].mapped
         width = dtypes.to_numpy(mapped.spec.dtype).itemsize
         stop = min(band.start + band_bytes(mapped, self._tensors), mapped.spec.nbytes)
-        return filling.elements(self._source, self._tensors, mapped, band.start // width, stop // width).view(np.uint8)
+        return reading.elements(self._source, self._tensors, mapped, band.start // width, stop // width).view(np.uint8)
 
 
 class _Joined:

@@ -17,9 +17,9 @@ import msgspec
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, thinning
+from holdfast_formats.disk import manifests, thinning
 from holdfast_formats.disk.compacting import OptimRule
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.thinning import ThinCheckpoint
 from holdfast_formats.errors import (
     CatalogUnavailable,
@@ -31,13 +31,13 @@ from holdfast_formats.errors import (
     StateMismatch,
     StorageFailed,
 )
-from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import Place
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.compactor import stage_compact
-from holdfast_service.daemon.copying.copies import CopyStopped, Going, read_back
-from holdfast_service.daemon.copying.second_names import stage_again
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
+from holdfast_service.daemon.copying.hard_links import stage_again
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Store, Tier
 from holdfast_service.storage.pacing import Pace
@@ -56,14 +56,14 @@ class Thinner:
         self,
         tier: Tier,
         store: Store,
-        book: Thinning,
+        records: Thinning,
         *,
         node: str = "",
         pace: Pace | None = None,
         suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None,
     ) -> None:
         """`suspect` is called with a damaged checkpoint, which was not thinned. `node` distinguishes nodes of a root."""
-        self._tier, self._store, self._book = tier, store, book
+        self._tier, self._store, self._records = tier, store, records
         self._node, self._pace, self._suspect = node, pace, suspect
         self._changed = threading.Condition()
         self._due: dict[str, None] = {}
@@ -103,7 +103,7 @@ class Thinner:
         others.
         """
         done = []
-        for due in self._book.due(run):
+        for due in self._records.due(run):
             if self._closed.is_set():
                 break
             if not self._still(run, due.step, due.small):
@@ -129,7 +129,7 @@ class Thinner:
         log.warning("%s@%s stays as it is for now: %s (%s)", run, step, error.detail, error.hint)
         if (run, step) not in self._told:
             self._told.add((run, step))
-            self._book.waits(run, step, error)
+            self._records.waits(run, step, error)
         self._try_again(run, AGAIN_S if isinstance(error, NoSpace) else FAILED_AGAIN_S)
 
     def _try_again(self, run: str, after_s: float | None = None) -> None:
@@ -139,23 +139,23 @@ class Thinner:
 
     def _still(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Whether it is still due in the same way: earlier ones may have taken hours, and the policy may have changed."""
-        return any((one.step, one.small) == (step, small) for one in self._book.due(run))
+        return any((one.step, one.small) == (step, small) for one in self._records.due(run))
 
     def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Thin one checkpoint, or store it in fewer bytes; returns whether that was done."""
         pair = open_checkpoint(self._tier, naming.checkpoint_path(run, step))
-        act = f"{self._node} {small or 'thin'} {manifest.stated_sha256(pair.commit)}"
+        act = f"{self._node} {small or 'thin'} {manifests.stated_sha256(pair.commit)}"
         done = pair.manifest.thinned is not None or (small is not None and pair.manifest.compacted is not None)
         if done:  # by a node that was lost before the catalog heard of it, else it would not be due
-            self._book.was_done(run, step)
+            self._records.was_done(run, step)
             return False
         if act in self._refused:
             return False
         place = naming.job_place(run, step, digest(act.encode()))
         try:
-            made = self._staged(place, pair, small)
-            encoded = manifest.encode(made)
-            self._book.publish(place, encoded, manifest.encode_commit(made, encoded), pair.commit, small)
+            manifest_small = self._staged(place, pair, small)
+            encoded = manifests.encode(manifest_small)
+            self._records.publish(place, encoded, manifests.encode_commit(manifest_small, encoded), pair.commit, small)
         except CheckpointError as error:
             if error.members.get("outcome") != "unknown":  # else a power cut may bring the whole one back from there
                 self._clear(place)
@@ -172,12 +172,12 @@ class Thinner:
             raise
         kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
         before = pair.manifest.bytes
-        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, before - made.bytes, before)
+        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, before - manifest_small.bytes, before)
         return True
 
     def _staged(self, place: Place, pair: CommittedManifest, small: OptimRule | None) -> Manifest:
         """Stage the checkpoint's replacement; its manifest."""
-        going = Going(self._pace, self._closed.is_set)
+        going = CopyControl(self._pace, self._closed.is_set)
         if small is not None:
             return stage_compact(self._tier, self._store, place, pair, small, going)
         state = self._tier.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
@@ -189,7 +189,7 @@ class Thinner:
         """Remove staged files and records."""
         with suppress(CheckpointError):  # the next sweep removes them
             streaming.forget(self._tier, place.path)
-        self._book.clear(place)
+        self._records.clear(place)
 
     def _loop(self) -> None:
         give_way()
@@ -225,7 +225,7 @@ class Thinner:
             return run
 
 
-def stage(tier: Tier, store: Store, place: Place, thin: ThinCheckpoint, going: Going) -> None:
+def stage(tier: Tier, store: Store, place: Place, thin: ThinCheckpoint, going: CopyControl) -> None:
     """Stage the weights that stay of a checkpoint of `tier`; raises what `stage_again` raises."""
     stage_again(tier, store, place, thin.proof, going)
     tier.put(f"{place.path}/{naming.STATE}", thin.state)

@@ -105,13 +105,13 @@ class WatchedSource:
     def digest_of(self, path: str) -> str | None:
         """The XXH3 digest of a whole file; None if that would cost another pass over a large file."""
         size = self._source.size(path)
-        found = self._stream(path).finished(size)
-        if found is None and size is not None and size <= AGAIN_BYTES_MAX:
+        stated = self._stream(path).finished(size)
+        if stated is None and size is not None and size <= AGAIN_BYTES_MAX:
             try:
                 return digest(self._source.read(path))
             except NoSuchResource:
                 return None
-        return found
+        return stated
 
     def _stream(self, path: str) -> _FileDigest:
         if path not in self._streams:

@@ -11,7 +11,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.exchange import ranges as wanted
-from holdfast_service.daemon.exchange.asking import NodeConnection, ProvenAnswer
+from holdfast_service.daemon.exchange.node_connection import NodeConnection, ProvenAnswer
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.daemon.arena.held_slots import HeldStep
-from holdfast_service.daemon.exchange import held
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
+from holdfast_service.daemon.exchange import memory_requests
 from holdfast_service.daemon.exchange import ranges as wanted
-from holdfast_service.daemon.exchange.asking import NodeConnection, ProvenAnswer
 from holdfast_service.daemon.exchange.fetching import read_ranges
+from holdfast_service.daemon.exchange.node_connection import NodeConnection, ProvenAnswer
 
 CONNECT_S = 2.0
 
@@ -31,25 +31,25 @@ class HoldingNode(NamedTuple):
     url: str
     secrets: tuple[str, ...]
 
-    def slots(self, of: HeldStep, limit_s: float) -> list[held.SlotSaid]:
+    def slots(self, of: MemoryStep, limit_s: float) -> list[memory_requests.SlotReport]:
         """The slots that it holds of a save. Raises `HolderLost`."""
-        with self._answer(held.SLOTS_PATH, held.encode_slots_asked(of), limit_s) as answer:
-            said = held.decode_slots(answer.read_whole(held.SLOTS_BYTES_MAX)).slots
+        with self._answer(memory_requests.SLOTS_PATH, memory_requests.encode_slots_asked(of), limit_s) as answer:
+            said = memory_requests.decode_slots(answer.read_whole(memory_requests.SLOTS_BYTES_MAX)).slots
             if not all(one.is_possible(of) for one in said):
                 raise HolderLost(f"node {self.node} describes slots that cannot be")
             return list(said)
 
     def fetch(
         self,
-        of: HeldStep,
-        slots: Sequence[held.SlotSaid],
+        of: MemoryStep,
+        slots: Sequence[memory_requests.SlotReport],
         ranges: Sequence[SlotRange],
         into: Mapping[int, memoryview],
         limit_s: float,
     ) -> None:
         """Copy these ranges of its slots to the same places of `into`, by rank. Raises `HolderLost`."""
-        asked = held.encode_ranges_asked(of, {one.rank: one.table_digest for one in slots}, ranges)
-        with self._answer(held.BYTES_PATH, asked, limit_s) as answer:
+        asked = memory_requests.encode_ranges_asked(of, {one.rank: one.table_digest for one in slots}, ranges)
+        with self._answer(memory_requests.BYTES_PATH, asked, limit_s) as answer:
             if answer.length != wanted.answer_bytes(ranges):
                 raise HolderLost(f"node {self.node} answered with {answer.length} bytes")
             read_ranges(answer, ranges, into)

@@ -12,10 +12,10 @@ from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState, page_aligned
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_formats.staging.wire import HeldPart
-from holdfast_service.daemon.arena.held_slots import HeldStep
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
 from holdfast_service.daemon.arena.segment import memfd
-from holdfast_service.daemon.exchange.held import SlotSaid
 from holdfast_service.daemon.exchange.holders import HolderLost, HoldingNode
+from holdfast_service.daemon.exchange.memory_requests import SlotReport
 
 UNIT_BYTES = 2**18  # fetched as a whole
 _ABSENT, _ON_ITS_WAY, _THERE, _LOST = range(4)
@@ -27,11 +27,11 @@ class Mirror:
     Not thread-safe. Memory without fetched data is not used.
     """
 
-    def __init__(self, of: HeldStep, said: SlotSaid, holder: HoldingNode) -> None:
+    def __init__(self, of: MemoryStep, slot_report: SlotReport, holder: HoldingNode) -> None:
         """`NoSpace` without room for it."""
-        self.of, self.said, self.holder = of, said, holder
-        self._geometry = Geometry(1, said.table_at, page_aligned(said.table_bytes))
-        self.fd = memfd(f"mirror-{of.run}-rank{said.rank}", self._geometry.segment_bytes)
+        self.of, self.said, self.holder = of, slot_report, holder
+        self._geometry = Geometry(1, slot_report.table_at, page_aligned(slot_report.table_bytes))
+        self.fd = memfd(f"mirror-{of.run}-rank{slot_report.rank}", self._geometry.segment_bytes)
         try:
             memory = memoryview(mmap.mmap(self.fd, self._geometry.segment_bytes))
         except OSError as error:
@@ -40,7 +40,7 @@ class Mirror:
         arena.write_superblock(memory, self._geometry)
         self._memory = memory
         self.slot = memory[self._geometry.data_offset(0) :]
-        self._units = bytearray(-(-said.data_bytes // UNIT_BYTES))
+        self._units = bytearray(-(-slot_report.data_bytes // UNIT_BYTES))
 
     @property
     def part(self) -> HeldPart:
@@ -53,11 +53,11 @@ class Mirror:
 
     def open(self) -> None:
         """The table is there: from now on ranks can read the slot. `HolderLost` if it is another table."""
-        said = self.said
-        if digest(self.slot[self.table.begin : self.table.end]) != said.table_digest:
-            raise HolderLost(f"node {self.holder.node} sent another table of rank {said.rank} than it had named")
-        seal = int(said.table_digest, 16)
-        header = SlotHeader(SlotState.FREE, self.of.step, self.of.attempt, said.data_bytes, said.table_bytes, seal)
+        report = self.said
+        if digest(self.slot[self.table.begin : self.table.end]) != report.table_digest:
+            raise HolderLost(f"node {self.holder.node} sent another table of rank {report.rank} than it had named")
+        seal = int(report.table_digest, 16)
+        header = SlotHeader(SlotState.FREE, self.of.step, self.of.attempt, report.data_bytes, report.table_bytes, seal)
         arena.write_header(self._memory, self._geometry, 0, header)
 
     def has(self, begin: int, end: int) -> bool:
@@ -75,10 +75,10 @@ class Mirror:
                 first += 1
             yield SlotRange(self.said.rank, start * UNIT_BYTES, min(first * UNIT_BYTES, self.said.data_bytes))
 
-    def settle(self, one: SlotRange, there: bool) -> None:
+    def settle(self, one: SlotRange, is_whole: bool) -> None:
         """Mark a claimed range as fetched, or as missing again."""
         for unit in range(one.begin // UNIT_BYTES, -(-one.end // UNIT_BYTES)):
-            self._units[unit] = _THERE if there else _LOST
+            self._units[unit] = _THERE if is_whole else _LOST
 
     def is_settled(self, begin: int, end: int) -> bool:
         return all(unit > _ON_ITS_WAY for unit in self._between(begin, end))

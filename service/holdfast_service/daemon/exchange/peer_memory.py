@@ -16,9 +16,9 @@ from functools import partial
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.daemon.arena.held_slots import HeldStep
-from holdfast_service.daemon.exchange.held import SlotSaid
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
 from holdfast_service.daemon.exchange.holders import HolderLost, HoldingNode
+from holdfast_service.daemon.exchange.memory_requests import SlotReport
 from holdfast_service.daemon.exchange.mirrors import Mirror
 
 log = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ PIECE_BYTES = 2**25  # requested from a peer at once
 VAIN_S_MAX = 6.0  # that a restore waits for peers in vain: then all are given up
 AT_ONCE = 8  # nodes queried at the same time
 
-Find = Callable[[HeldStep], Sequence[HoldingNode]]
+Find = Callable[[MemoryStep], Sequence[HoldingNode]]
 
 
 class _Lent:
     """Other nodes' slots of one save, and the ranks of this node that read them."""
 
-    def __init__(self, of: HeldStep) -> None:
+    def __init__(self, of: MemoryStep) -> None:
         self.of = of
         self.users: set[object] = set()
         self.opening = threading.Lock()
@@ -59,9 +59,9 @@ class PeerMemory:
     def __init__(self, find: Find, spare: Callable[[], int]) -> None:
         self._find, self._spare = find, spare
         self._lock = threading.Lock()
-        self._lent: dict[HeldStep, _Lent] = {}
+        self._lent: dict[MemoryStep, _Lent] = {}
 
-    def open(self, of: HeldStep, user: object) -> list[Mirror]:
+    def open(self, of: MemoryStep, user: object) -> list[Mirror]:
         """The slots of this save on other nodes, by rank, for `user` until it `release`s them. The first caller waits until
         all nodes have answered or timed out.
         """
@@ -76,7 +76,7 @@ class PeerMemory:
                 lent.opened = True
         return [mirror for _, mirror in sorted(lent.mirrors.items())]
 
-    def fetch(self, of: HeldStep, ranges: Iterable[SlotRange]) -> set[int]:
+    def fetch(self, of: MemoryStep, ranges: Iterable[SlotRange]) -> set[int]:
         """Fetch the missing parts of these ranges. Returns the ranks that are incomplete."""
         wanted = list(ranges)
         with self._lock:
@@ -93,8 +93,8 @@ class PeerMemory:
         with lent.changed:
             mirrors = lent.mirrors
             lent.changed.wait_for(lambda: all(mirrors[one.rank].is_settled(one.begin, one.end) for one in known), VAIN_S_MAX)
-            there = {one for one in known if mirrors[one.rank].is_there(one.begin, one.end)}
-        return {one.rank for one in wanted if one not in there}
+            present = {one for one in known if mirrors[one.rank].is_there(one.begin, one.end)}
+        return {one.rank for one in wanted if one not in present}
 
     def release(self, user: object) -> None:
         """`user` has restored. Drops slots that no rank reads any more."""
@@ -115,33 +115,33 @@ class PeerMemory:
         began = time.monotonic()
         _each([partial(self._open, lent, holder, began + LOOK_S) for holder in holders])
         if lent.mirrors:
-            told = "%s@%s: slots of %d ranks are in the memory of %d nodes, found in %.3f s"
+            text = "%s@%s: slots of %d ranks are in the memory of %d nodes, found in %.3f s"
             nodes = {mirror.holder.node for mirror in lent.mirrors.values()}
-            log.info(told, lent.of.run, lent.of.step, len(lent.mirrors), len(nodes), time.monotonic() - began)
+            log.info(text, lent.of.run, lent.of.step, len(lent.mirrors), len(nodes), time.monotonic() - began)
 
     def _open(self, lent: _Lent, holder: HoldingNode, limit: float) -> None:
         """Query a node's slots, and fetch their tables; stops at the `limit`."""
-        made: list[Mirror] = []
+        mirrors: list[Mirror] = []
         if time.monotonic() > limit:
             return
         try:
-            said = [one for one in holder.slots(lent.of, ASK_S) if one.rank not in lent.mirrors]
-            if sum(one.table_bytes for one in said) > self._spare():
-                raise HolderLost(f"there is no room for the tables of {len(said)} ranks")
-            for one in said:
-                made.append(Mirror(lent.of, one, holder))
-            if made:
-                into, tables = {mirror.said.rank: mirror.slot for mirror in made}, [mirror.table for mirror in made]
-                holder.fetch(lent.of, said, tables, into, _limit_s(tables))
-            for mirror in made:
+            reports = [one for one in holder.slots(lent.of, ASK_S) if one.rank not in lent.mirrors]
+            if sum(one.table_bytes for one in reports) > self._spare():
+                raise HolderLost(f"there is no room for the tables of {len(reports)} ranks")
+            for one in reports:
+                mirrors.append(Mirror(lent.of, one, holder))
+            if mirrors:
+                into, tables = {mirror.said.rank: mirror.slot for mirror in mirrors}, [mirror.table for mirror in mirrors]
+                holder.fetch(lent.of, reports, tables, into, _limit_s(tables))
+            for mirror in mirrors:
                 mirror.open()
         except (HolderLost, CheckpointError) as error:
             log.info("the memory of node %s is not read: %s", holder.node, error)
-            for mirror in made:
+            for mirror in mirrors:
                 mirror.close()
             return
         with lent.changed:
-            for mirror in made:
+            for mirror in mirrors:
                 if lent.mirrors.setdefault(mirror.said.rank, mirror) is not mirror:
                     mirror.close()
 
@@ -161,7 +161,7 @@ class PeerMemory:
         with lent.changed:
             if holder.node in lent.lost or lent.vain_s > VAIN_S_MAX:
                 return False
-            slots: list[SlotSaid] = [lent.mirrors[rank].said for rank in sorted(ranks)]
+            slots: list[SlotReport] = [lent.mirrors[rank].said for rank in sorted(ranks)]
             into = {rank: lent.mirrors[rank].slot for rank in ranks}
         began, size = time.monotonic(), sum(one.length for one in piece)
         try:
@@ -195,8 +195,8 @@ class Borrower:
         """The next of other nodes' slots of the requested save."""
         if self._memory is None:
             return []
-        found = self._memory.open(_of(run, asked), self)
-        return [mirror for mirror in found if mirror.said.rank > asked.after][: wire.HELD_RANKS_MAX]
+        mirrors = self._memory.open(_of(run, asked), self)
+        return [mirror for mirror in mirrors if mirror.said.rank > asked.after][: wire.HELD_RANKS_MAX]
 
     def fetch(self, run: str, asked: wire.Fetch) -> wire.Fetched:
         ranges = [SlotRange(*one) for one in asked.ranges]
@@ -208,8 +208,8 @@ class Borrower:
             self._memory.release(self)
 
 
-def _of(run: str, asked: wire.OfSave) -> HeldStep:
-    return HeldStep(run, asked.step, asked.attempt, asked.turn, asked.world)
+def _of(run: str, asked: wire.OfSave) -> MemoryStep:
+    return MemoryStep(run, asked.step, asked.attempt, asked.turn, asked.world)
 
 
 def _settle(lent: _Lent, ranges: Iterable[SlotRange], there: bool) -> None:

@@ -19,17 +19,17 @@ REQUEST_BYTES_MAX = 2**22
 PATH = "/rounds/{}/bytes"
 
 
-class RangesAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RangesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rank, begin and end of each range."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
 
-decode_asked = decoding.decoder(RangesAsked)
+decode_asked = decoding.decoder(RangesRequest)
 
 
 def encode_asked(ranges: Sequence[SlotRange]) -> bytes:
-    return msgspec.json.encode(RangesAsked(tuple((one.rank, one.begin, one.end) for one in ranges)))
+    return msgspec.json.encode(RangesRequest(tuple((one.rank, one.begin, one.end) for one in ranges)))
 
 
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:

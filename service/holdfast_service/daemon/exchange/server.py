@@ -24,8 +24,8 @@ import msgspec
 
 from holdfast_formats.digest import DIGITS, digest
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.daemon.arena.held_slots import HeldStep, LentSlot
-from holdfast_service.daemon.exchange import held, proofs
+from holdfast_service.daemon.arena.memory_checkpoints import LentSlot, MemoryStep
+from holdfast_service.daemon.exchange import memory_requests, proofs
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange.proofs import AnswerProof
 
@@ -64,7 +64,7 @@ class _Answer(NamedTuple):
 class ExchangeServer:
     """Listens from the start. Clients must know one of the `secrets`: without one, none is answered. Thread-safe."""
 
-    def __init__(self, host: str, port: int = 0, lent: Callable[[HeldStep], Sequence[LentSlot]] = lambda of: ()) -> None:
+    def __init__(self, host: str, port: int = 0, lent: Callable[[MemoryStep], Sequence[LentSlot]] = lambda of: ()) -> None:
         """`lent` is what this node holds of a save in memory."""
         self.secrets: tuple[str, ...] = ()  # the newest one first
         self.lent = lent
@@ -225,7 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answered(self) -> _Answer | bytes | HTTPStatus:
         """The requested content, or why it is refused."""
-        known = _PATH.fullmatch(self.path) is not None or self.path in (held.SLOTS_PATH, held.BYTES_PATH)
+        known = _PATH.fullmatch(self.path) is not None or self.path in (
+            memory_requests.SLOTS_PATH,
+            memory_requests.BYTES_PATH,
+        )
         length = self.headers.get("Content-Length", "")
         if not known or not length.isascii() or not length.isdigit() or int(length) > wanted.REQUEST_BYTES_MAX:
             return HTTPStatus.BAD_REQUEST
@@ -262,12 +265,16 @@ class _Handler(BaseHTTPRequestHandler):
 def _found(exchange: ExchangeServer, path: str, body: bytes) -> _Answer | bytes | HTTPStatus:
     of_round = _PATH.fullmatch(path)
     if of_round is None:
-        return _slots_said(body, exchange.lent) if path == held.SLOTS_PATH else _held_ranges(body, exchange.lent)
+        return (
+            _slot_reports(body, exchange.lent) if path == memory_requests.SLOTS_PATH else _held_ranges(body, exchange.lent)
+        )
     offered = exchange.offered(int(of_round[1]))
     if offered is None:
         return HTTPStatus.CONFLICT
-    found = _checked(body, offered)
-    return HTTPStatus.BAD_REQUEST if found is None else _Answer(offered, found, lambda rank: exchange.still_offers(offered))
+    ranges = _checked(body, offered)
+    return (
+        HTTPStatus.BAD_REQUEST if ranges is None else _Answer(offered, ranges, lambda rank: exchange.still_offers(offered))
+    )
 
 
 def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRange] | None:
@@ -276,32 +283,32 @@ def _checked(body: bytes, offered: Mapping[int, memoryview]) -> Sequence[SlotRan
         asked = wanted.decode_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    found = [SlotRange(*one) for one in asked.ranges]
-    inside = all(one.rank in offered and 0 <= one.begin < one.end <= len(offered[one.rank]) for one in found)
-    return found if inside else None
+    ranges = [SlotRange(*one) for one in asked.ranges]
+    inside = all(one.rank in offered and 0 <= one.begin < one.end <= len(offered[one.rank]) for one in ranges)
+    return ranges if inside else None
 
 
-def _slots_said(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> bytes | HTTPStatus:
+def _slot_reports(body: bytes, lent: Callable[[MemoryStep], Sequence[LentSlot]]) -> bytes | HTTPStatus:
     """The slots of the requested save that are here."""
     try:
-        asked = held.decode_slots_asked(body)
+        asked = memory_requests.decode_slots_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return HTTPStatus.BAD_REQUEST
-    return held.encode_slots(
-        [held.SlotSaid(s.rank, s.table_digest, s.table_at, s.data_bytes, s.table_bytes) for s in lent(asked.of)]
+    return memory_requests.encode_slots(
+        [memory_requests.SlotReport(s.rank, s.table_digest, s.table_at, s.data_bytes, s.table_bytes) for s in lent(asked.of)]
     )
 
 
-def _held_ranges(body: bytes, lent: Callable[[HeldStep], Sequence[LentSlot]]) -> _Answer | HTTPStatus:
+def _held_ranges(body: bytes, lent: Callable[[MemoryStep], Sequence[LentSlot]]) -> _Answer | HTTPStatus:
     """Requested ranges of held slots, if they are the intended ones, and inside the ranks' data."""
     try:
-        asked = held.decode_ranges_asked(body)
+        asked = memory_requests.decode_ranges_asked(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return HTTPStatus.BAD_REQUEST
     slots = {slot.rank: slot for slot in lent(asked.of)}
     if any(rank not in slots or slots[rank].table_digest != stated for rank, stated in asked.tables.items()):
         return HTTPStatus.CONFLICT
-    found = [SlotRange(*one) for one in asked.ranges]
-    if not all(one.rank in asked.tables and slots[one.rank].has(one.begin, one.end) for one in found):
+    ranges = [SlotRange(*one) for one in asked.ranges]
+    if not all(one.rank in asked.tables and slots[one.rank].has(one.begin, one.end) for one in ranges):
         return HTTPStatus.BAD_REQUEST
-    return _Answer({rank: slot.memory for rank, slot in slots.items()}, found, lambda rank: slots[rank].is_still())
+    return _Answer({rank: slot.memory for rank, slot in slots.items()}, ranges, lambda rank: slots[rank].is_still())

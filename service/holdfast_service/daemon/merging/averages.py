@@ -44,28 +44,28 @@ class MeanFormula:
         """Needs no scan."""
 
     def merge(self, block: Block) -> Floats:
-        made = block.space.floats("made", block.size)
+        floats = block.space.floats("made", block.size)
         for number, weight in enumerate(self._weights):
-            self._add(block.values(number), weight, made, not number, block.space)
+            self._add(block.values(number), weight, floats, not number, block.space)
         if self._divisor is not None and self._divisor != 1:
-            made /= self._divisor
-        return made
+            floats /= self._divisor
+        return floats
 
-    def _add(self, values: Floats, weight: np.float32, made: Floats, first: bool, space: Workspace) -> None:
+    def _add(self, values: Floats, weight: np.float32, floats: Floats, first: bool, space: Workspace) -> None:
         if first:  # rounded once in any case; and 0 is added to make no negative zero
-            np.multiply(values, weight, out=made)
-            made += np.float32(0)
+            np.multiply(values, weight, out=floats)
+            floats += np.float32(0)
         elif weight == 1:
-            made += values
+            floats += values
         elif self._fused:
             product, longer = (space.array(name, values.size, np.float64) for name in ("product", "longer"))
             np.copyto(product, values)
             product *= np.float64(weight)  # exact
-            np.copyto(longer, made)
+            np.copyto(longer, floats)
             longer += product
-            np.copyto(made, longer, casting="same_kind")
+            np.copyto(floats, longer, casting="same_kind")
         else:
-            made += np.multiply(values, weight, out=space.floats("product", values.size))
+            floats += np.multiply(values, weight, out=space.floats("product", values.size))
 
 
 class SlerpTerms(NamedTuple):
@@ -96,10 +96,10 @@ class SlerpFormula:
         self._factors = self._of_paddle(scan, norms) if self._paddle else self._found(dot / norms[0] / norms[1])
 
     def merge(self, block: Block) -> Floats:
-        made, part = (block.space.floats(name, block.size) for name in ("made", "part"))
-        np.multiply(block.values(1), self._factors[0], out=made)
-        made += np.multiply(block.values(0), self._factors[1], out=part)
-        return made
+        merged, part = (block.space.floats(name, block.size) for name in ("made", "part"))
+        np.multiply(block.values(1), self._factors[0], out=merged)
+        merged += np.multiply(block.values(0), self._factors[1], out=part)
+        return merged
 
     def _found(self, cosine: float) -> _Factors:
         if not abs(cosine) <= _COLLINEAR:
@@ -108,14 +108,14 @@ class SlerpFormula:
         return np.float32(sin((1 - self._t) * angle) / sin(angle)), np.float32(sin(self._t * angle) / sin(angle))
 
     def _of_paddle(self, scan: Scan, norms: list[float]) -> _Factors:
-        found = PairwiseSum(self._elements)
+        pairwise_sum = PairwiseSum(self._elements)
         for products in scan(
             lambda block: block.values(1) / np.float32(norms[1]) * (block.values(0) / np.float32(norms[0]))
         ):
-            found.add(products)
-        if not abs(found.value) <= _COLLINEAR:
+            pairwise_sum.add(products)
+        if not abs(pairwise_sum.value) <= _COLLINEAR:
             return self._straight()
-        angle = np.arccos(found.value)
+        angle = np.arccos(pairwise_sum.value)
         turned = angle * np.float32(self._t)
         return np.sin(angle - turned) / np.sin(angle), np.sin(turned) / np.sin(angle)
 

@@ -26,14 +26,14 @@ class Draws:
 
     def uniform(self, start: int, count: int) -> NDArray[np.float32]:
         """The draws of elements [start, start + count)."""
-        made = (self._raw(start, count) >> np.uint32(_UNUSED)).astype(np.float32)
-        made *= np.float32(2.0**-_BITS)
-        return made
+        values = (self._raw(start, count) >> np.uint32(_UNUSED)).astype(np.float32)
+        values *= np.float32(2.0**-_BITS)
+        return values
 
     def below(self, chance: float, start: int, count: int) -> Mask:
         """Where the draws of elements [start, start + count) are below a chance less than 1."""
-        made: Mask = self._raw(start, count) < (ceil(chance * 2**_BITS) << _UNUSED)
-        return made
+        mask: Mask = self._raw(start, count) < (ceil(chance * 2**_BITS) << _UNUSED)
+        return mask
 
     def _raw(self, start: int, count: int) -> NDArray[np.uint32]:
         skipped = start % _PER_NUMBER

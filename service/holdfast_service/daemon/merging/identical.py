@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 
@@ -26,9 +26,9 @@ class Identical(NamedTuple):
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
         """`StateMismatch` with tensor and model if one has other values."""
-        made = fetch(self.sources[0], box)
+        values = fetch(self.sources[0], box)
         for name, other in zip(self.names[1:], self.sources[1:], strict=True):
-            if not np.array_equal(made.view(np.uint8), fetch(other, box).view(np.uint8)):
+            if not np.array_equal(values.view(np.uint8), fetch(other, box).view(np.uint8)):
                 spec = other.spec
                 raise StateMismatch(
                     f"tensor {spec.name!r} of {spec.dtype} is not merged but copied, and differs between {self.names[0]} "
@@ -36,7 +36,7 @@ class Identical(NamedTuple):
                     hint="make it equal in all models first",
                     tensor=spec.name,
                 )
-        return made
+        return values
 
 
 def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.merging import lora_config
@@ -40,12 +40,12 @@ class Adapted(NamedTuple):
         (row, column), (rows, columns) = box.offset, box.shape
         low = fetch(self.low, Box((0, column), (rank, columns))).astype(np.float64)
         high = fetch(self.high, Box((row, 0), (rows, rank))).astype(np.float64)
-        made, part = np.zeros(box.shape), np.empty(box.shape)
+        arrangement, part = np.zeros(box.shape), np.empty(box.shape)
         for k in range(rank):
-            made += np.multiply(high[:, k : k + 1], low[k : k + 1], out=part)
-        made *= self.scale
-        made += fetch(self.weight, box).astype(np.float64)
-        return made.astype(np.float32)
+            arrangement += np.multiply(high[:, k : k + 1], low[k : k + 1], out=part)
+        arrangement *= self.scale
+        arrangement += fetch(self.weight, box).astype(np.float64)
+        return arrangement.astype(np.float32)
 
 
 def adapted(
@@ -56,7 +56,7 @@ def adapted(
     Raises `StateMismatch` for anything but plain LoRA of these weights.
     """
     terms = lora_config.read(config, name)
-    made, pairs = dict(weights), _pairs(adapter, name)
+    adapted_weights, pairs = dict(weights), _pairs(adapter, name)
     _check_rank(pairs, terms.rank, name)
     for module, (low, high) in pairs.items():
         target = f"{module}{_WEIGHT}"
@@ -68,8 +68,8 @@ def adapted(
             shapes = f"{list(high.spec.shape)} × {list(low.spec.shape)}"
             raise StateMismatch(f"{name}: {shapes} is not added to {target!r} of {list(spec.shape)}", tensor=target)
         added = TensorSpec(spec.group, spec.name, "F32", spec.shape)
-        made[target] = ForeignTensor(added, (), decoder=Adapted(weights[target], low, high, terms.scale))
-    return made
+        adapted_weights[target] = ForeignTensor(added, (), decoder=Adapted(weights[target], low, high, terms.scale))
+    return adapted_weights
 
 
 class AdapterParts(NamedTuple):
@@ -82,11 +82,11 @@ class AdapterParts(NamedTuple):
 def check_alike(adapters: Mapping[str, AdapterParts], first: str) -> None:
     """`StateMismatch` if merged adapters are not added to their base in the same way."""
     terms = {name: lora_config.read(one.config, name) for name, one in adapters.items()}
-    for name, found in terms.items():
-        _check_rank(_pairs(adapters[name].tensors, name), found.rank, name)
-        if found != terms[first]:
+    for name, adapter_terms in terms.items():
+        _check_rank(_pairs(adapters[name].tensors, name), adapter_terms.rank, name)
+        if adapter_terms != terms[first]:
             raise StateMismatch(
-                f"{name} has rank {found.rank} and is added times {found.scale:g} by its {lora_config.NAME} (lora_alpha, "
+                f"{name} has rank {adapter_terms.rank} and is added times {adapter_terms.scale:g} by its {lora_config.NAME} (lora_alpha, "
                 f"use_rslora), {first} rank {terms[first].rank} and times {terms[first].scale:g}",
                 hint="merge each adapter into its base first, as MODEL+ADAPTER",
                 file=lora_config.NAME,
@@ -102,7 +102,7 @@ def _check_rank(pairs: Mapping[str, tuple[ForeignTensor, ForeignTensor]], rank: 
 
 
 def _pairs(adapter: Mapping[str, ForeignTensor], name: str) -> dict[str, tuple[ForeignTensor, ForeignTensor]]:
-    made = {}
+    pairs = {}
     for key, tensor in adapter.items():
         other = key.removesuffix(_A) + _B if key.endswith(_A) else key.removesuffix(_B) + _A
         if not key.startswith(_PREFIX) or not key.endswith((_A, _B)):
@@ -110,5 +110,5 @@ def _pairs(adapter: Mapping[str, ForeignTensor], name: str) -> dict[str, tuple[F
         if other not in adapter:
             lora_config.refuse(name, f"{key!r} is there without {other!r}", key)
         if key.endswith(_A):
-            made[key.removeprefix(_PREFIX).removesuffix(_A)] = tensor, adapter[other]
-    return made
+            pairs[key.removeprefix(_PREFIX).removesuffix(_A)] = tensor, adapter[other]
+    return pairs

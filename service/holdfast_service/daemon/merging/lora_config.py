@@ -111,22 +111,22 @@ _UNDERSTOOD: dict[str, Callable[[Any], bool]] = {
 def read(config: bytes, name: str) -> LoraTerms:
     """Parse the configuration of the adapter `name`. `StateMismatch` for anything but plain LoRA."""
     try:
-        found = json.loads(config)
+        document = json.loads(config)
     except (ValueError, RecursionError) as error:
         raise StateMismatch(f"{name}: cannot read {NAME}: {error}", file=NAME) from error
-    if not isinstance(found, dict) or "peft_type" not in found:
+    if not isinstance(document, dict) or "peft_type" not in document:
         refuse(name, f"{NAME} is not that of a LoRA adapter")
     for key in ("r", "lora_alpha"):
-        if key not in found:
+        if key not in document:
             refuse(name, f"its {NAME} has no {key}")
-    for key, value in found.items():
+    for key, value in document.items():
         understood = _UNDERSTOOD.get(key)
         if understood is None and value is not None:  # an option that is null is not used
             refuse(name, f"its {NAME} has {key} = {_shown(value)}, and nothing is known of this key")
         if understood is not None and not understood(value):
             refuse(name, f"{key} of its {NAME} is {_shown(value)}")
-    rank, alpha = found["r"], found["lora_alpha"]
-    return LoraTerms(rank, alpha / (math.sqrt(rank) if found.get("use_rslora") else rank))
+    rank, alpha = document["r"], document["lora_alpha"]
+    return LoraTerms(rank, alpha / (math.sqrt(rank) if document.get("use_rslora") else rank))
 
 
 def refuse(name: str, what: str, tensor: str | None = None) -> NoReturn:

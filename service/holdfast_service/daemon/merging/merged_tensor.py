@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import LimitExceeded
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, byte_runs
 from holdfast_formats.tensors import TensorSpec
+from holdfast_service.daemon.merging.range_pipeline import MergedPart, RangePipeline, cut
 from holdfast_service.daemon.merging.scanning import BLOCK_ELEMENTS, Block, Formula, Found, Terms, Workspaces
-from holdfast_service.daemon.merging.stretches import MergedPart, Stretches, cut
 
 BAND_BYTES = 2**26  # requested at once; between two bands nothing is read while the last one is computed
 ROW_ELEMENTS_MAX = 2**23
@@ -45,7 +45,7 @@ class MergedTensor:
             raise LimitExceeded(f"tensor {spec.name!r} is ranked in rows, which have over {ROW_ELEMENTS_MAX} elements")
         self._block = max(BLOCK_ELEMENTS // (row * _ALIGNED), 1) * _ALIGNED * row if row * _ALIGNED <= 2**22 else row
         self._chunk = max(chunk // row, 1) * row if chunk else self._block
-        self._stretches = Stretches(inputs, max(self._block, self._chunk), spaces or Workspaces())
+        self._stretches = RangePipeline(inputs, max(self._block, self._chunk), spaces or Workspaces())
         self._formula: Formula | None = None  # while the tensor is being merged: it keeps masks, a bit an element
 
     def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
@@ -66,10 +66,10 @@ class MergedTensor:
 
         def merge(block: Block) -> None:
             start, at, length = places[block.number]
-            found = formula.merge(block)
+            values = formula.merge(block)
             low, high = max(block.start, start), min(block.start + block.size, start + length)
             into = made[at + low - start : at + high - start]
-            np.copyto(into, found[low - block.start : high - block.start], casting="unsafe")
+            np.copyto(into, values[low - block.start : high - block.start], casting="unsafe")
 
         for _ in self._stretches.each(fetch, wanted, merge):
             pass
@@ -79,7 +79,7 @@ class MergedTensor:
 
 
 class _WholeTensor:
-    def __init__(self, stretches: Stretches, fetch: FetchBox, elements: int, length: int) -> None:
+    def __init__(self, stretches: RangePipeline, fetch: FetchBox, elements: int, length: int) -> None:
         self._stretches, self._fetch, self.length = stretches, fetch, length
         self._cut = cut(0, elements, length)
 

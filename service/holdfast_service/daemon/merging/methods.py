@@ -149,11 +149,11 @@ def _given(values: Values, name: str, otherwise: Value) -> Value:
 
 
 def _rescale(way: _Way, shared: Values, paddle: bool) -> Rescale:
-    found = _given(shared, "rescale", True if paddle else way.rescale)
-    if isinstance(found, bool):
+    value = _given(shared, "rescale", True if paddle else way.rescale)
+    if isinstance(value, bool):
         usual: Rescale = "density" if paddle and way.how == "random" else "l1"
-        return usual if found else "none"
-    return cast(Rescale, found)
+        return usual if value else "none"
+    return cast(Rescale, value)
 
 
 def _sparsity(way: _Way, values: Values, trim: Trim, named: MergedName) -> Sparsity:

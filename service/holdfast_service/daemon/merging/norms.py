@@ -44,27 +44,27 @@ class ScaleFactors:
 
     def measure(self, deltas: Sequence[Floats], masks: Sequence[Mask | None], space: Workspace) -> list[_Norm | None]:
         """A block's share, of the task vectors that have a mask."""
-        found: list[_Norm | None] = []
+        norms: list[_Norm | None] = []
         for delta, mask in zip(deltas, masks, strict=True):
             if mask is None:
-                found.append(None)
+                norms.append(None)
                 continue
             packed = np.packbits(mask) if self._keeps else None
             if self._dialect == "paddle":
-                found.append(_Norm(np.abs(delta), np.abs(delta) * mask, packed))
+                norms.append(_Norm(np.abs(delta), np.abs(delta) * mask, packed))
                 continue
             magnitudes = np.abs(delta, out=space.floats("magnitudes", delta.size))
             before = total(magnitudes)
-            found.append(_Norm(before, total(np.multiply(magnitudes, mask, out=magnitudes)), packed))
-        return found
+            norms.append(_Norm(before, total(np.multiply(magnitudes, mask, out=magnitudes)), packed))
+        return norms
 
     def find(self, scan: Scan, measure: Callable[[Block], list[_Norm | None]]) -> None:
         keeps = self._keeps and (scan.length % 8 == 0 or scan.blocks == 1)
         size = -(-self._elements // 8)
         self._kept = [np.empty(size, np.uint8) if keeps and thinned else None for thinned in self._thinned]
         before, after = ([self._sum() for _ in self._thinned] for _ in range(2))
-        for block, found in enumerate(scan(measure)):
-            for number, norm in enumerate(found):
+        for block, norms in enumerate(scan(measure)):
+            for number, norm in enumerate(norms):
                 if norm is None:
                     continue
                 before[number].add(norm.before)
@@ -87,8 +87,8 @@ class ScaleFactors:
             return None
         first = start // 8
         bits = np.unpackbits(kept[first : -(-(start + count) // 8)])
-        made: Mask = bits[start - 8 * first :][:count].view(np.bool_)
-        return made
+        mask: Mask = bits[start - 8 * first :][:count].view(np.bool_)
+        return mask
 
     def _sum(self) -> PlainSum | PairwiseSum:
         return PairwiseSum(self._elements) if self._dialect == "paddle" else PlainSum()

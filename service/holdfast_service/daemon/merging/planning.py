@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.exports import hugging_face
-from holdfast_formats.foreign.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
-from holdfast_formats.foreign.moves import same
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
 from holdfast_service.daemon.copying import importing
 from holdfast_service.daemon.copying.importing import Goal, PlannedImport
 from holdfast_service.daemon.copying.mapping import MappedListing
@@ -42,8 +42,8 @@ class Model(NamedTuple):
 def names_of(recipe: MergeRecipe) -> list[str]:
     """Every model and adapter that a recipe reads; the result gets the small files of the first."""
     named = [recipe.assets_of, *recipe.inputs]
-    found = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
-    return list(dict.fromkeys(found))
+    names = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
+    return list(dict.fromkeys(names))
 
 
 def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> PlannedImport:
@@ -85,17 +85,17 @@ def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
 
 
 def _adapter(source: MergeSource) -> dict[str, ForeignTensor]:
-    found = {key: one for key, one in source.tensors(*_ADAPTER_GROUPS).items() if not is_of_rank(key)}
-    if not found:
+    tensors = {key: one for key, one in source.tensors(*_ADAPTER_GROUPS).items() if not is_of_rank(key)}
+    if not tensors:
         groups = sorted({key.group for key in source.listing.tensors})
         raise NoSuchResource(f"{source.name} has no adapter", hint=f"groups: {', '.join(groups) or 'none'}")
-    return found
+    return tensors
 
 
 def _config(source: MergeSource, sources: MergeSources) -> bytes:
-    made = source.listing.made_assets.get(lora_config.NAME)
-    if made is not None:
-        return made
+    config_bytes = source.listing.made_assets.get(lora_config.NAME)
+    if config_bytes is not None:
+        return config_bytes
     if lora_config.NAME not in source.listing.assets:
         raise NoSuchResource(
             f"{source.name} has no {lora_config.NAME}, which says how its adapter is added",
@@ -106,14 +106,14 @@ def _config(source: MergeSource, sources: MergeSources) -> bytes:
 
 def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
     """`StateMismatch`, with the nearest names, unless the other model has the same tensors as the first."""
-    for here, there in ((first, other), (other, first)):
-        missing = sorted(here.tensors.keys() - there.tensors.keys(), key=natural_key)
+    for here, second in ((first, other), (other, first)):
+        missing = sorted(here.tensors.keys() - second.tensors.keys(), key=natural_key)
         if missing:
-            left = there.tensors.keys() - here.tensors.keys()
+            left = second.tensors.keys() - here.tensors.keys()
             hint = nearest(missing[0], left) or "models of one architecture have the same names; a mapping program renames"
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StateMismatch(
-                f"{there.name} has no tensor {missing[0]!r}{more}, which {here.name} has", hint=hint, tensor=missing[0]
+                f"{second.name} has no tensor {missing[0]!r}{more}, which {here.name} has", hint=hint, tensor=missing[0]
             )
     for name, tensor in first.tensors.items():
         shape, others = tensor.spec.shape, other.tensors[name].spec.shape
@@ -128,23 +128,23 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
 
 
 def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
-    made, spaces = {}, Workspaces()
+    merged_tensors, spaces = {}, Workspaces()
     depth = depths(reference.tensors)
     for name, tensor in reference.tensors.items():
         key, dtype = TensorKey(recipe.out_group, name), reference.stored[name]
         inputs = tuple(model.tensors[name] for model in models)
         if dtype in FLOATS:
             terms = recipe.terms(name, depth[name])
-            made[key] = merged(key, recipe.dtype or dtype, inputs, terms, spaces)
+            merged_tensors[key] = merged(key, recipe.dtype or dtype, inputs, terms, spaces)
         elif dtype in _INTEGERS or not prod(tensor.spec.shape):
-            made[key] = identical(key, [model.name for model in models], inputs)
+            merged_tensors[key] = identical(key, [model.name for model in models], inputs)
         else:
             raise StateMismatch(
                 f"tensor {name!r} is {dtype}; models of {', '.join(sorted(FLOATS))} are merged",
                 hint="quantised weights are merged before they are quantised",
                 tensor=name,
             )
-    return made
+    return merged_tensors
 
 
 def _listing(
@@ -154,16 +154,16 @@ def _listing(
     base = sources.source(recipe.assets_of.model).listing
     left = () if recipe.out_group in _ADAPTER_GROUPS else (lora_config.NAME,)
     assets = tuple(name for name in base.assets if name not in left)
-    made = {name: data for name, data in base.made_assets.items() if name not in left}
+    assets_made = {name: data for name, data in base.made_assets.items() if name not in left}
     config = hugging_face.CONFIG
-    if recipe.dtype is not None and (config in assets or config in made):
-        data = made[config] if config in made else sources.watched.read(config)
+    if recipe.dtype is not None and (config in assets or config in assets_made):
+        data = assets_made[config] if config in assets_made else sources.watched.read(config)
         changed = hugging_face.with_dtype(data, _CALLED[recipe.dtype])
         if changed is not None:
-            assets, made = tuple(name for name in assets if name != config), {**made, config: changed}
+            assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed}
             notes.append(f"the dtype in {config} is now {_CALLED[recipe.dtype]}")
     files = tuple(use for source in sources.by_name.values() for use in _uses(source, recipe))
-    return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=made)
+    return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=assets_made)
 
 
 def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:
@@ -174,16 +174,16 @@ def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:
 
 
 def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> list[str]:
-    said = [f"merged by {recipe.method.name} in the dialect of {recipe.dialect}, seed {recipe.seed}"]
+    notes = [f"merged by {recipe.method.name} in the dialect of {recipe.dialect}, seed {recipe.seed}"]
     unused = recipe.unused_filters(tensors)
     if unused:
-        said.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
+        notes.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
     for source in sources.by_name.values():
-        said += [f"{source.name}: {note}" for note in source.listing.notes]
+        notes += [f"{source.name}: {note}" for note in source.listing.notes]
         others = {key.group for key in source.listing.tensors} - {recipe.group, *_ADAPTER_GROUPS}
         if others:
-            said.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
-    return said
+            notes.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
+    return notes
 
 
 def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:

@@ -109,9 +109,9 @@ class MergeRecipe(NamedTuple):
         parameter = self.method.parameter(name)
         assert parameter is not None
         for settings in places:
-            found = settings[name].value(tensor, depth) if name in settings else None
-            if found is not None:
-                return found
+            value = settings[name].value(tensor, depth) if name in settings else None
+            if value is not None:
+                return value
         if parameter.default is None:
             raise InvalidRequest(
                 f"the recipe gives tensor {tensor!r} no {name}",
@@ -234,7 +234,7 @@ def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Sett
     """The settings of a model, or those at the top, which may have every parameter."""
     if given.value is None:
         return {}
-    made = {}
+    settings = {}
     known = [one.name for one in method.parameters if one.of_model or of_models]
     for name, inner in given.mapping().items():
         parameter = method.parameter(name)
@@ -244,5 +244,5 @@ def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Sett
             )
         if not of_models and not parameter.of_model:
             inner.refuse("is a parameter of all models together", "move it to `parameters` at the top")
-        made[name] = read_setting(inner, parameter)
-    return made
+        settings[name] = read_setting(inner, parameter)
+    return settings

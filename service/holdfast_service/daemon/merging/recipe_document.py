@@ -55,8 +55,8 @@ class Located:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question about the nearest names, empty if none is near."""
-    found = get_close_matches(name, list(known), 3, 0.6)
-    return f"did you mean {' or '.join(found)}?" if found else ""
+    close_matches = get_close_matches(name, list(known), 3, 0.6)
+    return f"did you mean {' or '.join(close_matches)}?" if close_matches else ""
 
 
 def read_document(text: str) -> Located:
@@ -65,15 +65,15 @@ def read_document(text: str) -> Located:
         raise LimitExceeded(f"a recipe has at most {TEXT_BYTES_MAX} bytes")
     try:
         _check_depth(text)
-        found = yaml.compose(text, yaml.SafeLoader)
+        document = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", line=line) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the recipe is no YAML: {error}") from None
-    if found is None:
+    if document is None:
         raise InvalidRequest("the recipe is empty")
-    return _Reader().read(found, "the recipe", 0)
+    return _Reader().read(document, "the recipe", 0)
 
 
 def _check_depth(text: str) -> None:
@@ -110,17 +110,17 @@ class _Reader:
         return Located(_scalar(node, at, line), at, line)
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
-        made: dict[str, Located] = {}
+        mapping: dict[str, Located] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 raise InvalidRequest(f"recipe, line {line}: a key that is no text", line=line)
             name = str(key.value)
-            if name in made:
+            if name in mapping:
                 raise InvalidRequest(f"recipe, line {line}: {name!r} stands there twice", line=line, key=name)
-            made[name] = self.read(value, name, depth + 1)
-            made[name].line = line
-        return made
+            mapping[name] = self.read(value, name, depth + 1)
+            mapping[name].line = line
+        return mapping
 
 
 def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
@@ -129,8 +129,8 @@ def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
     if kind in ("str", "int", "float", "bool", "null"):
         try:
             loader = yaml.SafeLoader("")
-            found: Scalar = loader.construct_object(node)
-            return found
+            scalar: Scalar = loader.construct_object(node)
+            return scalar
         except (yaml.YAMLError, ValueError, KeyError) as error:
             raise InvalidRequest(f"recipe, line {line}: {at} cannot be read: {error}", line=line, key=at) from None
     raise InvalidRequest(f"recipe, line {line}: {at} is of the type {node.tag!r}, which no recipe has", line=line, key=at)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats.foreign.listing import FetchBox, ForeignTensor
+from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import flat_boxes
 
 BLOCK_ELEMENTS = 2**18  # an array of it is a MiB in F32: several fit into a processor's cache
@@ -76,9 +76,9 @@ class Block:
         stored = self._stored[number]
         if stored.dtype == np.float32:
             return stored
-        made = self.space.floats(name, self.size)
-        np.copyto(made, stored, casting="unsafe")
-        return made
+        floats = self.space.floats(name, self.size)
+        np.copyto(floats, stored, casting="unsafe")
+        return floats
 
 
 class Scan(Protocol):

@@ -32,8 +32,8 @@ _Way = Literal["window", "high", "low", "equal", "place"]
 
 def magnitude_bits(values: Floats, into: Bits | None = None) -> Bits:
     """The bits of the magnitudes, ordered as they are."""
-    made: Bits = np.bitwise_and(values.view(np.uint32), _SIGN, out=into)
-    return made
+    bits: Bits = np.bitwise_and(values.view(np.uint32), _SIGN, out=into)
+    return bits
 
 
 class RankCut(NamedTuple):
@@ -44,26 +44,26 @@ class RankCut(NamedTuple):
     bits: int
     before: int
 
-    def largest(self, found: Bits, start: int) -> Mask:
+    def largest(self, bits: Bits, start: int) -> Mask:
         """The elements of a stretch that are inside, in descending order."""
         if self.before <= start:
-            return found > self.bits
-        made: Mask = found >= self.bits
-        self._cut_equal(made, found, start)
-        return made
+            return bits > self.bits
+        mask: Mask = bits >= self.bits
+        self._cut_equal(mask, bits, start)
+        return mask
 
-    def smallest(self, found: Bits, start: int) -> Mask:
+    def smallest(self, bits: Bits, start: int) -> Mask:
         """The elements of a stretch that are inside, in ascending order."""
         if self.before <= start:
-            return found < self.bits
-        made: Mask = found <= self.bits
-        self._cut_equal(made, found, start)
-        return made
+            return bits < self.bits
+        mask: Mask = bits <= self.bits
+        self._cut_equal(mask, bits, start)
+        return mask
 
-    def _cut_equal(self, made: Mask, found: Bits, start: int) -> None:
+    def _cut_equal(self, mask: Mask, bits: Bits, start: int) -> None:
         at = self.before - start
-        if at < found.size:
-            made[at:] &= found[at:] != self.bits
+        if at < bits.size:
+            mask[at:] &= bits[at:] != self.bits
 
     @property
     def magnitude(self) -> np.float32:
@@ -111,21 +111,21 @@ class Selector:
         self._high = int(sample[high]) if high < sample.size else _ALL
         self._way = "window"
 
-    def measure(self, found: Bits) -> Any:
+    def measure(self, bits: Bits) -> Any:
         if self._way == "window":
-            below = int(np.count_nonzero(found < self._low)) if self._low else 0
+            below = int(np.count_nonzero(bits < self._low)) if self._low else 0
             if self._low == self._high:
-                return below, int(np.count_nonzero(found == self._low))
-            inside = found[(found - np.uint32(self._low)) <= self._high - self._low]
+                return below, int(np.count_nonzero(bits == self._low))
+            inside = bits[(bits - np.uint32(self._low)) <= self._high - self._low]
             return below, np.unique(inside, return_counts=True)
         if self._way == "high":
-            return self._count_bins(np.bincount(found >> _LOW_BITS, minlength=_HIGH_BINS))
+            return self._count_bins(np.bincount(bits >> _LOW_BITS, minlength=_HIGH_BINS))
         if self._way == "low":
-            inside = found[found >> _LOW_BITS == self._bin]
+            inside = bits[bits >> _LOW_BITS == self._bin]
             return self._count_bins(np.bincount(inside & (_LOW_BINS - 1), minlength=_LOW_BINS))
         if self._way == "equal":
-            return int(np.count_nonzero(found == self._bits))
-        return int(np.flatnonzero(found == self._bits)[self._left - 1])
+            return int(np.count_nonzero(bits == self._bits))
+        return int(np.flatnonzero(bits == self._bits)[self._left - 1])
 
     def add(self, start: int, measured: Any) -> None:
         """Add `measure`'s result for the block that begins at element `start`."""
@@ -206,14 +206,14 @@ def _nth(inside: Sequence[tuple[Bits, NDArray[np.int64]]], total: int, nth: int)
     """The collected element with this rank, from 1 on; and how many are smaller."""
     values = np.concatenate([values for values, _ in inside])
     if values.size == total:  # all are different within their block
-        found = int(np.partition(values, nth - 1)[nth - 1])
-        return found, int(np.count_nonzero(values < found))
+        nth_value = int(np.partition(values, nth - 1)[nth - 1])
+        return nth_value, int(np.count_nonzero(values < nth_value))
     order = np.argsort(values)
     reached = np.cumsum(np.concatenate([counts for _, counts in inside])[order])
     ordered = values[order]
-    found = int(ordered[np.searchsorted(reached, nth)])
-    first = int(np.searchsorted(ordered, found))
-    return found, int(reached[first - 1]) if first else 0
+    nth_value = int(ordered[np.searchsorted(reached, nth)])
+    first = int(np.searchsorted(ordered, nth_value))
+    return nth_value, int(reached[first - 1]) if first else 0
 
 
 def _count_of(bits: int, values: Bits, counts: NDArray[np.int64]) -> int:

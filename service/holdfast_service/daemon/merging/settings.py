@@ -32,10 +32,10 @@ class Setting(NamedTuple):
 
     def value(self, tensor: str, depth: float) -> Value | None:
         """The value for a tensor at this depth, from 0 to 1; None if no choice fits it."""
-        found = next((one for one in self.choices if one.fits(tensor)), None)
-        if found is None:
+        choice = next((one for one in self.choices if one.fits(tensor)), None)
+        if choice is None:
             return None
-        return _at(found.points, depth) if found.gradient else found.points[0]
+        return _at(choice.points, depth) if choice.gradient else choice.points[0]
 
     def unused(self, tensors: Iterable[str]) -> list[str]:
         return [one.filter for one in self.choices if one.filter is not None and not any(map(one.fits, tensors))]
@@ -102,16 +102,16 @@ def depths(tensors: Iterable[str]) -> dict[str, float]:
     last: dict[str, int] = {}
     named = list(tensors)
     for name in named:
-        found = _LAYER.search(name)
-        if found is not None:
-            stack, number = name[: found.start(1)], int(found[1])
+        match = _LAYER.search(name)
+        if match is not None:
+            stack, number = name[: match.start(1)], int(match[1])
             layers[name] = stack, number
             last[stack] = max(last.get(stack, 0), number)
-    made = {}
+    depths_by_name = {}
     for name in named:
         if name in layers:
             stack, number = layers[name]
-            made[name] = number / last[stack] if last[stack] else 1.0
+            depths_by_name[name] = number / last[stack] if last[stack] else 1.0
         else:
-            made[name] = 0.0
-    return made
+            depths_by_name[name] = 0.0
+    return depths_by_name

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
 from holdfast_formats.exports.source import of_committed
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.committed import CommittedFiles
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
+from holdfast_formats.mapping.committed_files import CommittedFiles
+from holdfast_formats.mapping.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Buffer, read_once
@@ -143,14 +143,14 @@ def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
     joined = JoinedFiles([read_once(place.files) if own is None else own.files for place, own in pairs])
     ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
     watched = WatchedSource(joined, digested=lambda path: path.partition("/")[0] not in ours)
-    found = {}
+    sources = {}
     for number, (place, own) in enumerate(zip(places, exports, strict=True)):
         try:
-            found[place.name] = _ours(place, number, own) if own is not None else _foreign(place, number, watched)
+            sources[place.name] = _ours(place, number, own) if own is not None else _foreign(place, number, watched)
         except CheckpointError as error:
             error.detail = f"{place.name}: {error.detail}"
             raise
-    return MergeSources(joined, watched, found)
+    return MergeSources(joined, watched, sources)
 
 
 class _Own(NamedTuple):
@@ -174,8 +174,8 @@ def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
 
 
 def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:
-    told = {"model": place.name, "run": own.run, "step": own.step, "commit": digest(own.commit)}
-    return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), told)
+    report = {"model": place.name, "run": own.run, "step": own.step, "commit": digest(own.commit)}
+    return MergeSource(place.name, number, _numbered(own.listing, number)._replace(files=()), report)
 
 
 def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSource:
@@ -186,8 +186,8 @@ def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSou
         error.hint = "import it first, and merge the checkpoint: `holdfast import` takes --from KIND"
         raise
     listing = kind.read(files, ReadOptions())
-    told = {"model": place.name, "kind": kind.name, "files": f"{number}/"}
-    return MergeSource(place.name, number, _numbered(listing, number), told)
+    report = {"model": place.name, "kind": kind.name, "files": f"{number}/"}
+    return MergeSource(place.name, number, _numbered(listing, number), report)
 
 
 def _numbered(listing: ForeignListing, number: int) -> ForeignListing:
@@ -222,5 +222,5 @@ class PlacedDecoder(NamedTuple):
         def placed_fetch(stored: ForeignTensor, wanted: Box, into: NDArray[Any] | None = None) -> NDArray[Any]:
             return fetch(placed(stored, self.number), wanted, into)
 
-        made: NDArray[Any] = self.decoder.decode(box, placed_fetch)
-        return made
+        array: NDArray[Any] = self.decoder.decode(box, placed_fetch)
+        return array

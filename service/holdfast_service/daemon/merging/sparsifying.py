@@ -119,32 +119,32 @@ class ThinnedVector:
             return ~(np.abs(delta) < between(low.magnitude, high.magnitude, self._share))
         return self._cut(start, magnitude_bits(delta, space.array("bits", delta.size, np.uint32)))
 
-    def _cut(self, start: int, found: Bits) -> Mask:
+    def _cut(self, start: int, bits: Bits) -> Mask:
         if self._sparsity.how == "outliers" and self._nothing:
-            return np.zeros(found.size, np.bool_)
+            return np.zeros(bits.size, np.bool_)
         first, last = self.selectors[0].cut, self.selectors[-1].cut
         assert first is not None and last is not None
         if self._sparsity.how == "trim":
-            return last.largest(found, start)
-        made = last.smallest(found, start)
+            return last.largest(bits, start)
+        mask = last.smallest(bits, start)
         if self._bottom:
-            made &= ~first.smallest(found, start)
-        return made
+            mask &= ~first.smallest(bits, start)
+        return mask
 
     def chances(self, delta: Floats, space: Workspace) -> Floats | np.float32:
         """The chance of each element of a stretch to stay, if ranks decide, in the workspace; else the density."""
         if self._sparsity.how != "ranked":
             return np.float32(self._sparsity.density)
-        found = magnitude_bits(delta, space.array("bits", delta.size, np.uint32))
-        made = space.floats("chances", delta.size)
-        rows, (length, step) = found.reshape(-1, *self._rows).swapaxes(1, 2), self._rows
+        bits = magnitude_bits(delta, space.array("bits", delta.size, np.uint32))
+        floats = space.floats("chances", delta.size)
+        rows, (length, step) = bits.reshape(-1, *self._rows).swapaxes(1, 2), self._rows
         whole, beside = max(_RANKED_AT_ONCE // self._rows.elements, 1), max(_RANKED_AT_ONCE // length, 1)
         for at in range(0, rows.shape[0], whole):
             for side in range(0, step, beside):
                 part = rows[at : at + whole, side : side + beside]
                 firsts = np.arange(at, at + part.shape[0])[:, None] * self._rows.elements + side + np.arange(part.shape[1])
-                made[_order(part) * step + firsts[:, :, None]] = self._chances
-        return made
+                floats[_order(part) * step + firsts[:, :, None]] = self._chances
+        return floats
 
 
 def _order(rows: Bits) -> NDArray[np.int64]:
@@ -160,13 +160,13 @@ def _order(rows: Bits) -> NDArray[np.int64]:
 
 def measured(vectors: Sequence[ThinnedVector], deltas: Sequence[Floats], block: Block) -> list[Any]:
     """Measurements of this block for all vectors' waiting selectors."""
-    made = []
+    results = []
     for vector, delta in zip(vectors, deltas, strict=True):
         waiting = [one for one in vector.waiting if one.wanted in (None, block.number)]
         if waiting:
-            found = magnitude_bits(delta, block.space.array("bits", block.size, np.uint32))
-            made += [one.measure(found) for one in waiting]
-    return made
+            bits = magnitude_bits(delta, block.space.array("bits", block.size, np.uint32))
+            results += [one.measure(bits) for one in waiting]
+    return results
 
 
 def between(low: np.float32, high: np.float32, share: np.float32) -> np.float32:

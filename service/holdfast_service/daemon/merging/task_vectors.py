@@ -96,8 +96,8 @@ class TaskFormula:
         while waiting := [one for vector in self._vectors for one in vector.waiting]:
             wanted = {one.wanted for one in waiting}
             numbers = None if None in wanted else sorted(number for number in wanted if number is not None)
-            found = scan(lambda block: (block.number, measured(self._vectors, self._deltas(block), block)), numbers)
-            for number, parts in found:
+            cuts = scan(lambda block: (block.number, measured(self._vectors, self._deltas(block), block)), numbers)
+            for number, parts in cuts:
                 concerned = [one for one in waiting if one.wanted in (None, number)]
                 for one, part in zip(concerned, parts, strict=True):
                     one.add(number * scan.length, part)
@@ -126,8 +126,8 @@ class TaskFormula:
 
     def _delta(self, block: Block, number: int, base: Floats, name: str) -> Floats:
         into = block.space.floats(name, block.size)
-        made: Floats = np.subtract(block.values(number), base, out=into)
-        return made
+        floats: Floats = np.subtract(block.values(number), base, out=into)
+        return floats
 
     def _deltas(self, block: Block) -> list[Floats]:
         base = block.values(block.inputs - 1, "base")
@@ -135,18 +135,18 @@ class TaskFormula:
 
     def _weighted(self, block: Block, number: int, base: Floats, name: str) -> Floats:
         """A task vector's remaining elements, scaled and weighted."""
-        vector, made = self._vectors[number], self._delta(block, number, base, name)
+        vector, floats = self._vectors[number], self._delta(block, number, base, name)
         if not vector.all:
-            chances = vector.chances(made, block.space) if self._terms.rescale == "density" else None
+            chances = vector.chances(floats, block.space) if self._terms.rescale == "density" else None
             mask = None if self._scales is None else self._scales.kept_mask(number, block.start, block.size)
-            np.multiply(made, vector.mask(block.start, made, block.space) if mask is None else mask, out=made)
+            np.multiply(floats, vector.mask(block.start, floats, block.space) if mask is None else mask, out=floats)
             factor = None if self._scales is None else self._scales.factor(number)
             if chances is not None:
-                made /= chances
+                floats /= chances
             elif factor is not None:
-                made *= factor
-        made *= np.float32(self._terms.weights[number])
-        return made
+                floats *= factor
+        floats *= np.float32(self._terms.weights[number])
+        return floats
 
 
 def _agreed(weighted: Sequence[Floats], terms: TaskTerms, space: Workspace) -> Floats:
@@ -195,7 +195,7 @@ def _sum(values: Sequence[Floats], into: Floats) -> Floats:
 
 def summed(values: Sequence[np.float32]) -> np.float32:
     """The sum in F32, one after the other."""
-    made = np.float32(0)
+    total = np.float32(0)
     for one in values:
-        made = np.float32(made + one)
-    return made
+        total = np.float32(total + one)
+    return total

@@ -34,7 +34,7 @@ class _Absent(NamedTuple):
     deadline: float  # time.monotonic()
 
 
-class TakenUp(NamedTuple):
+class AdoptedSaves(NamedTuple):
     """IDs of the continued rounds, and the reasons why other steps are not continued."""
 
     rounds: set[int]
@@ -67,11 +67,13 @@ class Adoption:
         self._saver.holds.find(recovered)
         return going_on
 
-    def take_up(self, segment: ArenaSegment, taken: Sequence[int], who: Participant) -> TakenUp:
+    def take_up(self, segment: ArenaSegment, taken: Sequence[int], who: Participant) -> AdoptedSaves:
         """Make the saver continue the saves in these slots of a segment."""
-        found = TakenUp(set(), {})
+        adopted_saves = AdoptedSaves(set(), {})
         headers = [(arena.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
-        for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
+        for header, slot in sorted(
+            headers, key=lambda adopted_saves: adopted_saves[0].step
+        ):  # older steps are saved before newer ones
             sealed = find_sealed(segment, slot)
             try:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
@@ -81,13 +83,13 @@ class Adoption:
                 round_id = self._control.saves.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
                 log.info("cannot adopt %s@%s of rank %d: %s", who.run, header.step, who.rank, error.detail)
-                found.refused[header.step] = error
+                adopted_saves.refused[header.step] = error
                 segment.release(slot)
                 continue
             log.info("adopted %s@%s of rank %d, %s", who.run, header.step, who.rank, header.state.name.lower())
             self._saver.adopt(who, header.step, round_id, segment, slot, sealed)
-            found.rounds.add(round_id)
-        return found
+            adopted_saves.rounds.add(round_id)
+        return adopted_saves
 
     def back(self, who: Participant, segment: ArenaSegment) -> None:
         """A rank reconnected with its segment: stop waiting for it, and free its old segments."""
@@ -129,8 +131,8 @@ class _Unheard(Participant):
 
 
 def _participant(owner: SegmentOwner) -> Participant:
-    return _Unheard(owner.run, owner.rank, owner.world, owner.attempt, _nobody_hears)
+    return _Unheard(owner.run, owner.rank, owner.world, owner.attempt, _no_subscriber)
 
 
-def _nobody_hears(outcome: Outcome) -> None:
+def _no_subscriber(outcome: Outcome) -> None:
     log.info("the trainer that saved step %d is gone and does not learn that it is %s", outcome.step, outcome.state)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.averaging.averages import Averages
-from holdfast_service.daemon.averaging.crew import CrewKey
+from holdfast_service.daemon.averaging.rank_set import RankSetKey
 from holdfast_service.daemon.saving.rounds import SaveRound
 
 Done = Callable[[SaveRound, Mapping[int, SealedSlot], CheckpointError | None], None]
@@ -28,24 +28,24 @@ class AverageFills:
         ranks = set(current.sealed)
         if current.averaged == ranks:
             return False
-        crew = _crew_of(current)
+        rank_set = _rank_set_of(current)
         if current.averaging is not None and (
-            current.averaging == ranks or not self._averages.withdraw(crew, current.key.step)
+            current.averaging == ranks or not self._averages.withdraw(rank_set, current.key.step)
         ):
             return True
         current.averaging, parts = ranks, dict(current.sealed)
-        self._averages.fill(crew, parts, lambda error: self._done(current, parts, error))
+        self._averages.fill(rank_set, parts, lambda error: self._done(current, parts, error))
         return True
 
     def leave(self, current: SaveRound) -> None:
         """The save has ended. `done`, not the caller, frees the slots that are being filled."""
         if current.averaging is None or self._averages is None:
             return
-        if self._averages.withdraw(_crew_of(current), current.key.step):
+        if self._averages.withdraw(_rank_set_of(current), current.key.step):
             current.averaging = None
         else:
             current.sealed.clear()
 
 
-def _crew_of(current: SaveRound) -> CrewKey:
-    return CrewKey(current.key.run, current.key.attempt, current.world)
+def _rank_set_of(current: SaveRound) -> RankSetKey:
+    return RankSetKey(current.key.run, current.key.attempt, current.world)

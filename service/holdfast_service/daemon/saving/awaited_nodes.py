@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 DEAD_S = 20.0  # how long a node whose lease has ended, or that has started again, may take to be back
 ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
-CREWS_EVERY_S = 5.0
+NODE_RANKS_EVERY_S = 5.0
 NODES_EVERY_S = 5.0  # how often it is looked which nodes are gone
 
 _HELPERS, _OTHERS = "~helpers", "~others"  # no names of nodes
 
 # Of a run's attempt: how many ranks are connected, by node, and which have ever been.
-CrewsOf = Callable[[str, int], tuple[Mapping[str, int], set[int]]]
+NodeRanksOf = Callable[[str, int], tuple[Mapping[str, int], set[int]]]
 _OF_A_MACHINE = frozenset({StorageFailed.code, NoSpace.code, CheckpointError.code, DaemonGone.code})
 
 BeginHelp = Callable[[JoinedRound, str], Future[None]]  # begins to write the share of that node
@@ -41,8 +41,8 @@ BeginHelp = Callable[[JoinedRound, str], Future[None]]  # begins to write the sh
 class AwaitedNodes:
     """Checks the rounds of this node; for one thread."""
 
-    def __init__(self, rendezvous: Rendezvous, crews: CrewsOf, node: str) -> None:
-        self._rendezvous, self._crews, self._node = rendezvous, crews, node
+    def __init__(self, rendezvous: Rendezvous, node_ranks: NodeRanksOf, node: str) -> None:
+        self._rendezvous, self._node_ranks, self._node = rendezvous, node_ranks, node
 
     def lost(self, joint: JoinedRound) -> CheckpointError | None:
         """The error of a round that waits for a node that is gone, or that returned without its part; or for a silent helper
@@ -97,16 +97,16 @@ class AwaitedNodes:
         connected may still come.
         """
         now, key = time.monotonic(), joint.current.key
-        if now < joint.crews_at:
+        if now < joint.node_ranks_at:
             return None
-        joint.crews_at = now + CREWS_EVERY_S
+        joint.node_ranks_at = now + NODE_RANKS_EVERY_S
         seen = self._rendezvous.look(joint.id)
         if seen.repeated:
             self._rendezvous.seal(joint.id)  # which ends it
             return None
         brought = {one.node: len(one.ranks) for one in seen.parts}
-        crews, spoken = self._crews(key.run, key.attempt)
-        coming = sum(max(count - brought.get(node, 0), 0) for node, count in crews.items())
+        node_ranks, spoken = self._node_ranks(key.run, key.attempt)
+        coming = sum(max(count - brought.get(node, 0), 0) for node, count in node_ranks.items())
         if coming >= len(seen.absent & spoken):
             joint.absent_since = None
         elif joint.absent_since is None:
@@ -170,9 +170,9 @@ class ShareHandovers:
 def failed(handover: ShareHandover, why: str) -> CheckpointError:
     """The error of a node that cannot write its share, which no other node has written because of `why`."""
     problem = handover.problem
-    said = str(problem.get("detail", f"node {handover.node} cannot write"))
+    detail = str(problem.get("detail", f"node {handover.node} cannot write"))
     helper = {} if handover.helper is None else {"helper": handover.helper}
-    return from_problem({**problem, "detail": f"{said}; {why}" if why else said, **helper})
+    return from_problem({**problem, "detail": f"{detail}; {why}" if why else detail, **helper})
 
 
 def on_node(error: BaseException, node: str) -> CheckpointError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.measurements import Life
 from holdfast_service.daemon.saving.rounds import Participant
 
 BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be back
 
 
-class _Crew:
+class _RankSet:
     """The ranks of an attempt. A disconnected process belongs to the job as long as another rank is connected."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class ConnectedRanks:
     """Not thread-safe: guarded by the saver's lock."""
 
     def __init__(self) -> None:
-        self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of which a rank is here
+        self._node_ranks: dict[tuple[str, int], _RankSet] = {}  # by run and attempt; those of which a rank is here
         # By run: its newest attempt, and the ranks that left without a goodbye.
         self._missing: dict[str, tuple[int, set[int]]] = {}
 
@@ -31,11 +31,11 @@ class ConnectedRanks:
 
     @property
     def runs(self) -> set[str]:
-        return {run for run, _ in self._crews}
+        return {run for run, _ in self._node_ranks}
 
     def of(self, run: str) -> list[Participant]:
         """The ranks of a run, of any attempt."""
-        return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
+        return [who for (name, _), rank_set in self._node_ranks.items() if name == run for who in rank_set.present]
 
     def ranks(self, run: str, attempt: int) -> set[int]:
         return {who.rank for who in self.of(run) if who.attempt == attempt}
@@ -45,18 +45,18 @@ class ConnectedRanks:
         all count as gone without a sign of life; None if one certainly lives.
         """
         found: dict[str, tuple[int, int, int, float | None]] = {}
-        for (run, attempt), crew in sorted(self._crews.items()):
-            left = [who.left_s() for who in crew.present]
-            for who in crew.present:
-                ranks = len({other.rank for other in crew.present})
+        for (run, attempt), rank_set in sorted(self._node_ranks.items()):
+            left = [who.left_s() for who in rank_set.present]
+            for who in rank_set.present:
+                ranks = len({other.rank for other in rank_set.present})
                 found[run] = attempt, who.world, ranks, None if None in left else max(filter(None, left), default=0.0)
         return found
 
     def join(self, who: Participant) -> None:
-        crew = self._crews.setdefault((who.run, who.attempt), _Crew())
-        crew.present.add(who)
-        crew.processes.add(who.process)
-        crew.gone.pop(who.rank, None)
+        rank_set = self._node_ranks.setdefault((who.run, who.attempt), _RankSet())
+        rank_set.present.add(who)
+        rank_set.processes.add(who.process)
+        rank_set.gone.pop(who.rank, None)
         if who.heard:
             self._heard[who.run] = max(who.attempt, self._heard.get(who.run, 0))
         if who.attempt > self._missing.get(who.run, (-1, set()))[0]:
@@ -67,28 +67,28 @@ class ConnectedRanks:
 
     def leave(self, who: Participant) -> set[Participant]:
         """Remove a rank; returns the remaining ranks of its attempt."""
-        crew = self._crews.get((who.run, who.attempt), _Crew())
-        crew.present.discard(who)
+        rank_set = self._node_ranks.get((who.run, who.attempt), _RankSet())
+        rank_set.present.discard(who)
         attempt, missing = self._missing.get(who.run, (-1, set()))
-        if all(other.rank != who.rank for other in crew.present):
-            crew.gone[who.rank] = time.monotonic() + (0.0 if who.parted else BACK_S)
+        if all(other.rank != who.rank for other in rank_set.present):
+            rank_set.gone[who.rank] = time.monotonic() + (0.0 if who.parted else BACK_S)
             if who.attempt == attempt and not who.parted:
                 missing.add(who.rank)
-        if not crew.present:
-            self._crews.pop((who.run, who.attempt), None)
-        return crew.present
+        if not rank_set.present:
+            self._node_ranks.pop((who.run, who.attempt), None)
+        return rank_set.present
 
     def gone(self, run: str, attempt: int) -> set[int]:
         """Ranks that will not return: they closed regularly, or have been away for `BACK_S`."""
-        crew = self._crews.get((run, attempt))
-        return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
+        rank_set = self._node_ranks.get((run, attempt))
+        return set() if rank_set is None else {rank for rank, limit in rank_set.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
         """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Omits ranks
         known only to an earlier daemon, until they reconnect or time out.
         """
         return {
-            run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
+            run: (attempt, "lost" if missing else "running" if (run, attempt) in self._node_ranks else "ended")
             for run, (attempt, missing) in self._missing.items()
             if self._heard.get(run) == attempt
         }
@@ -100,4 +100,4 @@ class ConnectedRanks:
 
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job that is still connected."""
-        return any(process in crew.processes for (name, _), crew in self._crews.items() if name == run)
+        return any(process in rank_set.processes for (name, _), rank_set in self._node_ranks.items() if name == run)

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.joint import JointRound, ShareHandover
@@ -41,7 +41,7 @@ class JoinedRound:
         self.absent_since: float | None = None
         self.asked = False  # whether it may commit, since it has delivered
         self.seen: JointRound | None = None  # as it was sealed
-        self.crews_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
+        self.node_ranks_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
         self.look_at = 0.0
         self.pause_s = POLL_S[0]
         self.state, self.written = "", False  # when it was last looked at

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
     CatalogUnavailable,
     CheckpointError,
@@ -25,16 +25,16 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
-from holdfast_service.control.cluster.ranks_words import RanksWords
+from holdfast_service.control.cluster.rank_reports import RankReports
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, CrewsOf, ShareHandovers, on_node
+from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, NodeRanksOf, ShareHandovers, on_node
 from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
 from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a ro
 
 
 class JointParty(NamedTuple):
-    """A daemon's access to joint saves. `crews` returns the connected ranks of a run's attempt by node, and all that ever
+    """A daemon's access to joint saves. `node_ranks` returns the connected ranks of a run's attempt by node, and all that ever
     connected; `words` the nodes' statements on their ranks.
     """
 
     rendezvous: Rendezvous
     exchange: ExchangeServer
-    crews: CrewsOf
-    words: RanksWords
+    node_ranks: NodeRanksOf
+    words: RankReports
 
 
 class Host(NamedTuple):
@@ -80,7 +80,7 @@ class JointSaves:
     ) -> None:
         self._party, self._control, self._node, self._writer = party, control, node, writer
         self._host, self._history = host, history
-        self._awaited = AwaitedNodes(party.rendezvous, party.crews, node)
+        self._awaited = AwaitedNodes(party.rendezvous, party.node_ranks, node)
         self._handovers = ShareHandovers(party.rendezvous, node, self._help)
         self._joints: dict[RoundKey, JoinedRound] = {}
         self._refusals: list[tuple[RoundKey, int, CheckpointError]] = []
@@ -193,10 +193,10 @@ class JointSaves:
         sealed = dict(current.sealed)
         if tuple(sorted(sealed)) != ranks:
             return  # it was given up at this moment
-        declaration, said = part.encode(one.table for one in sealed.values())
+        declaration, tables = part.encode(one.table for one in sealed.values())
         joint = self._joints.get(current.key)
         try:
-            number = self._party.rendezvous.arrive(*current.key, current.world, ranks, declaration, said)
+            number = self._party.rendezvous.arrive(*current.key, current.world, ranks, declaration, tables)
         except CatalogUnavailable:
             raise
         except CheckpointError as error:
@@ -282,9 +282,9 @@ class JointSaves:
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
         assert joint.seen is not None
-        made = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.over.is_set)
-        made.add_done_callback(lambda done: self._wake.set())
-        return made
+        future = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.over.is_set)
+        future.add_done_callback(lambda done: self._wake.set())
+        return future
 
     def _follow(self, joint: JoinedRound, seen: RoundState) -> None:
         assert joint.writing is not None
@@ -319,17 +319,17 @@ class JointSaves:
         staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
-            made = self._control.saves.commit(current.id, written.plan, measured, staged)
+            committed = self._control.saves.commit(current.id, written.plan, measured, staged)
             if joint.handover is not None:
-                self._control.saves.written_for(made, joint.handover)
+                self._control.saves.written_for(committed, joint.handover)
         except CatalogUnavailable:  # the claim is still this node's when it is back
             raise
         except Exception as error:
             self._abort(joint, error, claimed=True)
             return
         self._published.append(joint.id)
-        self._end(joint, made)
-        log.info("%s@%s attempt %s committed with %d nodes: %d bytes", *current.key, len(seen.parts), made.bytes)
+        self._end(joint, committed)
+        log.info("%s@%s attempt %s committed with %d nodes: %d bytes", *current.key, len(seen.parts), committed.bytes)
         self._tell()
 
     def _abort(self, joint: JoinedRound, error: BaseException, claimed: bool = False) -> None:

@@ -20,10 +20,10 @@ from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.control.checkpoints import share_planner
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.checking.portions import WrittenSpan
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.exchange.fetching import Peer
 from holdfast_service.daemon.exchange.server import ExchangeServer
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
 
@@ -123,8 +123,8 @@ class ShareWriter:
             peers.close()
         took_s, size = time.monotonic() - began, sum(one.end - one.begin for one in share.shares)
         self._history.disk.wrote(size, took_s)
-        told = "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, %d bytes came from others"
-        log.info(told, *place[:3], size, plan.bytes, took_s, peers.bytes_brought)
+        text = "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, %d bytes came from others"
+        log.info(text, *place[:3], size, plan.bytes, took_s, peers.bytes_brought)
         return _Written(place, encode_receipt(receipt), took_s, timed.seconds)
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
@@ -142,12 +142,12 @@ class ShareWriter:
         """The plan of the round, with what this node of it is to write."""
         parts = self._patiently(lambda: self._rendezvous.parts(seen.id), is_over)
         decoded = []
-        for digest, declared, said in parts:
+        for digest, declared, tables in parts:
             if digest not in self._declarations:
                 while len(self._declarations) >= max(DECODED_KEPT, len(parts)):
                     del self._declarations[next(iter(self._declarations))]
                 self._declarations[digest] = declaration.decode(declared)
-            decoded.append((digest, part.decode(self._declarations[digest], said)))
+            decoded.append((digest, part.decode(self._declarations[digest], tables)))
         return share_planner.plan_share(decoded, [one.node for one in seen.parts].index(node))
 
 
@@ -196,11 +196,11 @@ class Peers:
                 return
             self._looked_at = time.monotonic()
             try:
-                found = self._look()
+                state = self._look()
             except CatalogUnavailable as away:
                 log.info("cannot tell where other nodes are now: %s", away.detail)
                 return
-            for one in found.parts:
+            for one in state.parts:
                 if one.node in self._peers:
                     self._peers[one.node].url = one.url
 

@@ -125,10 +125,10 @@ class RestoreAgreement:
         if end.alone or error is not None:
             self.abandoned(who, turn)
             return RestoreVerdict()
-        found = self.ended(who, turn, end.step, wait_s)
-        if found is None:
+        verdict = self.ended(who, turn, end.step, wait_s)
+        if verdict is None:
             raise DeadlineExceeded(f"other ranks of {who.run} are still restoring step {end.step}", hint="ask again")
-        return found
+        return verdict
 
     def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> RestoreVerdict | None:
         """A rank has restored the step: its verdict once all others have reported; None after `wait_s`."""
@@ -172,30 +172,30 @@ class RestoreAgreement:
         cannot read a step cannot restore it.
         """
         try:
-            found = self._look(who.run, step, error)
+            damage = self._look(who.run, step, error)
         except NoSuchCheckpoint:
-            found = error
+            damage = error
         except CheckpointError as failure:
             log.warning("%s@%s: cannot check the damage that rank %s reports: %s", who.run, step, who.rank, failure.detail)
-            found = None
+            damage = None
         with self._changed:
             current = self._turn(who, turn)
-            if found is None and who.rank not in current.doubted:
+            if damage is None and who.rank not in current.doubted:
                 current.doubted.add(who.rank)
                 return RestoreVerdict(again=True)
-        if found is None:
+        if damage is None:
             self._findings.damaged(who.run, step, error)
         with self._changed:
             current.ended.add(who.rank)
             late = alone or (current.agreed and current.failed is None)
             if not late:
-                current.failed = current.failed or found or error
+                current.failed = current.failed or damage or error
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
         if not late:
             self._spread(who, turn, current)
         newest = self._findings.newest(who.run) if alone else None
-        return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
+        return RestoreVerdict(problem=(damage or error).problem(), late=late, newest=newest)
 
     def forget(self, run: str) -> None:
         """Forget a run that is no longer trained."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast_formats.errors import InvalidRequest, RunBusy
-from holdfast_formats.staging.messages import Introduction
+from holdfast_formats.staging.messages import HelloFields
 from holdfast_formats.staging.wire import PROTOCOL, Outcome, Stop
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.arena.shares import Asker
+from holdfast_service.daemon.arena.shares import ShareRequester
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 
@@ -31,7 +31,7 @@ class DistantParticipant(Participant):
     """A rank over HTTP: its death is not reported, so it counts as gone after a long silence."""
 
     def __init__(
-        self, hello: Introduction, attempt: int, tell: Callable[[Outcome | Stop], None], heard: Callable[[], float]
+        self, hello: HelloFields, attempt: int, tell: Callable[[Outcome | Stop], None], heard: Callable[[], float]
     ) -> None:
         """`heard` returns the time of its last request, by `time.monotonic()`."""
         super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
@@ -48,7 +48,7 @@ class NearParticipant(Participant):
     """A rank at the socket. It lives as long as its process: a forked child may keep the connection open."""
 
     def __init__(
-        self, hello: Introduction, attempt: int, tell: Callable[[Outcome | Stop], None], has_ended: Callable[[], bool]
+        self, hello: HelloFields, attempt: int, tell: Callable[[Outcome | Stop], None], has_ended: Callable[[], bool]
     ) -> None:
         super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
         self.process, self._tell, self._has_ended = hello.process, tell, has_ended
@@ -66,7 +66,7 @@ class NearParticipant(Participant):
 _Made = TypeVar("_Made")
 
 
-def check(hello: Introduction) -> None:
+def check(hello: HelloFields) -> None:
     """`InvalidRequest` for a rank of another version, or outside its world."""
     if hello.protocol != PROTOCOL:
         raise InvalidRequest(
@@ -77,7 +77,7 @@ def check(hello: Introduction) -> None:
         raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
 
 
-def let_in(saver: Saver, control: Control, hello: Introduction, join: Callable[[int], _Made], asker: Asker) -> _Made:
+def let_in(saver: Saver, control: Control, hello: HelloFields, join: Callable[[int], _Made], asker: ShareRequester) -> _Made:
     """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is active.
 
     `LimitExceeded` for a new run of a tenant that already has too many runs without a save. `keep_last` counts only if the
@@ -122,7 +122,7 @@ def let_in(saver: Saver, control: Control, hello: Introduction, join: Callable[[
     )
 
 
-def _others(saver: Saver, control: Control, hello: Introduction) -> list[Participant]:
+def _others(saver: Saver, control: Control, hello: HelloFields) -> list[Participant]:
     living = [other for other in saver.present(hello.run) if other.left_s() != 0]
     if not living or control.launches.is_declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []

@@ -65,9 +65,9 @@ def rename_run(
         for one in (run, name):
             if one in saver.runs:
                 raise _in_use(one)
-        found = renaming.rename(run, name, dry_run=True)
+        renamed = renaming.rename(run, name, dry_run=True)
         if dry_run:
-            return found
+            return renamed
         saver.holds.end(run)
         if arena.has(run) or not saver.vacate(run):
             raise _in_use(run)

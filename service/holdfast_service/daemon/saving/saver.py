@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
     ArenaFull,
     CheckpointError,
@@ -21,29 +21,29 @@ from holdfast_formats.errors import (
     StaleAttempt,
 )
 from holdfast_formats.naming import Place
-from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.measurements import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages
+from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.checker import Checker, Checks
-from holdfast_service.daemon.checking.portions import WrittenSpan
-from holdfast_service.daemon.checking.spread_checks import SpreadChecks
+from holdfast_service.daemon.checking.distributed_checks import DistributedChecks
+from holdfast_service.daemon.saving.active_saves import ActiveSaves
 from holdfast_service.daemon.saving.average_fills import AverageFills
-from holdfast_service.daemon.saving.giving_way import GivingWay
-from holdfast_service.daemon.saving.going_saves import GoingSaves
+from holdfast_service.daemon.saving.failed_rounds import FailedRounds
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
 from holdfast_service.daemon.saving.joint_writing import ShareWriter
-from holdfast_service.daemon.saving.ranks_exchange import RanksExchange, RanksHere
+from holdfast_service.daemon.saving.rank_report_exchange import LocalRanks, RankReportExchange
+from holdfast_service.daemon.saving.read_throttle import ReadThrottle
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound, SlotLease, outcome_of
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
-from holdfast_service.daemon.saving.unsaved_ends import UnsavedEnds
 from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.daemon.writing.disk_limit import Probe
 from holdfast_service.storage import Tier
@@ -67,35 +67,35 @@ class Saver:
         checker: Checker | None = None,
         party: JointParty | None = None,
         *,
-        holds: HeldCheckpoints | None = None,
+        holds: MemoryCheckpoints | None = None,
         averages: Averages | None = None,
         probe: Probe | None = None,
     ) -> None:
         """With a `party`, ranks of a save may be on other nodes; `probe` measures the disk."""
         self._control, self._node = control, node
-        self._going = GoingSaves(jointly=party is not None)
+        self._going = ActiveSaves(jointly=party is not None)
         self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
         self._open, self._pending = self._going.open, self._going.pending
         self._given_up = GivenUp()
         self.history = SaveHistory(control, probe)
-        self._ends = UnsavedEnds(control, self.history)
+        self._ends = FailedRounds(control, self.history)
         checker = checker or Checker(tier, control)
-        self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
-        self.spread: SpreadChecks | None = None
+        self.giving_way = ReadThrottle(lambda: self._staging or self.restores.under_way)
+        self.spread: DistributedChecks | None = None
         if party is not None and control.shared_checks is not None:
-            self.spread = SpreadChecks(tier, control, checker, control.shared_checks, self.giving_way)
-        self.checks = Checks(checker, self.history.verified, self.giving_way, control.book.recorded, self.spread)
+            self.spread = DistributedChecks(tier, control, checker, control.shared_checks, self.giving_way)
+        self.checks = Checks(checker, self.history.verified, self.giving_way, control.record_queue.recorded, self.spread)
         self.restores = RestoreAgreement(
             checker.suspect, control, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
         )
         self.stops = StopAgreement(self._lock, self._connected, None if party is None else self.look_at_ranks)
-        self.holds = holds or HeldCheckpoints(control.standing.launch, partly=party is not None)
+        self.holds = holds or MemoryCheckpoints(control.committed_steps.launch, partly=party is not None)
         self.averages = averages
         self._write_queue = WriteQueue(control, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(averages, self._filled)
         self._joint: JointSaves | None = None
-        self._ranks: RanksExchange | None = None
+        self._ranks: RankReportExchange | None = None
         if party is not None:
             writer = ShareWriter(control, node, party.rendezvous, party.exchange, self.history)
             going = self._going
@@ -108,8 +108,8 @@ class Saver:
                 self._joint_ended,
             )
             self._joint = JointSaves(party, control, node, writer, host=host, history=self.history)
-            here = RanksHere(going.spanning, self._waited_for, self._end_stuck_of_nodes)
-            self._ranks = RanksExchange(party.words, node, here, self.stops)
+            here = LocalRanks(going.spanning, self._waited_for, self._end_stuck_of_nodes)
+            self._ranks = RankReportExchange(party.words, node, here, self.stops)
 
     @property
     def busy(self) -> bool:
@@ -159,7 +159,7 @@ class Saver:
             self.restores.join(who)
             self._end_older(who.run, who.attempt)
 
-    def crews(self) -> dict[str, tuple[int, int, int, float | None]]:
+    def node_ranks(self) -> dict[str, tuple[int, int, int, float | None]]:
         """For each run's newest attempt with ranks here: its number, its world, how many there are, and when they count as
         gone.
         """
@@ -268,7 +268,7 @@ class Saver:
             self._given_up.refuse(key, who.rank)
             here = self._connected.ranks(who.run, who.attempt)
         self.holds.trains(who.owner, here)
-        quiet = self._going.is_told_elsewhere(who)
+        quiet = self._going.is_reported_elsewhere(who)
         round_id = self._control.saves.begin(*key, who.world, intent, quiet=quiet)
         slot = -1
         try:
@@ -313,7 +313,7 @@ class Saver:
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
                 self._given_up.refuse(key, who.rank)
-                if current is None and self._control.standing.launch(who.run, step) == (who.attempt, turn):
+                if current is None and self._control.committed_steps.launch(who.run, step) == (who.attempt, turn):
                     return
                 raise self._given_up.why(key, f"rank {who.rank} has no lease on slot {slot} for step {step}")
             try:
@@ -369,13 +369,13 @@ class Saver:
                 who.newest = step if who.newest is None else max(step, who.newest)
                 unknown.discard(step)
         for step in sorted(unknown):
-            committed = self._control.standing.launch(who.run, step) == (who.attempt, awaited[step])
+            committed = self._control.committed_steps.launch(who.run, step) == (who.attempt, awaited[step])
             key = RoundKey(who.run, step, who.attempt)
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
             error = None if committed else refused.get(step, lost)
-            groups = self._control.standing.groups(who.run, step) if committed else ()
+            groups = self._control.committed_steps.groups(who.run, step) if committed else ()
             who.notify(outcome_of(key, error, groups))
 
     def waits(self, who: Participant, step: int | None) -> None:
@@ -392,7 +392,7 @@ class Saver:
             current = self._open.get(key)
             if current is not None:
                 self._abort(current, error)
-            elif key not in self._pending and self._control.standing.launch(who.run, step) is None:
+            elif key not in self._pending and self._control.committed_steps.launch(who.run, step) is None:
                 self._given_up.know(key, who.rank, error)
                 if self._joint is not None and len(self._connected.of(who.run)) < who.world:
                     self._joint.refuse(key, who.world, error)
@@ -474,7 +474,7 @@ class Saver:
             self._ranks.close()
         if self._joint is not None:
             self._joint.close()
-        self._control.book.recorded(CLOSE_S)
+        self._control.record_queue.recorded(CLOSE_S)
         self.checks.close()
         if self.spread is not None:
             self.spread.close()
@@ -538,15 +538,15 @@ class Saver:
         """Saves with ranks on other nodes, for which some rank here waits."""
         with self._lock:
             keys = {LaunchKey(k.run, k.attempt) for k, current in self._open.items() if self._going.spans(current)}
-            found = {key: self._going.saves(key) for key in keys}
-        return {key: saves for key, saves in found.items() if saves.is_waited_for}
+            waiting = {key: self._going.saves(key) for key in keys}
+        return {key: saves for key, saves in waiting.items() if saves.is_waited_for}
 
-    def _end_stuck_of_nodes(self, launch: LaunchKey, said: OpenSaves, others: Sequence[OpenSaves]) -> None:
-        """End the saves whose ranks on all nodes wait for one another, if this node's statement `said` still holds."""
+    def _end_stuck_of_nodes(self, launch: LaunchKey, open_saves: OpenSaves, others: Sequence[OpenSaves]) -> None:
+        """End the saves whose ranks on all nodes wait for one another, if this node's statement `open_saves` still holds."""
         with self._lock:
-            if self._joint is None or self._going.saves(launch) != said:
+            if self._joint is None or self._going.saves(launch) != open_saves:
                 return
-            whole = said.joined(others)
+            whole = open_saves.joined(others)
             for step in whole.stuck():
                 key, error = RoundKey(launch.run, step, launch.attempt), whole.error_of(step)
                 current = self._open.get(key)
@@ -591,7 +591,7 @@ class Saver:
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         asks = error is None and current.averaged
-        groups = self._control.standing.groups(current.key.run, current.key.step) if asks else ()
+        groups = self._control.committed_steps.groups(current.key.run, current.key.step) if asks else ()
         with self._lock:  # ranks that reconnect later ask for the committed steps
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]

@@ -43,7 +43,7 @@ class StopAgreement:
         self._lock, self._connected, self._news = lock, connected, news
         self._launches: dict[LaunchKey, _StoppingLaunch] = {}
 
-    def report(self, who: Participant, said: PassedStep) -> LastStep:
+    def report(self, who: Participant, passed_step: PassedStep) -> LastStep:
         """A rank of a launch that is to stop has passed a step, and waits at the next one; or it knows where to stop.
 
         Returns the step, once all ranks have reported, and the missing ranks, which are asked.
@@ -51,9 +51,9 @@ class StopAgreement:
         key = LaunchKey(who.run, who.attempt)
         with self._lock:
             launch = self._launch(key, who.world)
-            launch.heard, new = time.monotonic(), launch.passed.get(who.rank) != said.passed
-            launch.passed[who.rank] = said.passed
-            launch.step = said.step if launch.step is None else launch.step
+            launch.heard, new = time.monotonic(), launch.passed.get(who.rank) != passed_step.passed
+            launch.passed[who.rank] = passed_step.passed
+            launch.step = passed_step.step if launch.step is None else launch.step
             missing = set(range(who.world)) - launch.passed.keys() - self._connected.gone(*key) - launch.elsewhere
             if launch.step is None and not missing and (self._news is None or len(launch.passed) == who.world):
                 launch.step = max(launch.passed.values()) + 1
@@ -85,16 +85,16 @@ class StopAgreement:
                 for gone in [self._connected.gone(*key)]
             }
 
-    def remember(self, key: LaunchKey, said: Mapping[str, Any]) -> None:
+    def remember(self, key: LaunchKey, report: Mapping[str, Any]) -> None:
         """Load ranks' reports to an earlier daemon."""
         with self._lock:
             launch = self._launches.get(key) or self._launch(key, 0)
-            launch.passed = {int(rank): step for rank, step in said["passed"].items()} | launch.passed
+            launch.passed = {int(rank): step for rank, step in report["passed"].items()} | launch.passed
 
     def hear(self, key: LaunchKey, words: Collection[Mapping[str, Any]]) -> int | None:
         """Process all nodes' reports; the step, if they are complete."""
-        passed = {int(rank): step for said in words for rank, step in said["passed"].items()}
-        gone = {rank for said in words for rank in said["gone"]}
+        passed = {int(rank): step for word in words for rank, step in word["passed"].items()}
+        gone = {rank for word in words for rank in word["gone"]}
         with self._lock:
             launch = self._launches[key]
             launch.elsewhere, launch.apart = frozenset(passed.keys() | gone), False
@@ -114,19 +114,19 @@ class StopAgreement:
                 launch.apart = True
 
     def _launch(self, key: LaunchKey, world: int) -> _StoppingLaunch:
-        found = self._launches.setdefault(key, _StoppingLaunch(world))
+        launch = self._launches.setdefault(key, _StoppingLaunch(world))
         for old in list(self._launches)[:-LAUNCHES_MAX]:
             del self._launches[old]
-        return found
+        return launch
 
     def _due(self, key: LaunchKey, launch: _StoppingLaunch) -> list[Participant]:
         now = time.monotonic()
-        found = [
+        due = [
             other
             for other in self._connected.of(key.run)
             if other.attempt == key.attempt
             and other.rank not in launch.passed
             and launch.asked.get(other.rank, float("-inf")) + ASK_EVERY_S < now
         ]
-        launch.asked.update({other.rank: now for other in found})
-        return found
+        launch.asked.update({other.rank: now for other in due})
+        return due

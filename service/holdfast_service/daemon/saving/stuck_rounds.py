@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import RoundAborted
-from holdfast_formats.staging.joint import RanksWord
+from holdfast_formats.staging.joint import RankReport
 from holdfast_service.daemon.saving.rounds import Participant, SaveRound
 
 LISTED_MAX = 8
@@ -41,10 +41,10 @@ class OpenSaves(NamedTuple):
         return cls(world, brought, frozenset(RankWait(who.rank, who.newest, who.awaits, who.closing) for who in ranks))
 
     @classmethod
-    def heard(cls, said: Mapping[str, Any]) -> OpenSaves:
+    def heard(cls, report: Mapping[str, Any]) -> OpenSaves:
         """Decode another node's report."""
-        brought = {int(step): frozenset(ranks) for step, ranks in said["brought"].items()}
-        return cls(said["world"], brought, frozenset(RankWait(*one) for one in said["ranks"]))
+        brought = {int(step): frozenset(ranks) for step, ranks in report["brought"].items()}
+        return cls(report["world"], brought, frozenset(RankWait(*one) for one in report["ranks"]))
 
     def said(self) -> dict[str, Any]:
         """Encode for other nodes; equal states have equal reports."""
@@ -82,9 +82,9 @@ class OpenSaves(NamedTuple):
         for one in self.ranks:
             if one.newest is not None:
                 steps.setdefault(one.newest, set()).add(one.rank)
-        told = ", ".join(f"step {step} by {_ranks(by)}" for step, by in sorted(steps.items())[:LISTED_MAX])
+        steps_text = ", ".join(f"step {step} by {_ranks(by)}" for step, by in sorted(steps.items())[:LISTED_MAX])
         return RoundAborted(
-            f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved were {told}",
+            f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved were {steps_text}",
             hint="every rank must save the same steps; on a signal, let them agree on the step first",
         )
 
@@ -92,7 +92,7 @@ class OpenSaves(NamedTuple):
         return set(range(self.world)) - self.brought[step]
 
 
-def held_together(words: Sequence[RanksWord], node: str) -> list[RanksWord]:
+def held_together(words: Sequence[RankReport], node: str) -> list[RankReport]:
     """This node's report and those that were valid at the same time; empty while that is unknown."""
     own = next(word for word in words if word.node == node)
     held = [word for word in words if word.live and word.until >= own.since + TOGETHER_S]

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.rounds import SaveRound
-from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.writer import write
 
@@ -32,7 +32,7 @@ class WriteQueue:
         self,
         control: Control,
         node: str,
-        holds: HeldCheckpoints,
+        holds: MemoryCheckpoints,
         *,
         lock: threading.Condition,
         ended: Callable[[SaveRound, Manifest | CheckpointError], None],
@@ -102,11 +102,11 @@ class WriteQueue:
         measured = self._history.ending(
             current, write_s=written - writing, fsync_s=timed.seconds, queue_s=writing - current.completed
         )
-        made = self._control.saves.commit(current.id, plan, measured)
+        manifest = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
         published = time.monotonic()
-        size = f"{made.bytes} bytes"
-        told = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
-        log.info(told, *current.key, size, planned - began, written - planned, published - written)
-        return made
+        size = f"{manifest.bytes} bytes"
+        text = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
+        log.info(text, *current.key, size, planned - began, written - planned, published - written)
+        return manifest

@@ -68,12 +68,12 @@ class DiskLimit:
     def _measure(self, probe: Probe) -> None:
         give_way()
         try:
-            found = probe(self._busy)
+            measured = probe(self._busy)
         except CheckpointError as error:
             log.info("cannot measure the disk's speed: %s", error.detail)
-            found = None
-        if found is not None:
+            measured = None
+        if measured is not None:
             with self._lock:
                 self._measured_at = time.monotonic()
-                self.bytes_per_second = max(found, self.bytes_per_second or 0.0)
-            log.info("the disk writes %.0f MB/s", found / 1e6)
+                self.bytes_per_second = max(measured, self.bytes_per_second or 0.0)
+            log.info("the disk writes %.0f MB/s", measured / 1e6)

@@ -40,8 +40,8 @@ class FsyncTimed:
 
 
 class _TimedFile:
-    def __init__(self, file: FileWriter, told: FsyncTimed) -> None:
-        self._file, self._told = file, told
+    def __init__(self, file: FileWriter, fsync_timed: FsyncTimed) -> None:
+        self._file, self._told = file, fsync_timed
 
     @property
     def alignment(self) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast_formats import rounding
 from holdfast_formats.digest import digest, running
-from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.staging.holdings import Bytes, Holding, gather, hold, hold_all, view
 from holdfast_formats.staging.plan import BoxOrigin, PlannedFile, PlannedTensor
@@ -120,14 +120,14 @@ class FileBytes:
             if cut.tensor is None:
                 _gather(cut, cut.offset, target)
                 continue
-            there = _straight(cut, alignment)
-            if there is None:
+            mapped = _straight(cut, alignment)
+            if mapped is None:
                 extents += [(cut.tensor, extent) for extent in _gather_digested(cut, target, self._extent_bytes)]
                 continue
-            extents += [(cut.tensor, extent) for extent in _digested(cut, there, self._extent_bytes)]
+            extents += [(cut.tensor, extent) for extent in _digested(cut, mapped, self._extent_bytes)]
             head, tail = -cut.start % alignment, cut.stop % alignment
-            target[:head], target[cut.length - tail :] = there[:head], there[cut.length - tail :]
-            blocks += [buffer[at - low : cut.start + head - low], there[head : cut.length - tail]]
+            target[:head], target[cut.length - tail :] = mapped[:head], mapped[cut.length - tail :]
+            blocks += [buffer[at - low : cut.start + head - low], mapped[head : cut.length - tail]]
             at = cut.stop - tail
         blocks.append(buffer[at - low : max(high - low, at - low)])
         rest = buffer[high - low : end - low] if window.last == len(self.cuts) else buffer[:0]
@@ -179,8 +179,8 @@ def _cut_at_blocks(edges: Sequence[int], start: int, step: int, part: FilePart) 
     """
     low, high = max(part.begin - start, edges[0]), min(part.end - start, edges[-1])
     blocks = set(range(part.begin - start, part.end - start, part.block_bytes))
-    found = {*edges, *blocks, *(edge + -edge % step for edge in blocks)}
-    return sorted(edge for edge in found | {low, high} if low <= edge <= high)
+    edges_found = {*edges, *blocks, *(edge + -edge % step for edge in blocks)}
+    return sorted(edge for edge in edges_found | {low, high} if low <= edge <= high)
 
 
 def _header_cuts(header: Bytes, part: FilePart | None) -> Iterator[ExtentSlice]:
@@ -212,8 +212,8 @@ def _straight(cut: ExtentSlice, alignment: int) -> Bytes | None:
     """A whole cut as a view of a slot, if it can be written from there: it has whole blocks besides its ends."""
     if cut.length < max(STRAIGHT_BYTES_MIN, 2 * alignment):
         return None
-    there = view(cut.held, cut.offset, cut.offset + cut.length)
-    return there if there is not None and (there.ctypes.data - cut.start) % alignment == 0 else None
+    mapped = view(cut.held, cut.offset, cut.offset + cut.length)
+    return mapped if mapped is not None and (mapped.ctypes.data - cut.start) % alignment == 0 else None
 
 
 def _extents(cut: ExtentSlice, extent_bytes: int) -> Iterator[tuple[int, int]]:
@@ -223,9 +223,9 @@ def _extents(cut: ExtentSlice, extent_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, cut.length)
 
 
-def _digested(cut: ExtentSlice, there: Bytes, extent_bytes: int) -> Iterator[Extent]:
+def _digested(cut: ExtentSlice, mapped: Bytes, extent_bytes: int) -> Iterator[Extent]:
     for begin, end in _extents(cut, extent_bytes):
-        yield Extent(cut.offset + begin, end - begin, digest(there[begin:end].data))
+        yield Extent(cut.offset + begin, end - begin, digest(mapped[begin:end].data))
 
 
 def _gather_digested(cut: ExtentSlice, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
@@ -233,7 +233,7 @@ def _gather_digested(cut: ExtentSlice, target: Bytes, extent_bytes: int) -> Iter
     assert cut.tensor is not None  # a header has one digest, which the plan knows
     extent_bytes = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
     part_bytes = cut.length if any(held.span is None for held in cut.held) else CACHED_BYTES
-    found, low = running(), 0
+    running_digest, low = running(), 0
     for at in range(0, cut.length, part_bytes):
         part = target[at : at + part_bytes]
         _gather(cut, cut.offset + at, part)
@@ -241,8 +241,8 @@ def _gather_digested(cut: ExtentSlice, target: Bytes, extent_bytes: int) -> Iter
             begin = low - low % extent_bytes
             end = min(begin + extent_bytes, cut.length)
             high = min(end, at + part.nbytes)
-            found.update(target[low:high].data)
+            running_digest.update(target[low:high].data)
             if high == end:
-                yield Extent(cut.offset + begin, end - begin, found.hexdigest())
-                found = running()
+                yield Extent(cut.offset + begin, end - begin, running_digest.hexdigest())
+                running_digest = running()
             low = high

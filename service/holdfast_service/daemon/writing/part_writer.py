@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.blocks import Share
 from holdfast_formats.staging.plan import PlannedAsset, PlannedTensor, Receipt, WritePlan
@@ -162,9 +162,9 @@ class _Ahead:
 
     def _bring(self, one: Share) -> dict[int, memoryview]:
         file = self._plan.files[one.file]
-        there = tensors_in(file, FilePart(one.begin, one.end, self._block_bytes))
-        wanted = slot_ranges(there, one.begin, one.end, without=self._sources.slots.keys())
-        return _brought(self._sources, wanted, _ends(there, wanted))
+        planned_tensors = tensors_in(file, FilePart(one.begin, one.end, self._block_bytes))
+        wanted = slot_ranges(planned_tensors, one.begin, one.end, without=self._sources.slots.keys())
+        return _brought(self._sources, wanted, _ends(planned_tensors, wanted))
 
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

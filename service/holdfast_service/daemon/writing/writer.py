@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from holdfast_files.buffers import BufferPool
 from holdfast_formats.digest import digest
-from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.disk.manifests import Extent, FileEntry
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window

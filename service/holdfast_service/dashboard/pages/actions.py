@@ -13,9 +13,9 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.jobs import ExportArguments, parse
 from holdfast_formats.rest.retention import Force, check_label
-from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, at, to
 
 router = page_router()
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
@@ -46,13 +46,13 @@ async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -
 @router.get(f"{_CHECKPOINT}/remove")
 async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> Response:
     """Show what would be removed, or why that is refused, before anything happens."""
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     refused: CheckpointError | None = None
     try:
         await api.ask("DELETE", at(run, step), dry_run="true")
     except CheckpointError as error:
         refused = error
-    return page(request, "remove.html", run=run, made=made, refused=refused, forces=_FORCES)
+    return page(request, "remove.html", run=run, made=checkpoint, refused=refused, forces=_FORCES)
 
 
 @router.post(f"{_CHECKPOINT}/remove")

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
-from holdfast_formats.rest.observed import AcknowledgeRequest
+from holdfast_formats.rest.measurements import AcknowledgeRequest
 from holdfast_formats.rest.retention import RetentionPolicy
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at, to
 
 router = page_router()
 
@@ -25,8 +25,8 @@ QUOTA_STEP_BYTES = 10**6  # quotas are raised to whole megabytes
 @router.post("/runs/{run}/alerts/{code}")
 async def answer_alert(api: Asked, run: str, code: str, form: Posted) -> Response:
     """Acknowledge an alert of a run, snooze it, or take that back."""
-    said = await _answer(api, at(run) + f"/alerts/{_part(code)}/acknowledgement", form, subject=form.text("subject"))
-    return see(to(run) if form.text("back") == "run" else "/", said)
+    answer = await _answer(api, at(run) + f"/alerts/{_part(code)}/acknowledgement", form, subject=form.text("subject"))
+    return see(to(run) if form.text("back") == "run" else "/", answer)
 
 
 @router.post("/alerts/{code}/{subject}")

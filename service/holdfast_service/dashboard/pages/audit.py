@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
-from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, shown
 from holdfast_service.dashboard.rendering import link, page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import LIMIT_MAX, Asked, shown
 
 router = page_router()
 
@@ -31,12 +31,12 @@ async def show_audit(  # noqa: PLR0913 — one a filter
 ) -> Response:
     """Show entries, newest first; the API filters them."""
     asked = _asked(who, run, kind, refused)
-    found = await shown(api.page(AuditEntry, "/v1/audit", cursor=cursor, limit=ENTRIES_SHOWN, **asked))
-    listed = found.value or bodies.Page[AuditEntry](items=[])
+    entries = await shown(api.page(AuditEntry, "/v1/audit", cursor=cursor, limit=ENTRIES_SHOWN, **asked))
+    listed = entries.value or bodies.Page[AuditEntry](items=[])
     return page(
         request,
         "audit.html",
-        found=found,
+        found=entries,
         entries=listed.items,
         next=listed.next,
         first=cursor is None,

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.exports.kinds import KINDS
@@ -16,12 +16,12 @@ from holdfast_formats.exports.plan import FLOATS
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
-from holdfast_service.dashboard import contents
+from holdfast_service.dashboard import manifest_view
 from holdfast_service.dashboard.ancestry import Ancestry, ancestry_of
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown
-from holdfast_service.dashboard.contents import Stripe, TensorLine
+from holdfast_service.dashboard.manifest_view import Stripe, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at, shown
 
 router = page_router()
 
@@ -32,7 +32,7 @@ TENSORS_DRAWN = 400
 EXTENTS_LISTED = 200
 
 
-class Drawn(NamedTuple):
+class DrawnTensor(NamedTuple):
     """A tensor on the map of its file."""
 
     line: TensorLine
@@ -42,26 +42,26 @@ class Drawn(NamedTuple):
 @router.get("/runs/{run}/checkpoints/{step}")
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why: bool = False) -> Response:
     """Facts, checks, copies and actions."""
-    found = await api.get(bodies.CheckpointInfo, at(run, step))
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     replicas, verdict, jobs, beside, ancestry, instead = await asyncio.gather(
-        shown(api.page(Replica, at(run, found.step, "replicas"))),
-        shown(_verdict(api, run, found.step, why)),
+        shown(api.page(Replica, at(run, checkpoint.step, "replicas"))),
+        shown(_verdict(api, run, checkpoint.step, why)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
-        _before(api, found),
-        shown(_ancestry(api, found)),
-        _instead(api, found),
+        _before(api, checkpoint),
+        shown(_ancestry(api, checkpoint)),
+        _instead(api, checkpoint),
     )
     return page(
         request,
         "checkpoint.html",
         run=run,
-        made=found,
+        made=checkpoint,
         usable_for=USABLE_FOR,
         small_usable_for=SMALL_USABLE_FOR,
         exact_usable_for=EXACT_USABLE_FOR,
         replicas=replicas,
         verdict=verdict,
-        jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,
+        jobs=[job for job in jobs.value.items if job.step == checkpoint.step] if jobs.value else None,
         before=beside,
         ancestry=ancestry.value,
         instead=instead,
@@ -75,16 +75,16 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
     """Files as they should be, and as they are on storage. A separate page, because the request holds the checkpoint for a
     while.
     """
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     files, node = await asyncio.gather(
-        shown(api.page(bodies.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
+        shown(api.page(bodies.File, at(run, checkpoint.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
         shown(api.page(bodies.Node, "/v1/nodes")),
     )
     return page(
         request,
         "files.html",
         run=run,
-        made=made,
+        made=checkpoint,
         files=files,
         first=cursor is None,
         next=files.value.next if files.value else None,
@@ -95,27 +95,27 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
 @router.get("/runs/{run}/checkpoints/{step}/map/{name}")
 async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
     """The map of one file from its first byte to its last: its tensors, and the ranks that held them in the save."""
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
-    held = await contents.held(api, run, made.step)
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
+    held = await manifest_view.held(api, run, checkpoint.step)
     entry = held.manifest.file(name)
     if entry is None:
         raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="see the list of files on the checkpoint's page")
     lines = await asyncio.to_thread(held.of_file, name)
     part = lines[max(first, 0) : max(first, 0) + TENSORS_DRAWN]
-    shades = contents.numbered(line.entry.placement for line in lines)
+    shades = manifest_view.numbered(line.entry.placement for line in lines)
     # If a file has more tensors than fit, the map shows the bytes of those that are listed.
     begin = part[0].entry.start if part else 0
     end = part[-1].entry.start + part[-1].entry.nbytes if part else entry.bytes
     moved = [line._replace(entry=_moved(line.entry, begin)) for line in part]
     drawn = [
-        Drawn(line, contents.stripes(there, held.manifest.mesh, max(end - begin, 1), shades))
-        for line, there in zip(part, moved, strict=True)
+        DrawnTensor(line, manifest_view.stripes(stripes, held.manifest.mesh, max(end - begin, 1), shades))
+        for line, stripes in zip(part, moved, strict=True)
     ]
     return page(
         request,
         "map.html",
         run=run,
-        made=made,
+        made=checkpoint,
         file=entry,
         drawn=drawn,
         shades=shades,
@@ -139,8 +139,8 @@ async def show_extents(
     request: Request, api: Asked, run: str, step: str, asked: Annotated[tuple[str, str, int], Depends(_tensor)]
 ) -> Response:
     group, name, first = asked
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
-    held = await contents.held(api, run, made.step)
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
+    held = await manifest_view.held(api, run, checkpoint.step)
     line = held.line(group, name)
     if line is None:
         raise NoSuchResource(f"the checkpoint has no tensor {name!r} in {group!r}", hint="see its list of tensors")
@@ -148,12 +148,12 @@ async def show_extents(
         request,
         "extents.html",
         run=run,
-        made=made,
+        made=checkpoint,
         line=line,
         extents=line.entry.extents[first : first + EXTENTS_LISTED],
         first=first,
         shown_at_once=EXTENTS_LISTED,
-        measured=(await contents.statistics(api, held)).value,
+        measured=(await manifest_view.statistics(api, held)).value,
     )
 
 
@@ -167,24 +167,26 @@ async def _verdict(api: ViewerApi, run: str, step: int, why: bool) -> Verdict | 
     return next(iter(preview.verdicts), None)
 
 
-async def _ancestry(api: ViewerApi, made: bodies.CheckpointInfo) -> Ancestry | None:
-    return await ancestry_of(api, made.run, made.step) if made.world == 1 else None  # merges are made by one process
+async def _ancestry(api: ViewerApi, checkpoint: bodies.CheckpointInfo) -> Ancestry | None:
+    return (
+        await ancestry_of(api, checkpoint.run, checkpoint.step) if checkpoint.world == 1 else None
+    )  # merges are made by one process
 
 
-async def _instead(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
+async def _instead(api: ViewerApi, checkpoint: bodies.CheckpointInfo) -> int | None:
     """The step to restore instead of a damaged or unhealthy one, if there is one."""
-    if made.damage is None and made.healthy is not False:
+    if checkpoint.damage is None and checkpoint.healthy is not False:
         return None
-    healthy = await shown(api.get(bodies.CheckpointInfo, at(made.run, "latest-healthy")))
-    return None if healthy.value is None or healthy.value.step == made.step else healthy.value.step
+    healthy = await shown(api.get(bodies.CheckpointInfo, at(checkpoint.run, "latest-healthy")))
+    return None if healthy.value is None or healthy.value.step == checkpoint.step else healthy.value.step
 
 
-async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
+async def _before(api: ViewerApi, checkpoint: bodies.CheckpointInfo) -> int | None:
     """The previous checkpoint's step, to compare with."""
-    if made.step == 0:
+    if checkpoint.step == 0:
         return None
-    path = at(made.run) + "/checkpoints"
-    older = await shown(api.page(bodies.CheckpointInfo, path, step_max=made.step - 1, limit=1))
+    path = at(checkpoint.run) + "/checkpoints"
+    older = await shown(api.page(bodies.CheckpointInfo, path, step_max=checkpoint.step - 1, limit=1))
     return older.value.items[0].step if older.value and older.value.items else None
 
 

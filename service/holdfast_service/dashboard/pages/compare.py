@@ -14,13 +14,13 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.jobs import CompareArguments, CompareJob
-from holdfast_formats.rest.observed import Difference, DifferenceState
+from holdfast_formats.rest.measurements import Difference, DifferenceState
 from holdfast_formats.rest.operations import Job
-from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown, to
-from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor
+from holdfast_service.dashboard import manifest_view
+from holdfast_service.dashboard.manifest_view import ManifestView, MeasuredTensor
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at, shown, to
 
 router = page_router()
 
@@ -53,14 +53,14 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     if not (asked["a"] and asked["b"]):
         return render(compared=None)
     checkpoints = [await api.get(bodies.CheckpointInfo, at(run, asked[side])) for side in ("a", "b")]
-    one, other = [await contents.held(api, run, found.step) for found in checkpoints]
-    known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
+    one, other = [await manifest_view.held(api, run, pairs_found.step) for pairs_found in checkpoints]
+    known = [(await manifest_view.statistics(api, held)).value or {} for held in (one, other)]
     compared = await asyncio.to_thread(compare, one, other)
     values = Values(one.manifest.step, known[0], known[1])
-    found = await asyncio.to_thread(matching, compared, values, asked)
-    begin = min(max(first, 0), max(len(found) - 1, 0) // SHOWN * SHOWN)
+    pairs_found = await asyncio.to_thread(matching, compared, values, asked)
+    begin = min(max(first, 0), max(len(pairs_found) - 1, 0) // SHOWN * SHOWN)
     job = await _job(api, run, one.manifest.step, other.manifest.step)
-    part = _by_the_job([values.difference(pair) for pair in found[begin : begin + SHOWN]], job)
+    part = _by_the_job([values.difference(pair) for pair in pairs_found[begin : begin + SHOWN]], job)
     too_much: CheckpointError | None = None
     if asked["exact"]:
         part, too_much = await _measured(api, run, asked, part)
@@ -71,7 +71,7 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
         measured=bool(known[0] and known[1]),
         too_much=too_much,
         job=job,
-        found=len(found),
+        found=len(pairs_found),
         shown=part,
         first=begin,
         shown_at_once=SHOWN,
@@ -88,8 +88,8 @@ async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
 
 async def _job(api: ViewerApi, run: str, a: int, b: int) -> Job | None:
     """The newest job that compares these two, a running one before failed ones."""
-    found = await shown(api.page(Job, "/v1/jobs", kind="compare", run=run, limit=JOBS_LOOKED_AT))
-    listed = found.value.items if found.value else []
+    jobs = await shown(api.page(Job, "/v1/jobs", kind="compare", run=run, limit=JOBS_LOOKED_AT))
+    listed = jobs.value.items if jobs.value else []
     return next((job for job in listed if job.step == a and str(job.arguments.get("with")) in (str(b), f"{run}@{b}")), None)
 
 
@@ -140,21 +140,21 @@ def compare(one: ManifestView, other: ManifestView) -> Compared:
 def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[Pair]:
     """The tensors whose names contain every word of the search, sorted: the largest first, unknown values last."""
     words, sort = asked["q"].casefold().split(), asked["sort"]
-    found = [
+    matching_pairs = [
         pair
         for pair, state in compared.pairs
         if asked["state"] in ("", state) and all(word in pair.name.casefold() for word in words)
     ]
     if sort == "bytes":
-        return sorted(found, key=lambda pair: -pair.entry.nbytes)
+        return sorted(matching_pairs, key=lambda pair: -pair.entry.nbytes)
     if sort not in SORTS or not (values.before or values.after):
-        return found
+        return matching_pairs
 
     def key(pair: Pair) -> tuple[bool, float]:
         sides = (side.get((pair.group, pair.name)) for side in (values.before, values.after))
         return not any(side and side.nonfinite for side in sides), -(getattr(values.difference(pair), sort) or 0)
 
-    return sorted(found, key=key)
+    return sorted(matching_pairs, key=key)
 
 
 async def _measured(
@@ -166,8 +166,8 @@ async def _measured(
         if one.state not in ("changed", "unknown"):
             return one
         path = at(run) + "/compare"
-        found = await api.page(Difference, path, a=asked["a"], b=asked["b"], group=one.group, q=one.name, exact="true")
-        return next((other for other in found.items if other.name == one.name), one)
+        differences = await api.page(Difference, path, a=asked["a"], b=asked["b"], group=one.group, q=one.name, exact="true")
+        return next((other for other in differences.items if other.name == one.name), one)
 
     try:
         return list(await asyncio.gather(*map(measured, part))), None

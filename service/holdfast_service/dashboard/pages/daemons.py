@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats.rest.observed import RunSummary
-from holdfast_formats.rest.telling import WatchedDaemon, WatchedRun
-from holdfast_service.dashboard.asking import Asked, shown, to
+from holdfast_formats.rest.measurements import RunSummary
+from holdfast_formats.rest.notifications import WatchedDaemon, WatchedRun
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, shown, to
 
 router = page_router()
 

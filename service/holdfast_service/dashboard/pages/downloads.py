@@ -10,30 +10,30 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import NoSuchResource
 from holdfast_service.dashboard import downloads
-from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, ViewerApi, at
 from holdfast_service.dashboard.downloads import DownloadTable
 from holdfast_service.dashboard.rendering import HEADERS
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import LIMIT_MAX, Asked, ViewerApi, at
 
 router = page_router()
 
 
 @router.get("/csv/{table}")
 async def of_all(request: Request, api: Asked, table: str) -> Response:
-    found = _named(downloads.OF_ALL, table)
-    return await _file(request, api, found, found.more, table)
+    table_found = _named(downloads.OF_ALL, table)
+    return await _file(request, api, table_found, table_found.more, table)
 
 
 @router.get("/runs/{run}/csv/{table}")
 async def of_run(request: Request, api: Asked, run: str, table: str) -> Response:
-    found = _named(downloads.OF_RUN, table)
-    return await _file(request, api, found, f"{at(run)}/{found.more}", f"{run}-{table}")
+    table_found = _named(downloads.OF_RUN, table)
+    return await _file(request, api, table_found, f"{at(run)}/{table_found.more}", f"{run}-{table}")
 
 
 @router.get("/runs/{run}/checkpoints/{step}/csv/{table}")
 async def of_checkpoint(request: Request, api: Asked, run: str, step: str, table: str) -> Response:
-    found = _named(downloads.OF_CHECKPOINT, table)
-    return await _file(request, api, found, at(run, step, found.more), f"{run}-{step}-{table}")
+    table_found = _named(downloads.OF_CHECKPOINT, table)
+    return await _file(request, api, table_found, at(run, step, table_found.more), f"{run}-{step}-{table}")
 
 
 def _named(tables: Mapping[str, DownloadTable], name: str) -> DownloadTable:

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS, Event
-from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import link, page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, shown
 
 router = page_router()
 
@@ -34,11 +34,11 @@ class EventGroup(NamedTuple):
 
 def grouped(events: list[Event]) -> list[EventGroup]:
     """The events of each save together: first what has errors, then warnings, and the newest first among equals."""
-    found: dict[tuple[str | None, int | None], list[Event]] = {}
+    by_place: dict[tuple[str | None, int | None], list[Event]] = {}
     for event in events:
-        found.setdefault((event.run, event.step), []).append(event)
-    made = [EventGroup(*key, min((e.level for e in these), key=_WORST.index), these) for key, these in found.items()]
-    return sorted(made, key=lambda group: (_WORST.index(group.level), -group.events[0].id))
+        by_place.setdefault((event.run, event.step), []).append(event)
+    groups = [EventGroup(*key, min((e.level for e in these), key=_WORST.index), these) for key, these in by_place.items()]
+    return sorted(groups, key=lambda group: (_WORST.index(group.level), -group.events[0].id))
 
 
 def _asked(run: Text = "", kind: Text = "", level: Text = "", order: Order = "save") -> dict[str, str]:
@@ -54,13 +54,13 @@ async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str |
     page.
     """
     run, kind, level = asked["run"], asked["kind"], asked["level"]
-    found = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
-    listed = found.value or bodies.Page[Event](items=[])
+    events = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
+    listed = events.value or bodies.Page[Event](items=[])
     listed_events = [event for event in listed.items if level in ("", event.level)]
     return page(
         request,
         "events.html",
-        found=found,
+        found=events,
         events=listed_events,
         groups=grouped(listed_events) if asked["order"] == "save" else None,
         newest=listed.items[0].id if listed.items else 0,

@@ -8,9 +8,9 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest.search import SearchResult
-from holdfast_service.dashboard.asking import Asked, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, to
 
 router = page_router()
 
@@ -20,8 +20,8 @@ HITS_SHOWN = 100
 @router.get("/find")
 async def find(request: Request, api: Asked, q: Annotated[str, Query(max_length=256)] = "") -> Response:
     """The results; a single hit redirects to its page."""
-    found = await api.get(SearchResult, "/v1/search", q=q, limit=HITS_SHOWN) if q.strip() else None
-    if found is not None and len(found.items) == 1:
-        hit = found.items[0]
+    result = await api.get(SearchResult, "/v1/search", q=q, limit=HITS_SHOWN) if q.strip() else None
+    if result is not None and len(result.items) == 1:
+        hit = result.items[0]
         return see(to(hit.run, hit.step))
-    return page(request, "find.html", q=q, found=found)
+    return page(request, "find.html", q=q, found=result)

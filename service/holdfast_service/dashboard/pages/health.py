@@ -8,10 +8,10 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import LayerHealth, Layers
-from holdfast_service.dashboard.asking import Asked, at, shown
+from holdfast_formats.rest.measurements import LayerHealth, Layers
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, at, shown
 
 router = page_router()
 
@@ -30,7 +30,7 @@ async def show_health(
     """Show the map, which a script draws from the numbers. The worst cells are also in a table, for viewers
     without the map.
     """
-    found = await api.get(bodies.Run, at(run))
+    run_found = await api.get(bodies.Run, at(run))
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     layers = await shown(api.get(Layers, at(run) + "/layers", group=group))
     cells = [
@@ -44,7 +44,7 @@ async def show_health(
     return page(
         request,
         "health.html",
-        run=found,
+        run=run_found,
         group=group,
         groups=newest.items[0].groups if newest.items else [],
         layers=layers,

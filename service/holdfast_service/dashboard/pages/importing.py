@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob
-from holdfast_service.dashboard.asking import Asked
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked
 
 router = page_router()
 

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind
-from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, shown
 
 router = page_router()
 

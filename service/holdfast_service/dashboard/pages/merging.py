@@ -9,9 +9,9 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.jobs import MergeArguments, MergeJob
 from holdfast_formats.rest.recipes import average_of_last
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at
 
 router = page_router()
 CHECKPOINTS_LOOKED_AT = 10_000

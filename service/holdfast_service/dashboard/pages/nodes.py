@@ -10,10 +10,10 @@ from fastapi import Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_service.dashboard.asking import Asked, shown
+from holdfast_service.dashboard.formatting import seconds_text
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
-from holdfast_service.dashboard.words import seconds_text
+from holdfast_service.dashboard.viewer_api import Asked, shown
 
 router = page_router()
 
@@ -55,16 +55,16 @@ async def forget(api: Asked, name: str, _: Posted) -> Response:
 
 def behind(node: bodies.Node) -> list[str]:
     """How far a live node is behind, in words: its heartbeat, its saves, and its queued catalog writes."""
-    said: list[str] = []
+    texts: list[str] = []
     if not node.live:
-        return said
+        return texts
     if node.heard_s is not None and node.heard_s > LATE_S:
-        said.append(f"not heard of for {seconds_text(round(node.heard_s))}")
+        texts.append(f"not heard of for {seconds_text(round(node.heard_s))}")
     if node.sealed:
-        said.append(f"{node.sealed} {'save' if node.sealed == 1 else 'saves'} sealed, not committed yet")
+        texts.append(f"{node.sealed} {'save' if node.sealed == 1 else 'saves'} sealed, not committed yet")
     if node.catalog:
-        said.append(node.catalog)
+        texts.append(node.catalog)
     elif node.catalog_waiting:
         many = node.catalog_waiting != 1
-        said.append(f"{node.catalog_waiting} {'records wait' if many else 'record waits'} for the catalog")
-    return said
+        texts.append(f"{node.catalog_waiting} {'records wait' if many else 'record waits'} for the catalog")
+    return texts

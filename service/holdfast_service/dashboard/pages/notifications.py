@@ -7,10 +7,10 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats.rest.telling import NotificationTarget, TestDelivery
-from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
+from holdfast_formats.rest.notifications import NotificationTarget, TestDelivery
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, shown
 
 router = page_router()
 
@@ -28,6 +28,6 @@ async def send_test(request: Request, api: Asked, name: str, _: Posted) -> Respo
 
 
 async def _page(request: Request, api: ViewerApi, tested: TestDelivery | None) -> Response:
-    found = await shown(api.page(NotificationTarget, "/v1/notifications"))
-    listed = found.value.items if found.value else []
-    return page(request, "notifications.html", targets=found, listed=listed, tested=tested)
+    targets = await shown(api.page(NotificationTarget, "/v1/notifications"))
+    listed = targets.value.items if targets.value else []
+    return page(request, "notifications.html", targets=targets, listed=listed, tested=tested)

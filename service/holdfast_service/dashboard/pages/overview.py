@@ -11,13 +11,13 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.danger import danger
-from holdfast_formats.rest.observed import RUN_SORTS, Alert, Overview, RunSummary
+from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.measurements import RUN_SORTS, Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
-from holdfast_service.dashboard import remedies, repeated, standing
-from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
+from holdfast_service.dashboard import alert_actions, refreshed_parts, run_status
 from holdfast_service.dashboard.rendering import may_of, page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, shown
 
 router = page_router()
 
@@ -118,13 +118,13 @@ async def show_overview(
         asked=wanted,
         keep=wanted._asdict(),
         metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
-        lines=[repeated.run_line(summary, wanted.metric) for summary in summed.items],
+        lines=[refreshed_parts.run_line(summary, wanted.metric) for summary in summed.items],
         next=summed.next,
         first=cursor is None,
         overview=overview,
-        strip=standing.strip(overview),
+        strip=run_status.strip(overview),
         groups=[_shown(group, may) for group in grouped(alerts.items)],
-        seen=[repeated.alert(one, BACK, may) for one in alerts.items if one.acknowledged is not None],
+        seen=[refreshed_parts.alert(one, BACK, may) for one in alerts.items if one.acknowledged is not None],
         more=alerts.next is not None,
         kinds=" ".join(KINDS),
         alerts_open=overview.errors + overview.warnings,
@@ -140,14 +140,14 @@ def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
     for one in alerts:
         if one.acknowledged is not None:
             continue
-        known = groups.setdefault(one.code, AlertGroup(one.code, remedies.title(one.code), one.level, []))
+        known = groups.setdefault(one.code, AlertGroup(one.code, alert_actions.title(one.code), one.level, []))
         known.alerts.append(one)
     return sorted(groups.values(), key=lambda group: min(danger(one) for one in group.alerts))
 
 
 def _shown(group: AlertGroup, may: Callable[..., bool]) -> ShownGroup:
     hint = group.hint
-    parts = [repeated.alert(one, BACK, may, hint=hint is None) for one in group.alerts]
+    parts = [refreshed_parts.alert(one, BACK, may, hint=hint is None) for one in group.alerts]
     return ShownGroup(group, hint, parts[:UNFOLDED], parts[UNFOLDED:])
 
 
@@ -155,4 +155,4 @@ async def _under_way(api: ViewerApi) -> list[bodies.Round]:
     pages = await asyncio.gather(
         *(api.page(bodies.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
     )
-    return [made for found in pages for made in found.items]
+    return [item for page in pages for item in page.items]

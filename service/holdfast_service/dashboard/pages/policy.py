@@ -12,9 +12,9 @@ from holdfast_formats.disk.compacting import RULES
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, filled, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at, to
 
 router = page_router()
 
@@ -58,18 +58,18 @@ def as_policy(form: Form) -> RetentionPolicy:
         )
         if metric
     ]
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: form.number(name) for name in ("last", "every_steps", "steps_apart", "keep_full", "optim_full")
     }
-    said["optim"] = form.text("optim") or None
-    said["every_seconds"] = _hours(form, "every_hours")
-    said["within_seconds"] = _hours(form, "within_hours")
+    fields["optim"] = form.text("optim") or None
+    fields["every_seconds"] = _hours(form, "every_hours")
+    fields["within_seconds"] = _hours(form, "within_hours")
     gigabytes = form.real("quota_gigabytes")
-    said["quota_bytes"] = None if gigabytes is None else round(gigabytes * 1e9)
+    fields["quota_bytes"] = None if gigabytes is None else round(gigabytes * 1e9)
     steps = [part for part in form.text("steps").replace(",", " ").split() if part]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in steps):
         raise InvalidRequest("steps: whole numbers, with spaces between them", hint="go back and change the field")
-    return filled(RetentionPolicy, {**said, "best": tuple(best), "steps": tuple(map(int, steps))})
+    return filled(RetentionPolicy, {**fields, "best": tuple(best), "steps": tuple(map(int, steps))})
 
 
 def _counts(form: Form) -> list[int]:

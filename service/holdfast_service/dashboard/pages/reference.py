@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_service.dashboard.asking import Asked
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked
 
 router = page_router()
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.layout import language
 from holdfast_formats.rest import bodies
-from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, at, shown
 
 router = page_router()
 
@@ -76,7 +76,7 @@ async def show_restoring(
     request: Request, api: Asked, run: str, step: str, wanted: Annotated[WantedLayout, Depends(_asked)]
 ) -> Response:
     """The fields make up the layout's text, unless `layout` gives it as a whole."""
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     text, group, first = wanted.text, wanted.group, wanted.first
     shares: list[ShareView] = []
     refused: CheckpointError | None = None
@@ -84,7 +84,7 @@ async def show_restoring(
     try:
         parsed = language.parse(text)
         text, world = language.text(parsed), parsed.mesh.world
-        shares = await _shares(api, made, text, group, range(first, min(world, first + RANKS_SHOWN)))
+        shares = await _shares(api, checkpoint, text, group, range(first, min(world, first + RANKS_SHOWN)))
     except CheckpointError as error:
         refused = error
     files = await shown(api.page(bodies.Node, "/v1/nodes"))
@@ -93,7 +93,7 @@ async def show_restoring(
         request,
         "restore.html",
         run=run,
-        made=made,
+        made=checkpoint,
         fields=wanted.fields,
         axes=AXES,
         stages=STAGES,
@@ -105,7 +105,7 @@ async def show_restoring(
         shares=shares,
         refused=refused,
         largest=max((share.plan.bytes for share in shares if share.plan), default=0),
-        lines=_lines(made, text, group, (root, str(request.base_url))),
+        lines=_lines(checkpoint, text, group, (root, str(request.base_url))),
     )
 
 
@@ -118,27 +118,29 @@ def _text(fields: dict[str, str]) -> str:
     return ",".join(parts)
 
 
-async def _shares(api: ViewerApi, made: bodies.CheckpointInfo, layout: str, group: str, ranks: range) -> list[ShareView]:
+async def _shares(
+    api: ViewerApi, checkpoint: bodies.CheckpointInfo, layout: str, group: str, ranks: range
+) -> list[ShareView]:
     async def share(rank: int) -> ShareView:
-        path = at(made.run, made.step, "shard")
-        found = await shown(api.get(bodies.ShardPlan, path, layout=layout, rank=rank, group=group, limit=1))
-        return ShareView(rank, found.value, found.error)
+        path = at(checkpoint.run, checkpoint.step, "shard")
+        planned = await shown(api.get(bodies.ShardPlan, path, layout=layout, rank=rank, group=group, limit=1))
+        return ShareView(rank, planned.value, planned.error)
 
     return list(await asyncio.gather(*map(share, ranks)))
 
 
-def _lines(made: bodies.CheckpointInfo, layout: str, group: str, where: tuple[str, str]) -> Lines:
+def _lines(checkpoint: bodies.CheckpointInfo, layout: str, group: str, where: tuple[str, str]) -> Lines:
     root, url = where
-    name, cut = f"{made.run}@{made.step}", shlex.quote(layout)
+    name, cut = f"{checkpoint.run}@{checkpoint.step}", shlex.quote(layout)
     grouped = "" if group == "model" else f" --group {shlex.quote(group)}"
     command = f"holdfast restore {name} --layout {cut}{grouped}"
-    said = "" if group == "model" else f", group={group!r}"
+    argument = "" if group == "model" else f", group={group!r}"
     python = (
         "import holdfast\n\n"
         f"with holdfast.open({name!r}, root={root!r}) as checkpoint:\n"
-        f'    shard = checkpoint.shard({layout!r}, rank=0{said}, framework="torch")\n'
+        f'    shard = checkpoint.shard({layout!r}, rank=0{argument}, framework="torch")\n'
     )
-    address = f"{url.rstrip('/')}{at(made.run, made.step, 'shard')}?layout={quote(layout, safe='=,:/')}&rank=0&group={group}"
+    address = f"{url.rstrip('/')}{at(checkpoint.run, checkpoint.step, 'shard')}?layout={quote(layout, safe='=,:/')}&rank=0&group={group}"
     return Lines(
         f"{command} --all-ranks shards/ --root {shlex.quote(root)}",
         f"{command} --rank 0 --out rank0.safetensors --root {shlex.quote(root)}",

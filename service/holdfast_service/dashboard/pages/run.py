@@ -9,13 +9,13 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import Alert, RunSummary
+from holdfast_formats.rest.measurements import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
-from holdfast_service.dashboard import history, repeated, standing
-from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown, to
+from holdfast_service.dashboard import history, refreshed_parts, run_status
 from holdfast_service.dashboard.pages.overview import KINDS
 from holdfast_service.dashboard.rendering import link, may_of, page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import LIMIT_MAX, Asked, PagePart, ViewerApi, at, shown, to
 
 router = page_router()
 
@@ -39,13 +39,13 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 @router.get("/runs/{run}")
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
     """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
-    found = await api.get(bodies.Run, at(run))
+    run_found = await api.get(bodies.Run, at(run))
     listed, drawn, rounds, summary, preview, nodes = await asyncio.gather(
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
         api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
         shown(api.get(RunSummary, at(run) + "/summary")),
-        _preview(api, found),
+        _preview(api, run_found),
         shown(api.page(bodies.Node, "/v1/nodes")),
     )
     kept_averages = [] if nodes.value is None else [one for node in nodes.value.items for one in node.averages]
@@ -55,15 +55,15 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     may = may_of(request)
     unseen = [one for one in alerts if one.acknowledged is None]
     by_level = {level: [one for one in unseen if one.level == level] for level in ("error", "warning")}
-    failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
+    failed = [item for item in rounds.items if item.state in ("aborted", "dropped")]
     return page(
         request,
         "run.html",
-        run=found,
+        run=run_found,
         summary=summary.value,
-        verdict=None if summary.value is None else standing.verdict(summary.value),
-        alerts={level: [repeated.alert(one, BACK, may) for one in some] for level, some in by_level.items()},
-        seen=[repeated.alert(one, BACK, may) for one in alerts if one.acknowledged is not None],
+        verdict=None if summary.value is None else run_status.verdict(summary.value),
+        alerts={level: [refreshed_parts.alert(one, BACK, may) for one in some] for level, some in by_level.items()},
+        seen=[refreshed_parts.alert(one, BACK, may) for one in alerts if one.acknowledged is not None],
         alerts_open=len(unseen),
         errors_open=len(by_level["error"]),
         kinds=" ".join(KINDS),
@@ -81,7 +81,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         next_saved=preview.value.bytes_thinned + preview.value.bytes_compacted if preview.value else 0,
         could_save=preview.value.could_save if preview.value else {},
         failed=failed[:20],
-        under_way=[made for made in rounds.items if made.state in ("open", "sealed")],
+        under_way=[item for item in rounds.items if item.state in ("open", "sealed")],
         saves=history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None),
         lanes=history.OUTCOMES,
         drawn_all=drawn.next is None,
@@ -92,7 +92,7 @@ def _alerts(summary: RunSummary | None) -> list[Alert]:
     return [] if summary is None else [Alert(run=summary.run, **vars(item)) for item in summary.attention]
 
 
-async def _preview(api: ViewerApi, run: bodies.Run) -> Shown[Preview]:
+async def _preview(api: ViewerApi, run: bodies.Run) -> PagePart[Preview]:
     if run.checkpoints > VERDICTS_UP_TO:
-        return Shown(None)
+        return PagePart(None)
     return await shown(api.get(Preview, at(run.name) + "/retention"))

@@ -11,12 +11,12 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import RunSummary
-from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, ViewerApi, at
+from holdfast_formats.rest.measurements import RunSummary
 from holdfast_service.dashboard.history import MetricExtremes, metrics
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
-from holdfast_service.dashboard.standing import RunStanding, standing
+from holdfast_service.dashboard.run_status import RunStatus, standing
+from holdfast_service.dashboard.viewer_api import LIMIT_MAX, Asked, ViewerApi, at
 
 router = page_router()
 
@@ -33,7 +33,7 @@ class ComparedRun(NamedTuple):
     checkpoints: list[bodies.CheckpointInfo]
     metric: MetricExtremes | None
     newest: float | None
-    standing: RunStanding
+    standing: RunStatus
 
 
 @router.get("/compare")
@@ -42,9 +42,9 @@ async def compare_runs(request: Request, api: Asked, run: Names = None, metric: 
     chosen = list(dict.fromkeys(run or []))
     listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="attention", failed="false", limit=CHOICES)
     read = await asyncio.gather(*(_read(api, name) for name in chosen[:RUNS_MAX]))
-    names = Counter(name for _, made in read for one in metrics(made) for name in [one.name])
+    names = Counter(name for _, checkpoints in read for one in metrics(checkpoints) for name in [one.name])
     wanted = metric if metric in names else next((name for name, _ in names.most_common(1)), "")
-    lines = [_compared(summary, made, wanted) for summary, made in read]
+    lines = [_compared(summary, checkpoints, wanted) for summary, checkpoints in read]
     return page(
         request,
         "runs.html",
@@ -61,22 +61,24 @@ async def compare_runs(request: Request, api: Asked, run: Names = None, metric: 
 
 
 async def _read(api: ViewerApi, run: str) -> tuple[RunSummary, list[bodies.CheckpointInfo]]:
-    summary, made = await asyncio.gather(
+    summary, checkpoints = await asyncio.gather(
         api.get(RunSummary, at(run) + "/summary"),
         api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=LIMIT_MAX),
     )
-    return summary, list(reversed(made.items))
+    return summary, list(reversed(checkpoints.items))
 
 
-def _compared(summary: RunSummary, made: list[bodies.CheckpointInfo], metric: str) -> ComparedRun:
-    of_it = next((one for one in metrics(made) if one.name == metric), None)
-    values = [one.metrics[metric] for one in made if metric in one.metrics]
-    return ComparedRun(summary, made, of_it, values[-1] if values else None, standing(summary.life))
+def _compared(summary: RunSummary, checkpoints: list[bodies.CheckpointInfo], metric: str) -> ComparedRun:
+    of_it = next((one for one in metrics(checkpoints) if one.name == metric), None)
+    values = [one.metrics[metric] for one in checkpoints if metric in one.metrics]
+    return ComparedRun(summary, checkpoints, of_it, values[-1] if values else None, standing(summary.life))
 
 
 def _drawn(one: ComparedRun, metric: str) -> dict[str, Any]:
     """Steps and finite values of the metric."""
     points = [
-        (made.step, made.metrics[metric]) for made in one.checkpoints if isfinite(made.metrics.get(metric, float("nan")))
+        (checkpoint.step, checkpoint.metrics[metric])
+        for checkpoint in one.checkpoints
+        if isfinite(checkpoint.metrics.get(metric, float("nan")))
     ]
     return {"run": one.summary.run, "steps": [step for step, _ in points], "values": [value for _, value in points]}

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.access import Whoami
-from holdfast_service.dashboard.asking import COOKIE, Asked, SignInNeeded, ViewerApi
 from holdfast_service.dashboard.rendering import page, see, viewer_of
 from holdfast_service.dashboard.routing import Posted, page_router
+from holdfast_service.dashboard.viewer_api import COOKIE, Asked, SignInNeeded, ViewerApi
 
 router, sign_in_router = page_router(), page_router()  # the second needs no token
 

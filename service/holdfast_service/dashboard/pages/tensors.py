@@ -10,12 +10,12 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.observed import TensorStatistics
-from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Asked, Shown, ViewerApi, at, shown
-from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor, TensorLine
+from holdfast_formats.rest.measurements import TensorStatistics
+from holdfast_service.dashboard import manifest_view
+from holdfast_service.dashboard.manifest_view import ManifestView, MeasuredTensor, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
+from holdfast_service.dashboard.viewer_api import Asked, PagePart, ViewerApi, at, shown
 
 router = page_router()
 
@@ -69,25 +69,25 @@ Wanted = Annotated[Search, Depends(_search)]
 @router.get("/runs/{run}/checkpoints/{step}/tensors")
 async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted: Wanted) -> Response:
     """A page of tensors, with the statistics from reading their bytes back."""
-    made = await api.get(bodies.CheckpointInfo, at(run, step))
-    held = await contents.held(api, run, made.step)
-    measured = await contents.statistics(api, held)
-    many = held.tensors > contents.STATISTICS_MAX
-    there: Shown[FoundTensors] = Shown(None, measured.error)
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
+    held = await manifest_view.held(api, run, checkpoint.step)
+    measured = await manifest_view.statistics(api, held)
+    many = held.tensors > manifest_view.STATISTICS_MAX
+    page_part: PagePart[FoundTensors] = PagePart(None, measured.error)
     if many and wanted.sort in SORTED_THERE:
-        there = await shown(_sorted_there(api, held, wanted))
-        if there.error is not None and not there.absent:  # there may be no statistics, as of one that was compacted
-            raise there.error
-    found = there.value
-    if found is None:
-        found = await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
+        page_part = await shown(_sorted_there(api, held, wanted))
+        if page_part.error is not None and not page_part.absent:  # there may be no statistics, as of one that was compacted
+            raise page_part.error
+    value = page_part.value
+    if value is None:
+        value = await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
     return page(
         request,
         "tensors.html",
         run=run,
-        made=made,
-        found=found,
-        why=there.error if found.known is None else None,
+        made=checkpoint,
+        found=value,
+        why=page_part.error if value.known is None else None,
         sorts=("bytes", *SORTED_THERE) if many else tuple(SORTS),
         begun=wanted.cursor is not None,
         shown_at_once=TENSORS_SHOWN,
@@ -106,7 +106,7 @@ async def _sorted_there(api: ViewerApi, held: ManifestView, wanted: Search) -> F
     listed = await api.page(TensorStatistics, path, **wanted.said, cursor=wanted.cursor, limit=TENSORS_SHOWN)
     tensors = held.manifest.tensors
     lines = [TensorLine(item.group, item.name, tensors[item.group][item.name], None) for item in listed.items]
-    known = {(item.group, item.name): contents.measured(item) for item in listed.items}
+    known = {(item.group, item.name): manifest_view.measured(item) for item in listed.items}
     return FoundTensors(lines, known, None, next=listed.next)
 
 

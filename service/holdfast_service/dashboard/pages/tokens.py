@@ -7,12 +7,12 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
-from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, filled, page_router
+from holdfast_service.dashboard.viewer_api import Asked, ViewerApi, shown
 
 router = page_router()
 
@@ -53,22 +53,22 @@ async def revoke(api: Asked, name: str, _: Posted) -> Response:
 def _wanted(form: Form) -> TokenRequest:
     days = form.number("days")
     limits = {name: form.number(name) for name in ("requests_per_s", "bytes_per_s")}
-    said = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
-    wanted = {**said, **limits, "expires_s": None if days is None else days * DAY_S}
+    fields = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
+    wanted = {**fields, **limits, "expires_s": None if days is None else days * DAY_S}
     return filled(TokenRequest, wanted, hint="names are letters, digits, dots and dashes")
 
 
-async def _page(request: Request, api: ViewerApi, cursor: str | None, made: NewToken | None) -> Response:
-    found = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
-    listed = found.value or bodies.Page[Token](items=[])
+async def _page(request: Request, api: ViewerApi, cursor: str | None, new_token: NewToken | None) -> Response:
+    tokens = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
+    listed = tokens.value or bodies.Page[Token](items=[])
     return page(
         request,
         "tokens.html",
-        tokens=found,
+        tokens=tokens,
         listed=listed.items,
         next=listed.next,
         first=cursor is None,
-        made=made,
+        made=new_token,
         scopes=SCOPES,
         now=utc_now(),
     )

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import filling, moves, target_files
-from holdfast_formats.foreign.listing import ForeignListing, ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
-from holdfast_formats.foreign.target_files import TargetFile
 from holdfast_formats.foreign.torch_zips import TORCH_DTYPES
 from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping import box_moves, reading, target_files
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 
@@ -59,7 +59,7 @@ class Held:
 
     @property
     def mapped(self) -> list[MappedTensor]:
-        return [moves.same(tensor) for tensor in self.tensors.values()]
+        return [box_moves.same(tensor) for tensor in self.tensors.values()]
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         return self._data[path][offset:][:length]
@@ -90,7 +90,7 @@ def write(root: Path, files: Iterable[TargetFile], source: Files, tensors: Mappi
             made[literal.start : literal.start + len(literal.data)] = literal.data
         for tensor, start in file.tensors:
             shape = tensor.spec.shape
-            data = filling.elements(source, tensors, tensor, 0, int(np.prod(shape, dtype=np.int64))).tobytes()
+            data = reading.elements(source, tensors, tensor, 0, int(np.prod(shape, dtype=np.int64))).tobytes()
             crcs[tensor.key] = zlib.crc32(data)
             made[start : start + len(data)] = data
         for literal in file.sealed(crcs) if file.sealed is not None else ():
@@ -105,7 +105,7 @@ def bytes_of(value: torch.Tensor) -> bytes:
 
 def read(root: Path, listing: ForeignListing, group: str, name: str) -> NDArray[Any]:
     """A tensor of a listing."""
-    return filling.fetched(DirectoryFiles(root), listing.tensors[TensorKey(group, name)])
+    return reading.fetched(DirectoryFiles(root), listing.tensors[TensorKey(group, name)])
 
 
 def assert_same(root: Path, listing: ForeignListing, group: str, wanted: Mapping[str, torch.Tensor]) -> None:

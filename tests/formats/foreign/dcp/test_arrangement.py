@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from holdfast.tensors import json_values
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.dcp import export, kinds
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, TensorKey
-from holdfast_formats.foreign.moves import same
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.region import Box
 from tests.formats.foreign.dcp.directories import DirectoryFiles, assert_same, read, write
 from tests.formats.foreign.dcp.saving import Sharded, save_ranks

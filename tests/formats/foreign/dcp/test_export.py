@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign import optimizer_state
 from holdfast_formats.foreign.dcp import export, export_names
 from holdfast_formats.foreign.dcp.export import DcpExport
-from holdfast_formats.foreign.listing import TensorKey
-from holdfast_formats.foreign.moves import MappedTensor
 from holdfast_formats.foreign.torch_zips import TORCH_DTYPES
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.foreign.dcp.directories import Held, bytes_of, write
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.dcp import kinds
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.region import Box
 from tests.formats.foreign.dcp.directories import DirectoryFiles, assert_same, read
 from tests.formats.foreign.dcp.saving import Sharded, ShardPlanner, save_ranks

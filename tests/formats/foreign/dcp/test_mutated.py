@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.dcp import kinds
 from holdfast_formats.foreign.kinds import ReadOptions
+from holdfast_formats.mapping import reading
 from tests.formats.foreign.dcp.directories import DirectoryFiles
 from tests.formats.foreign.dcp.saving import save_ranks
 
@@ -45,6 +45,6 @@ def test_changed_bytes(tmp_path: Path, name: str) -> None:
             refused += 1
             listing = kinds.read_dcp(files, ReadOptions())
             for tensor in listing.tensors.values():
-                filling.fetched(files, tensor)
+                reading.fetched(files, tensor)
             refused -= 1
     assert 0 < refused < 120

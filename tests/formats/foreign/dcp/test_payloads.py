@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.dcp import metadata
 from holdfast_formats.foreign.dcp.payloads import Payloads
-from holdfast_formats.foreign.listing import ForeignTensor
+from holdfast_formats.mapping import reading
+from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.foreign.dcp.directories import DirectoryFiles, bytes_of
@@ -38,7 +38,7 @@ def _found(root: Path, fqn: str) -> tuple[ForeignTensor, np.ndarray[Any, Any]]:
     tensor = saved.tensors[fqn]
     spec = TensorSpec("model", fqn, tensor.dtype, payloads.shape(tensor))
     made = ForeignTensor(spec, payloads.pieces(tensor))
-    return made, filling.fetched(files, made)
+    return made, reading.fetched(files, made)
 
 
 def _cuts(data: st.DataObject, n: int) -> list[int]:

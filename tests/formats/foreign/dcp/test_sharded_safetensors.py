@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.foreign.dcp import kinds
 from holdfast_formats.foreign.kinds import ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing
+from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.region import Box
 from tests.formats.foreign.dcp.directories import DirectoryFiles, assert_same
 from tests.formats.foreign.dcp.saving import Sharded, save_ranks

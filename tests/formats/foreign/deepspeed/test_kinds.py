@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import filling
 from holdfast_formats.foreign.deepspeed.kinds import KIND
 from holdfast_formats.foreign.kinds import ReadOptions, choose
 from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping import reading
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_service.storage import snapshot
 
 GOLDEN = Path(__file__).parents[3] / "golden/foreign/deepspeed.tar.xz"
@@ -61,9 +61,9 @@ def read(directory: Path) -> ForeignListing:
 
 def bits(files: Files, tensor: ForeignTensor) -> bytes:
     """The values, after those of its copies were found to be the same."""
-    found = filling.fetched(files, tensor).tobytes()
+    found = reading.fetched(files, tensor).tobytes()
     if tensor.copies:
-        assert filling.fetched(files, tensor._replace(pieces=tensor.copies)).tobytes() == found
+        assert reading.fetched(files, tensor._replace(pieces=tensor.copies)).tobytes() == found
     return found
 
 
@@ -102,7 +102,7 @@ def compare(files: Files, listing: ForeignListing, wanted: dict[str, torch.Tenso
         assert bits(files, listing.tensors[key]) == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), key
     head, embed = (listing.tensors[TensorKey("model", f"{name}.weight")] for name in ("head", "embed"))
     assert bits(files, head) == bits(files, embed)
-    assert {filling.fetched(files, listing.tensors[key]).item() for key in steps} <= {1.0, 2.0, 3.0}
+    assert {reading.fetched(files, listing.tensors[key]).item() for key in steps} <= {1.0, 2.0, 3.0}
 
 
 def test_documents(unpacked: Path) -> None:

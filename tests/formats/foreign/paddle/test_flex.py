@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.foreign import pickle_writer
-from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.paddle import flex
+from holdfast_formats.mapping.listing import TensorKey
 from tests.formats.foreign.paddle import written
 from tests.formats.foreign.paddle.written import SHAPES, check_golden, check_state, read
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.paddle import pickled_dicts
 from holdfast_formats.foreign.paddle.pickled_dicts import read_dict, refuse_rest
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Box
 from tests.formats.foreign.directories import OnDisk
 

@@ -15,7 +15,7 @@ from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from tests.formats.foreign.directories import OnDisk
 from tests.formats.foreign.paddle import written
-from tests.formats.foreign.test_filling import InMemory
+from tests.formats.mapping.test_reading import InMemory
 
 
 def test_documents(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.filling import fetched
-from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.paddle import unified
+from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Box
 from tests.formats.foreign.directories import OnDisk
 from tests.formats.foreign.paddle import written

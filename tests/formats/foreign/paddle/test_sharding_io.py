@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.paddle import sharding_io
+from holdfast_formats.mapping.listing import TensorKey
 from tests.formats.foreign.paddle import written
 from tests.formats.foreign.paddle.written import SHAPES, check_golden, check_state, read
 

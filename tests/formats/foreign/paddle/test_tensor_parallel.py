@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.paddle.stored import StoredArray
 from holdfast_formats.foreign.paddle.tensor_parallel import joined, of_arrays, proportions, whole_shape
 from holdfast_formats.layout.parts import strides
-from tests.formats.foreign.test_filling import InMemory
+from holdfast_formats.mapping.reading import fetched
+from tests.formats.mapping.test_reading import InMemory
 
 
 @pytest.mark.parametrize(

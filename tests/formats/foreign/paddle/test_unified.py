@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from holdfast_formats.errors import CorruptManifest, StateMismatch
-from holdfast_formats.foreign.listing import TensorKey
 from holdfast_formats.foreign.paddle import unified
+from holdfast_formats.mapping.listing import TensorKey
 from tests.formats.foreign.directories import OnDisk
 from tests.formats.foreign.paddle import written
 from tests.formats.foreign.paddle.written import SHAPES, check_golden, check_state, file_of_set, halves, read, write_set

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from holdfast_formats.foreign import pickle_writer
-from holdfast_formats.foreign.filling import fetched
 from holdfast_formats.foreign.kinds import ForeignKind, ReadOptions
-from holdfast_formats.foreign.listing import ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.mapping.reading import fetched
 from tests.formats.foreign.directories import OnDisk
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "foreign" / "paddle"

@@ -1,0 +1,117 @@
+"""`holdfast pin`, `unpin`, `label` and `rm`: protect checkpoints from removal, and remove one."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from holdfast.commands.runs.trash import remove_run
+from holdfast.config import default_url
+from holdfast.read.checkpoint_index import parse_target
+from holdfast.rest import retention
+from holdfast.rest.api import Api
+from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.retention import Force
+
+Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint, with its step number.")]
+Label = Annotated[
+    str, typer.Argument(metavar="LABEL", help="Letters, digits and . _ -; several checkpoints may share a label.")
+]
+Remove = Annotated[bool, typer.Option("--remove", help="Remove the label.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; only check whether it could be removed.")]
+Target = Annotated[str, typer.Argument(metavar="RUN@STEP|RUN", help="The checkpoint, with its step number; or a whole run.")]
+AlsoPinned = Annotated[
+    bool, typer.Option("--pinned", help="Delete a run although some of its checkpoints are pinned or labelled.")
+]
+Forced = Annotated[
+    str | None,
+    typer.Option(
+        "--force", metavar="WHICH", help=f"Remove it although it is the {' or the '.join(retention.FORCES)} checkpoint."
+    ),
+]
+
+
+def pin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
+    """Pin a checkpoint. It is not removed until you unpin it."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        retention.pin(api, run, step)
+    _print({"run": run, "step": step, "pinned": True}, f"pinned {run}@{step}", as_json)
+
+
+def unpin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
+    """Unpin a checkpoint. The run's retention rules apply to it again."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        retention.unpin(api, run, step)
+    _print({"run": run, "step": step, "pinned": False}, f"unpinned {run}@{step}", as_json)
+
+
+def label(checkpoint: Checkpoint, label: Label, remove: Remove = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Label a checkpoint. It is not removed while it has a label."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        (retention.unlabel if remove else retention.label)(api, run, step, label)
+    text = f"removed the label {label} from {run}@{step}" if remove else f"labelled {run}@{step} {label}"
+    _print({"run": run, "step": step, "label": label, "removed": remove}, text, as_json)
+
+
+def named(checkpoint: str) -> tuple[str, int]:
+    """Parse RUN@STEP; `InvalidRequest` if the step is not a number."""
+    target = parse_target(checkpoint)
+    if target.step is None:
+        raise InvalidRequest(
+            f"{checkpoint!r} has no step number", hint="write RUN@STEP with a step number; selectors are not allowed here"
+        )
+    return target.run, target.step
+
+
+def _print(result: dict[str, object], text: str, as_json: bool) -> None:
+    if as_json:
+        console.print_json(result)
+    else:
+        console.out().print(text, markup=False)
+
+
+def rm(  # noqa: PLR0913 - one an option
+    checkpoint: Target,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    force: Forced = None,
+    pinned: AlsoPinned = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a checkpoint, or move a whole run to the trash. This needs the service: it knows readers, pins and labels."""
+    if "@" not in checkpoint:
+        if force is not None:
+            with console.reporting(as_json):
+                raise InvalidRequest("--force is for one checkpoint", hint="holdfast rm RUN@STEP, or `holdfast rm RUN`")
+        remove_run(checkpoint, url, marked=pinned, yes=yes, dry_run=dry_run, as_json=as_json)
+        return
+    with console.reporting(as_json):
+        run, step = named(checkpoint)
+        which = _which(force)
+        with Api(url or default_url()) as api:
+            found = retention.try_remove(api, run, step, which)
+            if not yes and not dry_run:
+                if as_json:
+                    raise InvalidRequest("nothing was removed: --json needs --yes")
+                question = f"Remove {run}@{step} ({console.human_bytes(found.bytes)}) from {api.url}?"
+                typer.confirm(question, abort=True, err=True)
+            if not dry_run:
+                retention.remove(api, run, step, which)
+    if as_json:
+        console.print_json({"would remove" if dry_run else "removed": found.model_dump()})
+    else:
+        console.out().print(f"{'would remove' if dry_run else 'removed'} {run}@{step}", markup=False)
+
+
+def _which(force: str | None) -> Force | None:
+    if force is not None and force not in retention.FORCES:
+        raise InvalidRequest(f"--force {force!r} is not known", hint=f"one of {', '.join(retention.FORCES)}")
+    return cast("Force | None", force)

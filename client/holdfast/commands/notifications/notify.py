@@ -1,0 +1,53 @@
+"""`holdfast notify`: targets of alerts, results of deliveries, and a test message."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.config import default_url
+from holdfast.rest import notifications
+from holdfast.rest.api import Api
+from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.notifications import NotificationTarget
+
+app = typer.Typer(
+    help="Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", no_args_is_help=True
+)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")]
+
+
+@app.command()
+def ls(url: Url = None, as_json: AsJson = False) -> None:
+    """List targets, and how messages to them have fared. Secrets are not shown."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        notification_targets = notifications.targets(api)
+    if as_json:
+        console.print_json([target.model_dump() for target in notification_targets])
+        return
+    table = console.table("NAME", "KIND", "TO", "RUNS", "LEVEL", "FIRING", "LAST SENT", "STATE", right=("FIRING",))
+    for one in notification_targets:
+        sent = console.human_age(one.last_sent) if one.last_sent else "never"
+        table.add_row(one.name, one.kind, one.to, one.runs, one.level, str(one.firing), sent, _state(one))
+    console.out().print(table if notification_targets else "The file of --notify has no target.", markup=False)
+
+
+@app.command()
+def test(name: Name, url: Url = None, as_json: AsJson = False) -> None:
+    """Send a test message to a target, now. Exit status 1 if it is not accepted."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        delivery = notifications.send_test(api, name)
+    if as_json:
+        console.print_json(delivery.model_dump())
+    elif delivery.delivered:
+        console.out().print(f"{name} accepted the test message", markup=False)
+    else:
+        console.err().print(f"{name} was not told: {delivery.problem}\n  {delivery.hint}", markup=False)
+    if not delivery.delivered:
+        raise typer.Exit(1)
+
+
+def _state(one: NotificationTarget) -> str:
+    return "fine" if one.problem is None else f"not told: {one.problem}"

@@ -1,0 +1,72 @@
+"""`holdfast note`, `acknowledge`, `archive` and `rename`: owner and notes of a run, acknowledged deaths, the archive, its
+name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.config import default_url
+from holdfast.rest import runs
+from holdfast.rest.api import Api
+from holdfast.terminal import completion, console, run_description
+from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest.runs import RunAbout, RunChange
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
+Owner = Annotated[
+    str | None,
+    typer.Option("--owner", metavar="NAME", help='The contact of the run; "" is the name that its trainer gives.'),
+]
+Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
+
+
+def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Set owner and notes of a run; without options, show what is remembered of it."""
+    if owner is None and notes is None:
+        with console.reporting(as_json), Api(url or default_url()) as api:
+            metadata = runs.about(api, run)
+        _show(metadata, as_json)
+        return
+    _change(run, RunChange(owner=owner, notes=notes), url, as_json)
+
+
+def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Acknowledge that a run has died: it is idle then, and raises no alert until it dies again."""
+    _change(run, RunChange(acknowledged=not undo), url, as_json)
+
+
+def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Put a run away: it keeps its checkpoints and raises no alert. Only `holdfast ls --all` lists it."""
+    _change(run, RunChange(archived=not undo), url, as_json)
+
+
+def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
+    """Rename a run without connected ranks. Nothing is copied; the checkpoints get new manifests."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        renamed = runs.rename(api, run, name)
+    if as_json:
+        console.print_json({"renamed": renamed.model_dump(), "to": name})
+    else:
+        console.out().print(f"renamed {run} to {name}", markup=False)
+        for step, why in sorted(renamed.damaged.items()):
+            console.out().print(f"{name}@{step} is damaged, as it was before: {why}; `holdfast repair {name}@{step}`")
+
+
+def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        metadata = runs.change(api, run, change)
+    _show(metadata, as_json)
+
+
+def _show(metadata: RunAbout, as_json: bool) -> None:
+    if as_json:
+        console.print_json(metadata.model_dump())
+        return
+    out = console.out()
+    for line in run_description.lines(metadata):
+        out.print(line)

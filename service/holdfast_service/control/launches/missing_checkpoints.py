@@ -1,0 +1,68 @@
+"""Refuses an empty answer to a restore where checkpoints of the run are gone, or replicas have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from sqlalchemy import select
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, CheckpointsMissing
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.schema import ReplicaRow
+from holdfast_service.control.findings import missing
+
+SHOWN_MAX = 10  # steps that a message names
+AFRESH = "to train from the beginning, delete what is known of the run (`holdfast rm {run}`), or use another run name"
+
+
+class LostCheckpoints:
+    """Committed checkpoints of a root's runs that are gone, by catalog and replicas. Thread-safe."""
+
+    def __init__(self, catalog: Catalog, stands: Callable[[str], Mapping[str, Collection[int]]]) -> None:
+        """`stands` returns the steps of a run in reachable replicas, by replica."""
+        self._catalog, self._stands = catalog, stands
+
+    def copies(self, run: str) -> dict[str, set[int]]:
+        """The steps that replicas have a copy of, by replica, without removed ones."""
+        copies_of = {name: set(steps) for name, steps in self._stands(run).items()}
+        try:
+            with self._catalog.database.read() as session:
+                columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
+                for name, step, state in session.execute(columns.where(ReplicaRow.run == run)):
+                    if state == "present":
+                        copies_of.setdefault(name, set()).add(step)
+                    elif state == "gone":
+                        copies_of.get(name, set()).discard(step)
+        except CatalogUnavailable:
+            pass  # the reachable replicas decide
+        return {name: steps for name, steps in sorted(copies_of.items()) if steps}
+
+    def refuse(self, run: str) -> None:
+        """`CheckpointsMissing` for a run without checkpoints here that once had some."""
+        copies = self.copies(run)
+        try:
+            gone = missing.missing(self._catalog.database, run)
+        except CatalogUnavailable:
+            gone = []
+        if not gone and not copies:
+            return
+        steps = sorted({*gone, *(step for held in copies.values() for step in held)}, reverse=True)
+        text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
+        text += "was there" if len(steps) == 1 else "were there"
+        text += ", and not removed through Holdfast" if gone else ", as replicas show"
+        if copies:
+            text += (
+                f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
+            )
+            newest = max(step for held in copies.values() for step in held)
+            hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
+        else:
+            hint = "put the directory back (mount its disk, or take it from a backup): it is seen within seconds"
+        raise CheckpointsMissing(text, hint=f"{hint}; {AFRESH.format(run=run)}", run=run, steps=steps[:SHOWN_MAX])
+
+
+def _steps(steps: Collection[int]) -> str:
+    shown = list(steps)[:SHOWN_MAX]
+    more = f" and {len(steps) - len(shown)} older ones" if len(steps) > len(shown) else ""
+    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, shown))}{more}"

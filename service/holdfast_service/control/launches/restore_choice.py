@@ -1,0 +1,278 @@
+"""What a launch restores: one answer for all its ranks, from the catalog, or from the directories while that is away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
+from holdfast_formats.restore_refusals import lacking
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.control.findings.checks import Findings, as_damage
+from holdfast_service.control.findings.health import HealthRecords
+from holdfast_service.control.launches.committed_steps import CommittedSteps
+from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
+from holdfast_service.observe.tracing import span
+from holdfast_service.storage import Store
+
+log = logging.getLogger(__name__)
+
+RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
+SEEN_POLL_S = 0.5
+MENDED_MAX = 8  # damaged checkpoints that a restore has mended first
+ANSWER_S = 10.0  # after this wait for the catalog the directories are read
+
+Mend = Callable[[tuple[str, int, int], int, Damaged | None], object]
+Copies = Callable[[str], Mapping[str, Collection[int]]]
+
+
+class RestoreQuestion(NamedTuple):
+    """The `turn`-th question of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy`
+    one.
+    """
+
+    run: str
+    attempt: int
+    turn: int
+    step: int | None
+    groups: Collection[str] = ()
+    healthy: bool = False
+
+
+class Mending:
+    """Repairs a checkpoint that a restore would skip. Before `begin` it does nothing and knows no replica."""
+
+    def __init__(self) -> None:
+        self._mend: Mend = lambda question, step, error: None
+        self._copies: Copies = lambda run: {}
+
+    def begin(self, mend: Mend, copies: Copies) -> None:
+        self._mend, self._copies = mend, copies
+
+    def mend(self, asked: RestoreQuestion, step: int, error: Damaged | None) -> None:
+        """Repair a checkpoint that is damaged in this way, or gone, and wait for that."""
+        self._mend((asked.run, asked.attempt, asked.turn), step, error)
+
+    def copies(self, run: str) -> Mapping[str, Collection[int]]:
+        """The steps of a run in reachable replicas, by replica."""
+        return self._copies(run)
+
+
+class Known(NamedTuple):
+    """Sources of facts. `relist` compares the list of a run with its directories."""
+
+    health: HealthRecords
+    findings: Findings
+    readers: Readers
+    committed_steps: CommittedSteps
+    relist: Callable[[str], object]
+    absences: roots.NegativeCache
+    mending: Mending
+
+
+class RestoreSelector:
+    """Answers the questions of all launches. Thread-safe."""
+
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        store: Store,
+        catalog: Catalog,
+        attempts: Attempts,
+        record_queue: RecordQueue,
+        events: Events,
+        known: Known,
+        cluster: Cluster | None,
+    ) -> None:
+        """`tell` records an event asynchronously."""
+        self._store, self._catalog, self._attempts = store, catalog, attempts
+        self._record_queue, self._events, self._cluster = record_queue, events, cluster
+        self._health, self._findings, self._readers = known.health, known.findings, known.readers
+        self._committed_steps, self._relist, self._absences = known.committed_steps, known.relist, known.absences
+        self._mending = known.mending
+        self._choosing = threading.Lock()
+        self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+        self.lost = LostCheckpoints(catalog, known.mending.copies)
+
+    def choose(
+        self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
+    ) -> int | None:
+        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore.
+
+        Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
+        is raised, and `StateMismatch` where the sound ones lack one of the groups, so that no launch starts from nothing
+        without asking to; also where a step is named and another rank got another answer. For a healthy one:
+        `NoSuchCheckpoint` where only others exist, `CatalogUnavailable` where the catalog is needed.
+        """
+        if self._cluster is not None:
+            self._committed_steps.begins(run, (attempt, turn))
+        asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
+        with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
+            self._await_seen(asked)  # not under the lock: other runs do not wait for it
+            self._have_mended(asked)
+            with self._choosing:
+                chosen = self._chosen(asked)
+            tell(**{"holdfast.step": chosen})
+        if asked.step is not None and chosen != asked.step:
+            other = "found nothing to restore" if chosen is None else f"restores step {chosen}"
+            raise StateMismatch(
+                f"this rank restores step {asked.step} of {asked.run}, but another rank of its launch {other}",
+                hint="every rank must call restore() with the same step",
+            )
+        return chosen
+
+    def parted(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt read what they restored no more."""
+        if self._release(run, attempt) and self._cluster is not None:
+            self._cluster.membership.beat_soon()
+
+    def _release(self, run: str, attempt: int) -> bool:
+        step = self._restored.pop((run, attempt), None)
+        if step is not None:
+            self._readers.release(run, step, f"attempt {attempt}")
+        return step is not None
+
+    def _chosen(self, asked: RestoreQuestion) -> int | None:
+        run, attempt, turn = asked[:3]
+        known, answer = self._attempts.asked(run, attempt, turn)
+        if known:
+            return answer
+        try:
+            step = self._record_queue.ask(lambda: self._listed(asked), ANSWER_S)
+        except CatalogUnavailable as away:
+            if asked.healthy:
+                raise
+            log.warning("attempt %s of %s restores from the directory listing: %s", attempt, run, away.detail)
+            step = self._in_directories(asked)
+        chosen = self._attempts.answer(run, attempt, turn, step)
+        self._record_queue.tell("which step a launch restores", lambda: self._note(asked, chosen))
+        if chosen is not None:
+            self._release(run, attempt)
+            self._restored[run, attempt] = chosen
+            self._readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
+            self._events.enqueue("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
+        return chosen
+
+    def _await_seen(self, asked: RestoreQuestion) -> None:
+        """Wait until checkpoints that other nodes have published are visible here, or have been missing for long enough: the
+        step, and the run's others, which decide where this launch continues.
+        """
+        limit = time.monotonic() + self._absences.patience_s
+        while time.monotonic() < limit:
+            known, step = self._attempts.asked(*asked[:3])
+            try:
+                if not known:
+                    step = self._record_queue.ask(lambda: self._listed(asked), ANSWER_S)
+                listed = self._record_queue.ask(lambda: self._catalog.lines(asked.run), ANSWER_S)
+            except CheckpointError:  # it is raised again when there is nothing to wait for
+                listed = []
+            hidden = {found.step for found in listed} - set(self._store.steps(asked.run))
+            if step is not None and not roots.stands(self._store.files, asked.run, step):
+                hidden.add(step)
+            if not hidden:
+                return
+            log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, min(hidden))
+            time.sleep(SEEN_POLL_S)
+
+    def _have_mended(self, asked: RestoreQuestion) -> None:
+        """Repair damaged checkpoints that would be skipped, the newest first, until one is sound; without any, the newest
+        one in a replica is copied back. `DeadlineExceeded` while that is in progress.
+        """
+        tried: set[int] = set()
+        while asked.step is None and len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
+            try:
+                found = self._record_queue.ask(lambda: self._mendable(asked, tried), ANSWER_S)
+            except (CatalogUnavailable, NoSuchRun):
+                return
+            if found is None:
+                return
+            tried.add(found[0])
+            self._mending.mend(asked, *found)
+
+    def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
+        """What to repair first, and its damage; None as damage for one that is gone."""
+        run = asked.run
+        if not roots.agrees(self._store, self._catalog, run):
+            self._relist(run)
+        newest = self._catalog.newest(run, asked.groups)
+        listed = roots.all_checkpoints(self._catalog, run)
+        for made in listed:  # newest first
+            damage = as_damage(made.damage)
+            if damage is not None and not made.abandoned and made.step not in tried and made.step > (newest or -1):
+                return made.step, damage
+        copies = set() if listed or tried else {step for held in self.lost.copies(run).values() for step in held}
+        return (max(copies), None) if copies else None  # an older one instead would be chosen in silence
+
+    def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:
+        self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
+
+    def _listed(self, asked: RestoreQuestion) -> int | None:
+        """The catalog's answer, once it matches the directories. `CatalogUnavailable` where it lacks this launch's run: it
+        is behind.
+        """
+        run, step = asked.run, asked.step
+        try:
+            if not roots.agrees(self._store, self._catalog, run):
+                self._relist(run)
+        except NoSuchRun as behind:
+            raise CatalogUnavailable(f"the catalog has not heard of the run {run!r} yet", hint="try again") from behind
+        if step is not None:
+            self._catalog.checkpoint(run, step)
+            return step
+        found = self._health.newest(run, asked.groups) if asked.healthy else self._catalog.newest(run, asked.groups)
+        if found is None:
+            self._refuse_if_none_will_do(run, asked.groups)
+        return found
+
+    def _in_directories(self, asked: RestoreQuestion) -> int | None:
+        """As the directories have it: the newest whose manifest is sound, and of which no damage was seen here."""
+        run, step = asked.run, asked.step
+        steps = roots.committed(self._store, run)
+        if step is not None:
+            if step not in steps:
+                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"available steps: {steps[-10:]}")
+            return step
+        damage: Damaged | None = None
+        offers: dict[int, Collection[str]] = {}
+        left = self._committed_steps.left(run)
+        for found in reversed([there for there in steps if there not in left]):
+            seen = self._findings.seen(run, found)
+            try:
+                if seen is None:
+                    offers[found] = roots.load_manifest(self._store.files, run, found).groups
+                    if set(asked.groups) <= set(offers[found]):
+                        return found
+            except Damaged as error:
+                seen = error
+            except NoSuchCheckpoint:
+                continue  # removed at this moment
+            damage = damage or seen
+        if damage is not None:
+            raise damage
+        if offers:
+            raise lacking(run, offers, asked.groups)
+        self.lost.refuse(run)
+        return None
+
+    def _refuse_if_none_will_do(self, run: str, groups: Collection[str]) -> None:
+        """Raise if only damaged checkpoints exist, or sound ones without one of these groups."""
+        listed = roots.all_checkpoints(self._catalog, run)
+        found = [checkpoint for checkpoint in listed if checkpoint.damage is not None]
+        sound = {checkpoint.step: checkpoint.groups for checkpoint in listed if checkpoint.damage is None}
+        if sound and not any(set(groups) <= set(checkpoint.groups) for checkpoint in found):
+            raise lacking(run, sound, groups)
+        damage = as_damage(found[0].damage) if found else None
+        if damage is not None:
+            damage.hint = (
+                f"no sound checkpoint of {run} is left; remove the damaged ones (`holdfast rm`) to start from scratch"
+            )
+            raise damage
+        self.lost.refuse(run)

@@ -1,0 +1,133 @@
+"""Maintenance of a root: sweeps what crashes left behind, and in a cluster all other work that one node does for all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.naming import Place
+from holdfast_formats.rest import bodies
+from holdfast_formats.timestamps import span, utc_now
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import removal, replicas, roots
+from holdfast_service.control.cluster.cluster import Cluster, deciding
+from holdfast_service.control.jobs.staged import wanted_places
+from holdfast_service.storage import Store, Tier
+
+log = logging.getLogger(__name__)
+
+LOOKS = 5  # for a checkpoint in another one's place: a network file system may show the old one for a minute and a half
+IDLE_S = 3600.0  # no process writes any more to what is unchanged for so long, by the storage's clock
+
+
+def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None, spared: Collection[Place] = ()) -> None:
+    """Restore interrupted replacements, and remove what was never committed, except `spared` places; in a cluster, only what
+    belongs to no open round and was not written to for `idle_s`.
+    """
+    live = [*spared, *([] if cluster is None else cluster.rounds.places())]
+    put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
+    for path in put_back:
+        log.warning("put back %s, which was being replaced", path)
+    for path in store.sweep(live, idle_s):
+        log.info("swept %s", path)
+
+
+class RootMaintenance:
+    """The work that one node of a cluster does for all, while it has the duty. For one thread."""
+
+    def __init__(  # noqa: PLR0913 - each is one thing
+        self,
+        tier: Tier,
+        store: Store,
+        catalog: Catalog,
+        cluster: Cluster,
+        events: Events,
+        due: Callable[[str], None],
+        absences: roots.NegativeCache,
+    ) -> None:
+        """`due` schedules a run's policy."""
+        self._tier, self._store, self._catalog = tier, store, catalog
+        self._cluster, self._events, self._due = cluster, events, due
+        self._absences = absences
+        self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
+        self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
+        self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
+
+    def look(self, idle_s: float = IDLE_S) -> None:
+        """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as lost with their
+        node, list committed checkpoints that are not listed, and apply all policies.
+        """
+        sweep(self._store, self._cluster, idle_s, wanted_places(self._catalog.database, self._store.files))
+        members = self._cluster.membership.members()
+        removal.sweep_nodes(self._tier, {member.name for member in members})
+        self._note_lost_nodes()
+        self._end_saves()
+        self._list_replacements()
+        self._note_lost()
+        for run, step in self._cluster.rounds.end_abandoned():
+            log.warning("%s@%s was not saved: all its nodes were lost", run, step)
+        self._cluster.rounds.forget()
+        runs = roots.runs(self._tier)
+        self._list_what_is_there(runs)
+        for run in runs:
+            self._due(run)
+
+    def _list_what_is_there(self, runs: Iterable[str]) -> None:
+        """A node may be lost between a commit and its catalog entry. A difference seen only once is probably still being
+        recorded.
+        """
+        disagreed = {run for run in runs if not roots.agrees(self._store, self._catalog, run)}
+        if disagreed & self._disagreed:
+            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self._absences):
+                log.error("cannot read %s@%s: %s", run, step, problem.detail)
+        self._disagreed = disagreed
+
+    def _end_saves(self) -> None:
+        why = "the node on which it was being saved is gone"
+        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why):
+            text = f"step {ended.step} was not saved: {why}"
+            log.warning("%s: %s (node %s)", ended.run, text, ended.node)
+            self._events.add("save-aborted", text, ended.run, ended.step, level="warning")
+            self._doubtful[ended.run, ended.step] = LOOKS
+
+    def _list_replacements(self) -> None:
+        """A node may be lost after it has replaced a checkpoint and before it has recorded that: the catalog would describe
+        the new one by the old one's results.
+        """
+        for run, step in list(self._doubtful):
+            self._doubtful[run, step] -= 1
+            if self._list_replacement(run, step) or not self._doubtful[run, step]:
+                del self._doubtful[run, step]
+
+    def _list_replacement(self, run: str, step: int) -> bool:
+        try:
+            stated = bodies.describe(roots.load_manifest(self._store.files, run, step))
+            known = self._catalog.checkpoint(run, step)
+        except CheckpointError:  # missing, unlisted or unreadable: reported by other checks
+            return False
+        if (stated.attempt, stated.created) <= (known.attempt, known.created):
+            return False  # this node may still see the old one
+        log.warning("%s@%s was replaced by a node that is lost", run, step)
+        self._catalog.record_checkpoint(stated, roots.stamp(self._store, run, step))
+        replicas.removed(self._catalog.database, run, step)
+        return True
+
+    def _note_lost_nodes(self) -> None:
+        for member in self._cluster.membership.newly_lost():
+            text = f"the node {member.name} is lost: it was last heard of {span(member.heard_s)} ago"
+            log.warning("%s", text)
+            self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
+
+    def _note_lost(self) -> None:
+        """Runs whose ranks were not connected to any node, twice in a row, and without a recorded end."""
+        noted = self._catalog.lives()
+        missing = {run for run, (_, life, _) in noted.items() if life == "running"} - self._cluster.node_ranks.connected()
+        for run in missing & self._missing:
+            attempt, at = noted[run][0], utc_now()
+            self._catalog.note_life(run, attempt, "lost", at)
+            text = f"attempt {attempt} is lost: its ranks disappeared with the node to which they were connected"
+            self._events.add("run-lost", text, run, level="error", attempt=attempt)
+        self._missing = missing

@@ -1,0 +1,126 @@
+"""Collects the timings of each save from ranks, saver, writer and check, and records them in the catalog.
+
+What is known at the end of a save is written in the transaction that ends it. The rest, such as the duration of the check,
+follows in one more transaction in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.control.opening import Control
+from holdfast_service.daemon.checking.checker import Committed
+from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
+from holdfast_service.daemon.writing.disk_limit import DiskLimit, Probe
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # how long after its end a round waits for the check and for ranks' stall times
+KEPT_MAX = 256
+
+Measured = dict[str, float]
+
+
+class _Save:
+    """Timings of one save. `later` is not in the catalog yet."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.stalls: dict[int, float] = {}
+        self.told: Measured = {}  # the stall as the transaction that ends the round keeps it
+        self.round_id: int | None = None  # once it has ended
+        self.checked = False
+        self.due_at = 0.0
+        self.later: Measured = {}
+
+    @property
+    def stall(self) -> Measured:
+        return {"stall_s": max(self.stalls.values())} if self.stalls else {}
+
+    def due(self, now: float) -> bool:
+        complete = self.checked and len(self.stalls) >= self.world
+        return self.round_id is not None and bool(self.later) and (complete or now >= self.due_at)
+
+
+class SaveHistory:
+    """Saves whose timings may still change; the oldest are dropped. Thread-safe."""
+
+    def __init__(self, control: Control, probe: Probe | None = None) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._saves: OrderedDict[RoundKey, _Save] = OrderedDict()
+        self.disk = DiskLimit(probe)
+
+    def begun(self, key: RoundKey) -> None:
+        """A round begins: forget timings of the step's earlier tries."""
+        with self._lock:
+            if key in self._saves and self._saves[key].round_id is not None:
+                del self._saves[key]
+
+    def stalled(self, who: Participant, step: int, seconds: float) -> None:
+        """Record how long a rank's training stalled for this save; the longest counts."""
+        with self._lock:
+            save = self._of(RoundKey(who.run, step, who.attempt), who.world)
+            save.stalls[who.rank] = max(seconds, save.stalls.get(who.rank, 0.0))
+            if save.round_id is not None:
+                save.later |= save.stall
+
+    def ending(self, current: SaveRound, **known: float) -> Measured:
+        """The timings of a round that ends now, `known` with it."""
+        with self._lock:
+            save = self._of(current.key, current.world)
+            save.told = save.stall
+            limit = self.disk.bytes_per_second
+            return current.staged | known | save.stall | ({} if limit is None else {"disk_bytes_per_second": limit})
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        self.disk.writing(True)
+        try:
+            yield
+        finally:
+            self.disk.writing(False)
+
+    def ended(self, current: SaveRound, checked: bool = False) -> None:
+        """The save has ended, with the timings known so far recorded; `checked`: no verification follows."""
+        with self._lock:
+            save = self._of(current.key, current.world)
+            save.round_id, save.checked = current.id, save.checked or checked
+            if save.stall != save.told:  # a rank spoke while the transaction went on
+                save.later |= save.stall
+            save.due_at = time.monotonic() + PATIENCE_S
+
+    def verified(self, checkpoint: Committed, seconds: float) -> None:
+        with self._lock:
+            save = self._saves.get(RoundKey(checkpoint.run, checkpoint.step, checkpoint.attempt))
+            if save is not None:
+                save.checked = True
+                save.later["verify_s"] = seconds
+        self.disk.checked(checkpoint.bytes)
+
+    def flush(self, everything: bool = False) -> None:
+        """Record later timings, of saves that wait for no more of them, or of all."""
+        now = time.monotonic()
+        with self._lock:
+            due = [save for save in self._saves.values() if save.due(float("inf") if everything else now)]
+            pending = [(save.round_id, save.later) for save in due]
+            for save in due:
+                save.later = {}
+        for round_id, later in pending:
+            assert round_id is not None
+            try:
+                self._control.rounds.measure(round_id, later)
+            except CheckpointError as error:
+                log.warning("cannot record all timings of save %d: %s", round_id, error.detail)
+
+    def _of(self, key: RoundKey, world: int) -> _Save:
+        save = self._saves.setdefault(key, _Save(world))
+        while len(self._saves) > KEPT_MAX:
+            self._saves.popitem(last=False)
+        return save

@@ -1,0 +1,122 @@
+"""Formats numbers and times for the pages: short, with the exact value as a tooltip and for screen readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from holdfast_formats import timestamps
+from holdfast_formats.rest import job_labels
+from holdfast_formats.rest.job_labels import Fact
+
+NONE = Markup('<span class="quiet" title="unknown">–</span>')
+_DECIMALS_FROM = 100
+_SHARE_MIN = 0.0001  # smaller ones are shown as "< 0.01 %"
+_GAP = "\u00a0"  # a number and its unit stay on one line
+_AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in decimal units, as disks are sold and `holdfast ls` prints them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000:
+            return f"{count:.0f}{_GAP}{unit}" if unit == "B" or abs(count) >= _DECIMALS_FROM else f"{count:.1f}{_GAP}{unit}"
+        count /= 1000
+    return f"{count:.1f}{_GAP}PB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration: 380 µs, 12 ms, 1.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 0:
+        return f"−{seconds_text(-seconds)}"
+    if seconds == 0:
+        return f"0{_GAP}s"
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f}{_GAP}µs"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g}{_GAP}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}{_GAP}s"
+    for large, name, small, rest in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= large:
+            whole, left = divmod(seconds, large)
+            return f"{whole:.0f}{_GAP}{name}" + (f" {left // small:.0f}{_GAP}{rest}" if left >= small else "")
+    return f"{seconds:.3g}{_GAP}s"
+
+
+def number_text(value: float) -> str:
+    """A measured value in four digits; whole numbers with thin spaces between thousands."""
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u202f")
+    return f"{value:.4g}"
+
+
+def size(count: float | None) -> Markup:
+    return NONE if count is None else _titled(bytes_text(count), f"{number_text(int(count))} bytes")
+
+
+def seconds(value: float | None) -> Markup:
+    return NONE if value is None else _titled(seconds_text(value), f"{value:.6g} seconds")
+
+
+def number(value: float | None) -> Markup:
+    return NONE if value is None else _titled(number_text(value), repr(value))
+
+
+def percent_text(value: float) -> str:
+    """A share in three digits; near 100 %, as many as distinguish it from that."""
+    if 0.99 < value < 1:
+        return f"{100 * value:.2f} %"
+    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.3g} %"
+
+
+def percent(value: float | None) -> Markup:
+    if value is None:
+        return NONE
+    small = 0 < value < _SHARE_MIN
+    return _titled(f"< {100 * _SHARE_MIN:g} %" if small else f"{100 * value:.3g} %", repr(value))
+
+
+def when(text: str | None) -> Markup:
+    """A time of the API as an age, with the time itself as a tooltip."""
+    if not text:
+        return NONE
+    try:
+        moment = timestamps.read(text)
+    except ValueError:
+        return Markup(escape(text))
+    passed = (datetime.now(timezone.utc) - moment).total_seconds()
+    at = escape(text)
+    return Markup(f'<time datetime="{at}" title="{at}">{age_text(passed)}</time>')
+
+
+def age_text(passed: float) -> str:
+    if passed < 0:
+        return f"in {seconds_text(-passed)}"
+    for least, unit, name in _AGES:
+        if passed >= least:
+            return f"{passed / unit:.0f} {name} ago"
+    return f"{passed:.0f} s ago"
+
+
+def prose(text: str) -> Markup:
+    """A sentence of the service; text in backquotes is shown as code."""
+    parts = text.split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def facts(values: Mapping[str, Any] | None) -> list[Fact]:
+    """The facts about a job or an event, in words and units."""
+    return job_labels.facts(values or {}, bytes_text, seconds_text)
+
+
+def stamp(text: str) -> float:
+    """A time of the API as seconds since 1970, for plots."""
+    return timestamps.read(text).timestamp()
+
+
+def _titled(text: str, title: str) -> Markup:
+    return Markup(f'<span title="{escape(title)}">{escape(text)}</span>')
