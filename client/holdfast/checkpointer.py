@@ -547,11 +547,11 @@ class Checkpointer:
         ticket.notes = (*ticket.notes, *notes)
         news = [note for note in notes if note not in self._noted]
         self._noted |= set(news)
-        self._session.tell(f"save of {self.run}@{ticket.step}", news)
+        self._session.warn_of(f"save of {self.run}@{ticket.step}", news)
 
     def _warn_of_lacking(self) -> None:
         for ticket in self._tickets.take_lacking():
-            self._session.tell(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
+            self._session.warn_of(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
 
     def _put_off(self, asked: SaveRequest, during: str) -> None:
         """A signal handler saves during another call of this thread: save right after that call."""
@@ -562,7 +562,7 @@ class Checkpointer:
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
-        self._requests.settle()
+        self._requests.wait()
         self._contents.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
@@ -579,7 +579,7 @@ class Checkpointer:
                 restored = restored._replace(notes=(*restored.notes, *self._averaging.taken_in()))
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
-            self._session.tell(f"restore of {self.run}@{restored.step}", restored.notes)
+            self._session.warn_of(f"restore of {self.run}@{restored.step}", restored.notes)
         return 0 if restored is None else restored.step
 
     def _refuse_to_restore(self, during: str) -> int:
@@ -628,7 +628,7 @@ class Checkpointer:
     def _see_all_through(self) -> None:
         """Wait for the end of every save; those of a silent daemon count as failed."""
         try:
-            self._requests.settle()
+            self._requests.wait()
             self._session.waits()
             for ticket in self._tickets.open():
                 settle(ticket)
@@ -665,7 +665,7 @@ class Checkpointer:
         """The call, after a running errand: both use the session."""
 
         def after() -> _Result:
-            self._requests.settle()
+            self._requests.wait()
             return act()
 
         return after
@@ -674,7 +674,7 @@ class Checkpointer:
         """The daemon's welcome; an errand reconnects after a loss."""
         if self._task is not None:  # a slot that was given back may be leased again: nothing still writes into it
             self._task.leave(lambda written: self._requests.until(written, silence))
-        self._requests.settle(silence)
+        self._requests.wait(silence)
         if self._session.link is not None and self._session.link.alive:
             return self._session.connected(start=True)
         return self._requests.run(lambda: self._session.connected(start=True), silence)
@@ -682,7 +682,7 @@ class Checkpointer:
     def _withdraw(self, step: int) -> None:
         link = self._session.link
         if link is not None:
-            link.tell(Withdraw(id=link.next_id(), step=step))
+            link.notify(Withdraw(id=link.next_id(), step=step))
 
     def _give_back(self, slot: Slot) -> None:
         """The daemon granted a slot too late: the save has failed, for all ranks."""

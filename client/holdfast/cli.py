@@ -63,27 +63,30 @@ class Commands(LazyGroup):
             "export", "Convert a checkpoint of one program to one of another, directory to directory.", "convert"
         ),
         "keep": _entry(
-            "keep",
+            "retention",
             "Set the retention policy of a run, or show it.",
+            "keep",
         ),
-        "pin": _entry("marks", "Pin a checkpoint.", "pin"),
-        "unpin": _entry("marks", "Unpin a checkpoint.", "unpin"),
-        "label": _entry("marks", "Label a checkpoint.", "label"),
+        "pin": _entry("labels_and_pins", "Pin a checkpoint.", "pin"),
+        "unpin": _entry("labels_and_pins", "Unpin a checkpoint.", "unpin"),
+        "label": _entry("labels_and_pins", "Label a checkpoint.", "label"),
         "rm": _entry(
-            "marks",
+            "labels_and_pins",
             "Remove a checkpoint, or move a whole run to the trash.",
             "rm",
         ),
         "undelete": _entry("runs.trash", "Bring a deleted run back from the trash.", "undelete"),
         "trash": _entry("runs.trash", "List deleted runs that can be brought back, and the space that they take.", "trash"),
-        "note": _entry("runs.care", "Set owner and notes of a run; without options, show what is remembered of it.", "note"),
+        "note": _entry(
+            "runs.lifecycle", "Set owner and notes of a run; without options, show what is remembered of it.", "note"
+        ),
         "acknowledge": _entry(
-            "runs.care",
+            "runs.lifecycle",
             "Acknowledge that a run has died: it is idle then, and raises no alert until it dies again.",
             "acknowledge",
         ),
-        "archive": _entry("runs.care", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
-        "rename": _entry("runs.care", "Rename a run without connected ranks.", "rename"),
+        "archive": _entry("runs.lifecycle", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
+        "rename": _entry("runs.lifecycle", "Rename a run without connected ranks.", "rename"),
         "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",
@@ -114,7 +117,9 @@ class Commands(LazyGroup):
         "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
         "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
         "notify": _entry(
-            "telling.notify", "Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", "app"
+            "notifications.notify",
+            "Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.",
+            "app",
         ),
         "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
         "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),

@@ -35,7 +35,7 @@ class Transport(Protocol):
         lost.
         """
 
-    def tell(self, message: wire.Request) -> None: ...  # what has no reply; lost where there is no daemon just now
+    def notify(self, message: wire.Request) -> None: ...  # what has no reply; lost where there is no daemon just now
     def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it
     def take_fds(self, count: int) -> list[int]: ...  # after `Held` or `Load`; the caller closes them
     def keep_average(self, fd: int) -> None: ...  # brought to the next daemon; the caller keeps it open

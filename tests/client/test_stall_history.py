@@ -88,9 +88,9 @@ def test_what_is_told_to_nobody_is_lost_without_a_word(tmp_path: Path) -> None:
         link = _link(daemon)
         daemon.kill()
     wait_until(lambda: not link.alive)
-    link.tell(wire.Measured(id=1, step=1, stall_s=0.5))
+    link.notify(wire.Measured(id=1, step=1, stall_s=0.5))
     link.close()
-    link.tell(wire.Measured(id=2, step=1, stall_s=0.5))
+    link.notify(wire.Measured(id=2, step=1, stall_s=0.5))
 
 
 def _link(daemon: RunningDaemon) -> SocketLink:

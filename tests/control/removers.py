@@ -106,7 +106,7 @@ class Removers(RuleBasedStateMachine):
         self.control.recovery.recover()
         assert self.control.record_queue.recorded(30)
         self.rotation = self.control.rotation
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         self.replicator = Replicator(
             "far",
             self.mortal,
@@ -185,7 +185,7 @@ class Removers(RuleBasedStateMachine):
             self.control.findings.sound(self.run, step)  # after which the policy is applied
         elif self.tier.list(naming.checkpoint_path(self.run, step)):
             self.control.findings.damaged(self.run, step, found.damages[0], checked=True)
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         assert self.restorable() == before
 
     @rule(age=AGES, clock=st.sampled_from(CLOCKS), flips=st.booleans(), killed=st.integers(0, 24))
@@ -255,7 +255,7 @@ class Removers(RuleBasedStateMachine):
             self.clock += jump_s
             self.control.trash.expire()
             self.control.trash.undelete(self.run, made.entry)
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         after = self.restorable()  # of a run without checkpoints, what was deleted before comes back
         assert all((after[g] or 0) >= (before[g] or 0) for g in GROUPS), (before, after)
 
@@ -278,7 +278,7 @@ class Removers(RuleBasedStateMachine):
             assert self.restorable() == before
             return
         self.run = name
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         assert self.restorable() == before
 
     @rule()
@@ -286,7 +286,7 @@ class Removers(RuleBasedStateMachine):
         """To a replica, where copies follow what became of their checkpoints, and go."""
         before, here = self.anywhere(), self.restorable()
         for _ in range(50):
-            if not self.replicator.look():
+            if not self.replicator.run_once():
                 break
         after = self.anywhere()
         assert self.restorable() == here
@@ -333,7 +333,7 @@ class Removers(RuleBasedStateMachine):
         except NoSuchRun:  # of a deleted run even the last copy went
             assert not there
             return
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         assert self.restorable() == before
         if policy.within_seconds is not None:
             newest = max(self.saved_at.values(), default=0.0)
@@ -355,7 +355,7 @@ class Removers(RuleBasedStateMachine):
     @rule(age=AGES)
     def remove_one(self, age: int) -> None:
         step = self.step_of(age)
-        before, verified = self.restorable(), self.control.findings.found(self.run, step) == "sound"
+        before, verified = self.restorable(), self.control.findings.result_of(self.run, step) == "sound"
         with suppress(Conflict, NoSuchCheckpoint):
             self.rotation.remove(self.run, step)
             self.asked.add(step)
@@ -372,7 +372,7 @@ class Removers(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         before = self.restorable()
-        self.control.watch.look()
+        self.control.watch.scan()
         assert self.restorable() == before
         listed = {made.step for made in self.catalog.checkpoints(self.run, None, 100).items}
         assert listed <= set(self.control.store.steps(self.run))

@@ -28,7 +28,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
         put_checkpoint(made.tier, a_manifest(RUN, step))
         catalog.record_checkpoint(a_row(RUN, step))
         made.findings.sound(RUN, step)
-    assert made.rotation.settle()
+    assert made.rotation.wait_until_applied()
     yield made
     made.close()
     catalog.close()
@@ -60,12 +60,12 @@ def test_a_directory_that_is_put_back_is_missing_no_more(control: Control) -> No
         return {one.code for one in Summaries(control.tier, control.catalog).one(RUN).attention}
 
     control.tier.remove_tree(naming.checkpoint_path(RUN, 3))
-    control.watch.look()
+    control.watch.scan()
     control.findings.sound(RUN, 2)
     assert "checkpoint-missing" in alerts()
     put_checkpoint(control.tier, a_manifest(RUN, 3))
     for _ in range(2):
-        control.watch.look()
+        control.watch.scan()
     assert 3 in listed(control) and "checkpoint-missing" in alerts()
     control.findings.sound(RUN, 3)
     assert "checkpoint-missing" not in alerts()
@@ -79,9 +79,9 @@ def test_what_is_put_there_is_listed_and_checked(control: Control) -> None:
     control.watch.mend_by(lambda run, step, error: None, asked.extend)
     put_checkpoint(control.tier, a_manifest(RUN, 9))
     control.tier.put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
-    control.watch.look()
+    control.watch.scan()
     assert 9 not in listed(control)
-    control.watch.look()
+    control.watch.scan()
     assert listed(control) == {1: True, 2: True, 3: True, 9: False}
     assert asked == [(RUN, 9)]
 
@@ -89,7 +89,7 @@ def test_what_is_put_there_is_listed_and_checked(control: Control) -> None:
 def test_what_holdfast_removes_itself_is_no_news(control: Control) -> None:
     """A removal is told of as a removal."""
     control.rotation.remove(RUN, 1)
-    control.watch.look()
+    control.watch.scan()
     assert {event.kind for event in control.events.after(0, 100) if event.step == 1} >= {"checkpoint-removed"}
     assert not [event for event in control.events.after(0, 100) if event.kind == "checkpoint-missing"]
 
@@ -99,8 +99,8 @@ def test_what_is_being_replaced_is_left_alone(control: Control) -> None:
     control.rotation.is_replaced(RUN, 3)
     path = f"{naming.checkpoint_path(RUN, 3)}/{naming.STATE}"
     control.tier.replace(path, b"{}")
-    control.watch.look()
+    control.watch.scan()
     assert listed(control)[3]
     control.rotation.listed(RUN, 3)
-    control.watch.look()
+    control.watch.scan()
     assert not listed(control)[3]

@@ -57,7 +57,7 @@ class Trial:
             except CheckpointError as error:
                 problem = error.problem()
             self.world.saver.close()
-            assert self.world.control.rotation.settle()
+            assert self.world.control.rotation.wait_until_applied()
         self.world.saver = type(self.world.saver)(self.world.tier, self.world.control, "node")
         self.world.saver.join(self.rank.who)
         return problem

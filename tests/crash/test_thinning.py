@@ -67,8 +67,8 @@ def thin(tier: PosixTier) -> None:
     store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
     made = thinning.thin(pair.manifest, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
     stage(tier, store, PLACE, made, CopyControl())
-    encoded = manifests.encode(made.made)
-    commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made.made, encoded), over=True)
+    encoded = manifests.encode(made.manifest)
+    commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made.manifest, encoded), over=True)
 
 
 def compact(tier: PosixTier) -> None:

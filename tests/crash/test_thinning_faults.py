@@ -36,7 +36,7 @@ def begin(world: CopiesWorld, number: int) -> str:
     for step in STEPS:
         world.control.findings.sound(run, step)
     world.control.rotation.set_policy(run, POLICY, "*")
-    assert world.control.rotation.settle() and world.control.record_queue.recorded(30)
+    assert world.control.rotation.wait_until_applied() and world.control.record_queue.recorded(30)
     return run
 
 
@@ -57,13 +57,13 @@ def test_a_fault_at_every_place(world: CopiesWorld, code: int) -> None:
         worker = Thinner(world.tier, world.control.store, world.control.thinning)
         with steered(fault):
             try:
-                worker.look(run)
+                worker.run_once(run)
             except CheckpointError as error:
                 assert error.hint, error
             assert world.control.record_queue.recorded(30)
         found = [form(world.root, run, step) for step in committed_steps(world.root, run)[::-1]]
         assert all(one in ("whole", new) for one, new in zip(found, FORMS, strict=True)), (fault.failed, found)
-        worker.look(run)
+        worker.run_once(run)
         assert forms(world.root, run) == FORMS, fault.failed
         world.control.recovery.recover()
         assert left(world.root, run) == [], fault.failed

@@ -24,7 +24,7 @@ def begun(acts: Acts, look: Callable[[Thinner, str], list[int]]) -> Callable[[Th
     """Looking at a run begins to count."""
 
     def looking(worker: Thinner, run: str) -> list[int]:
-        if worker._record_queue.due(run):
+        if worker._records.due(run):
             acts.begin()
         return look(worker, run)
 
@@ -34,6 +34,6 @@ def begun(acts: Acts, look: Callable[[Thinner, str], list[int]]) -> Callable[[Th
 if __name__ == "__main__":
     acts = Acts(sys.argv[1], THREADS)
     acts.install((PosixTier, "link"), (PosixTier, "exchange"), (Catalog, "record_checkpoint"), (Events, "record"))
-    Thinner.look = begun(acts, Thinner.look)  # type: ignore[method-assign]
+    Thinner.run_once = begun(acts, Thinner.run_once)  # type: ignore[method-assign]
     thinner.AGAIN_S = thinner.FAILED_AGAIN_S = AGAIN_S
     sys.exit(main(sys.argv[2:]))

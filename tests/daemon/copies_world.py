@@ -59,7 +59,7 @@ class CopiesWorld:
 
     def copy(self, name: str = "far") -> None:
         """Let a worker do all it has to do."""
-        while self.replicators[name].look():
+        while self.replicators[name].run_once():
             pass
 
     def states(self, step: int) -> dict[str, str]:

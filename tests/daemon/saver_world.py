@@ -190,7 +190,7 @@ class SaverWorld:
 
     def checked(self) -> None:
         """Wait until what is committed was read back, and all that follows from that was set going."""
-        wait_until(lambda: self.saver.checks.left == 0)
+        wait_until(lambda: self.saver.checks.pending == 0)
 
     def close(self) -> None:
         self.saver.close()

@@ -96,13 +96,13 @@ def test_what_is_not_cached_is_read_past_the_cache(large: Built) -> None:
         reader.load(wanted)
         assert source.lengths == []
         for got in wanted:
-            np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
+            np.testing.assert_array_equal(got.target, large.arrays["model"][got.name].view("<u4"))
         flip(large.path / tensor.file, tensor.start + 2**16 + 3)
         wanted = wants_of(large)
         with pytest.raises(CorruptExtent, match=r"b\.weight") as caught:
             reader.load(wanted)
         assert caught.value.members["offset"] == tensor.start + 2**16
-        assert not wanted[1].into.reshape(-1).view(np.uint8)[2**16 : 2**17].any()
+        assert not wanted[1].target.reshape(-1).view(np.uint8)[2**16 : 2**17].any()
 
 
 def test_a_file_that_is_cut_off_is_damage(large: Built) -> None:
@@ -138,7 +138,7 @@ def test_what_others_read_as_well_goes_through_the_cache(large: Built) -> None:
         reader.load(wanted)
         assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
     for got in wanted:
-        np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
+        np.testing.assert_array_equal(got.target, large.arrays["model"][got.name].view("<u4"))
 
 
 def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
                 reader.load(wanted)
             assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
             for got in wanted:
-                np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
+                np.testing.assert_array_equal(got.target, large.arrays["model"][got.name].view("<u4"))
     monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_RDONLY))
     refused(errno.EIO)
     with CheckpointReader.open(Waiting(large.path)) as reader, pytest.raises(StorageFailed, match="cannot read"):

@@ -99,7 +99,7 @@ def test_save_and_its_phases(catalog: Catalog, exported: InMemorySpanExporter) -
 def test_jobs(catalog: Catalog, exported: InMemorySpanExporter) -> None:
     """A job of this node is a span from its start to its end; another node's is that node's."""
     jobs = JobSpans(catalog.database, "node-1")
-    jobs.look()
+    jobs.update()
     with catalog.database.write() as session:
         for number, node in enumerate(("node-1", "node-2")):
             values = {
@@ -113,13 +113,13 @@ def test_jobs(catalog: Catalog, exported: InMemorySpanExporter) -> None:
             }
             times = {"created": BEGAN, "started": BEGAN, "ended": None, "cancel": False, "done_bytes": 7, "total_bytes": 7}
             session.add(JobRow(node=node, **values, **times))
-    jobs.look()
+    jobs.update()
     assert exported.get_finished_spans() == ()
     with catalog.database.write() as session:
         for row in session.query(JobRow):
             row.state, row.ended, row.problem = "failed", ENDED, {"code": "corrupt-extent"}
-    jobs.look()
-    jobs.look()
+    jobs.update()
+    jobs.update()
     (span,) = exported.get_finished_spans()
     assert (span.name, seconds(span), span.status.description) == ("holdfast.job", (0, 10), "corrupt-extent")
 

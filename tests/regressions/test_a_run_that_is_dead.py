@@ -143,13 +143,13 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     lives = RunLifecycles(saver, control, return_s=0.0)
     back = Participant("back", 0, 1, 1, lambda outcome: None)
     saver.join(back)
-    lives.look()
+    lives.record()
     known = control.attempts.known()
     assert (known["back"].life, known["away"].life) == ("running", "lost")
     control.launches.declare("back", "two", 1, None)
     saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
     saver.gone(back)
-    lives.look()
+    lives.record()
     assert control.lives.by_run(None, saver.lives())["back"].life == "running"
 
 

@@ -63,7 +63,7 @@ def test_a_new_wish_does_not_reach_back(control: Control, tmp_path: Path) -> Non
     control.launches.declare("tiny", "later", 1, 1)
     assert there(control) == [5, 10, 15, 25]
     control.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
-    assert control.rotation.settle() and there(control) == [25]
+    assert control.rotation.wait_until_applied() and there(control) == [25]
 
 
 def test_a_write_token_is_told_that_it_only_wishes(tmp_path: Path) -> None:

@@ -39,6 +39,6 @@ def test_who_shows_no_secret_uses_no_thread_of_the_daemon_up() -> None:
 
 def _status(node: NodeConnection) -> int:
     """What a node is told that proves the secret and asks for what is offered."""
-    answer = node.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+    answer = node.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
     answer.response.read()
     return int(answer.status)

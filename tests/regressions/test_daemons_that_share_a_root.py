@@ -94,10 +94,10 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     a, b = pair
     gone, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert len(b.catalog.rounds(None, "open").items) == 2
     a.cluster.close()
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert [found.id for found in b.catalog.rounds(None, "aborted").items] == [gone]
     assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
 
@@ -107,9 +107,9 @@ def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_ro
     a, b = pair
     committed(a, 1)
     put_checkpoint(a.tier, a_manifest(RUN, 2))
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert steps(b) == [1]
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert steps(b) == [1, 2]
 
 
@@ -121,10 +121,10 @@ def test_what_a_lost_node_put_into_the_place_of_another_is_listed_as_it_is(pair:
     committed(a, 1, 2)
     a.catalog.note_round(RUN, 2, 2, 1, "2026-01-01T00:00:00Z")
     a.cluster.close()
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert b.catalog.checkpoint(RUN, 2).verified and b.catalog.checkpoint(RUN, 2).attempt == 1
     _replaced_by_another_attempt(b, 2)
-    b.maintenance.look()
+    b.maintenance.run_once()
     listed = b.catalog.checkpoint(RUN, 2)
     assert (listed.attempt, listed.verified) == (2, False) and b.catalog.checkpoint(RUN, 1).verified
 
@@ -133,7 +133,7 @@ def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: 
     """Also where its beginning is recorded only after that: a new launch would wait for its end."""
     a, b = pair
     late = threading.Event()
-    a.control.record_queue.tell("something slow", late.wait)
+    a.control.record_queue.enqueue("something slow", late.wait)
     number = a.control.saves.begin(RUN, 2, 1, 2)
     a.control.rounds.seal(number, 2)
     a.control.saves.joined(number, RUN, 2, 1, {})
@@ -162,7 +162,7 @@ def test_a_save_is_one_record_however_late_a_node_tells_of_it(pair: tuple[Node, 
     """The node of the first rank records its beginning after another one has recorded its end. The next try is another."""
     a, b = pair
     late = threading.Event()
-    a.control.record_queue.tell("something slow", late.wait)
+    a.control.record_queue.enqueue("something slow", late.wait)
     numbers = [node.control.saves.begin(RUN, 2, 1, 2, quiet=node is b) for node in pair]
     a.control.rounds.seal(numbers[0], 2)
     for node, number in reversed([*zip(pair, numbers, strict=True)]):
@@ -185,11 +185,11 @@ def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     stale, fresh = naming.staging_path(RUN, 1, 1), naming.staging_path(RUN, 2, 1)
     for path in (stale, fresh):
         a.tier.put(f"{path}/model.safetensors", b"half")
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(stale).name, Path(fresh).name]
     time.sleep(0.6)
     a.tier.put(f"{fresh}/more.safetensors", b"half")
-    b.maintenance.look(idle_s=0.5)
+    b.maintenance.run_once(idle_s=0.5)
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(fresh).name]
 
 
@@ -200,10 +200,10 @@ def test_what_a_round_that_goes_on_has_staged_is_not_swept(pair: tuple[Node, Nod
     number = meeting.arrive(RUN, 7, 1, 2, [0], b"declared", b"said")
     place = naming.Place(RUN, 7, 1, number)
     a.control.store.begin(place).put("config.json", b"{}")
-    b.maintenance.look(idle_s=0.0)
+    b.maintenance.run_once(idle_s=0.0)
     assert a.tier.list(place.path) == ["config.json"]
     assert meeting.abort(number, RoundAborted("given up").problem())
-    b.maintenance.look(idle_s=0.0)
+    b.maintenance.run_once(idle_s=0.0)
     assert a.tier.list(place.path) == []
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tupl
     aside = naming.replaced_path(RUN, 1)
     a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
     assert b.control.store.sweep((), 0.0) == []
-    b.maintenance.look(idle_s=0.0)
+    b.maintenance.run_once(idle_s=0.0)
     assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
 
 
@@ -308,7 +308,7 @@ def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Nod
     a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     assert not b.control.empty_runs.forget(RUN)
     a.cluster.node_ranks.parted(RUN)
-    a.cluster.node_ranks.tell({})
+    a.cluster.node_ranks.report({})
     assert b.control.empty_runs.forget(RUN)
 
 
@@ -397,16 +397,16 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     a, b = pair
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
     a.control.lives.became(RUN, attempt, "running")
-    a.cluster.node_ranks.tell({RUN: NodeRanks(attempt, 1, 1)})
+    a.cluster.node_ranks.report({RUN: NodeRanks(attempt, 1, 1)})
     assert a.control.record_queue.recorded(30)
     for _ in range(2):
-        b.maintenance.look()
+        b.maintenance.run_once()
         assert b.control.lives.by_run(None, {})[RUN].life == "running"
     a.cluster.close()
-    b.maintenance.look()
+    b.maintenance.run_once()
     assert b.control.lives.by_run(None, {})[RUN].life == "running"
     for _ in range(2):
-        b.maintenance.look()
+        b.maintenance.run_once()
         assert b.control.lives.by_run(None, {})[RUN].life == "lost"
     assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 

@@ -93,7 +93,7 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
         try:
             control.recovery.recover()
             assert control.launches.declare("mine", "launch", 1, None) == 1, "training goes on without it"
-            assert control.record_queue.said is not None and "belongs to another root" in control.record_queue.said
+            assert control.record_queue.state is not None and "belongs to another root" in control.record_queue.state
             assert catalog.known_runs() == {}
         finally:
             control.close()

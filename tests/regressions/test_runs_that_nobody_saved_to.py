@@ -50,17 +50,17 @@ class Place(NamedTuple):
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": rank_id, "keep_last": 2}
         self.ranks.hello(rank_id, bodies.RankHello(**about))
         self.ranks.leave(rank_id)
-        RunLifecycles(self.world.saver, self.world.control).look()
+        RunLifecycles(self.world.saver, self.world.control).record()
 
     def sweep_later(self) -> list[str]:
         """What is swept when the hours have passed, and who is here now is still here."""
-        RunLifecycles(self.world.saver, self.world.control).look()
+        RunLifecycles(self.world.saver, self.world.control).record()
         empty = self.world.control.empty_runs
         empty._clock = empty_runs.time.monotonic
         empty._missed.clear()
-        assert self.sweeper.look() == []
+        assert self.sweeper.sweep() == []
         empty._clock = lambda: empty_runs.time.monotonic() + LATER_S
-        return self.sweeper.look()
+        return self.sweeper.sweep()
 
     @property
     def known(self) -> set[str]:
@@ -122,7 +122,7 @@ def test_a_run_that_was_saved_to_counts_no_more(place: Place, monkeypatch: pytes
 def test_what_nobody_saved_to_is_swept_after_hours(place: Place, tier: Tier, tmp_path: Path) -> None:
     """Directory, attempts and the catalog's row go, and an event says so; not a moment after the ranks have gone."""
     place.visit("gone")
-    assert place.sweeper.look() == [] and place.world.catalog.run("gone").attempt == 1
+    assert place.sweeper.sweep() == [] and place.world.catalog.run("gone").attempt == 1
     assert place.sweep_later() == ["gone"]
     assert place.known == set() and roots.runs(tier) == [] and "gone" not in os.listdir(tmp_path / "root")
     with pytest.raises(NoSuchRun):
@@ -190,7 +190,7 @@ def test_what_once_had_checkpoints_keeps_its_attempts(place: Place) -> None:
     place.world.tier.remove_tree("run")
     run = rank.who.run
     place.world.tier.remove_tree(run)
-    RunLifecycles(place.world.saver, place.world.control).look()
+    RunLifecycles(place.world.saver, place.world.control).record()
     assert place.sweep_later() == [] and place.world.control.attempts.newest(run) == 1
 
 
@@ -226,7 +226,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
         run = f"at-{moment}"
         place.visit(run)
         empty.moment = moment
-        assert sweeper.look() == ([run] if moment == "sweep" else [])
+        assert sweeper.sweep() == ([run] if moment == "sweep" else [])
         for thread in threads:
             thread.join()
         assert control.attempts.newest(run) == attempt and control.record_queue.recorded(10)
@@ -244,7 +244,7 @@ def test_a_fault_at_every_act_of_a_sweep(place: Place, plan: Plan) -> None:
             place.visit(run)
             plan.kind, plan.seen, plan.failed, plan.fail_at = kind, 0, "", number
             with suppress(StorageFailed):
-                place.sweeper.look()
+                place.sweeper.sweep()
             plan.fail_at = 0
             failed = plan.failed
             attempt = place.world.control.attempts.newest(run)
@@ -252,7 +252,7 @@ def test_a_fault_at_every_act_of_a_sweep(place: Place, plan: Plan) -> None:
             assert all(made.attempt <= place.world.control.attempts.newest(name) for name, made in listed.items())
             place.visit(run)
             assert place.world.control.attempts.newest(run) == attempt + 1
-            assert run in place.sweeper.look() and run not in place.known
+            assert run in place.sweeper.sweep() and run not in place.known
             if not failed:
                 break
             assert number < 40, "a sweep takes more acts than this test looks at"

@@ -39,7 +39,7 @@ class Pair:
             mark_verified(self.a.catalog, RUN, step)
         policy = RetentionPolicy(optim="int8", optim_full=1, keep_full=2)
         self.a.control.rotation.set_policy(RUN, policy, "*")
-        assert self.a.control.rotation.settle()
+        assert self.a.control.rotation.wait_until_applied()
 
     def thinner(self, node: Node, record_queue: Any = None) -> Thinner:
         control = node.control
@@ -72,8 +72,8 @@ def pair(nodes: Nodes, tmp_path: Path) -> Iterator[Pair]:
 
 def test_one_node_does_it(pair: Pair) -> None:
     """Whoever asks first, all of it; the other finds nothing due."""
-    assert pair.thinner(pair.b).look(RUN) == [5, 10]
-    assert pair.thinner(pair.a).look(RUN) == []
+    assert pair.thinner(pair.b).run_once(RUN) == [5, 10]
+    assert pair.thinner(pair.a).run_once(RUN) == []
     assert {one.name: THINNING in one.duties for one in pair.a.cluster.membership.members()} == {"a": False, "b": True}
     assert pair.forms() == ["thin", "compact", "whole"]
 
@@ -96,20 +96,20 @@ def test_another_node_takes_over_in_the_middle(pair: Pair, how: str) -> None:
                 assert pair.b.cluster.duties.has(THINNING)
             return thinning.publish(place, *parts)
 
-    assert pair.thinner(pair.a, Late()).look(RUN) == []
+    assert pair.thinner(pair.a, Late()).run_once(RUN) == []
     assert pair.forms() == ["whole"] * 3
     assert len(places) == 1 and pair.a.tier.list(f"{RUN}/{naming.STAGING}") == []
-    assert pair.thinner(pair.b).look(RUN) == [5, 10]
+    assert pair.thinner(pair.b).run_once(RUN) == [5, 10]
     assert pair.forms() == ["thin", "compact", "whole"]
-    assert pair.thinner(pair.a).look(RUN) == []
+    assert pair.thinner(pair.a).run_once(RUN) == []
 
 
 def test_what_another_node_reads_stays_as_it_is(pair: Pair) -> None:
     """Until it has been read."""
     with pair.b.control.readers.reading(RUN, 5), pair.b.control.readers.reading(RUN, 10):
-        assert pair.thinner(pair.a).look(RUN) == []
+        assert pair.thinner(pair.a).run_once(RUN) == []
     pair.b.cluster.holds.renew(pair.b.control.readers.places())
-    assert pair.thinner(pair.a).look(RUN) == [5, 10]
+    assert pair.thinner(pair.a).run_once(RUN) == [5, 10]
 
 
 @pytest.mark.parametrize("wants", ["pins", "reads"])
@@ -122,7 +122,7 @@ def test_a_node_that_stands_still_while_it_thins_puts_back_what_it_took(
     monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", WAITS_S)
     reading = pair.b.control.readers.reading(RUN, 5)
     pair.tier.before = naming.checkpoint_path(RUN, 5)
-    with Still(pair.tier, lambda: pair.thinner(pair.a).look(RUN)) as still:
+    with Still(pair.tier, lambda: pair.thinner(pair.a).run_once(RUN)) as still:
         if wants == "pins":
             pair.nodes.lapse(pair.a.cluster)
             pair.b.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))

@@ -57,7 +57,8 @@ def check(
     if as_json:
         console.print_json({**result.model_dump(), "sound": result.sound})
     else:
-        text = f"{result.catalog}: {result.checkpoints} checkpoints in {result.runs} runs, {result.manifests_read} manifests read"
+        counts = f"{result.checkpoints} checkpoints in {result.runs} runs, {result.manifests_read} manifests read"
+        text = f"{result.catalog}: {counts}"
         console.out().print(text, markup=False)
         _print(result.items, result.count, "contradictions", "red")
     if not result.sound:

@@ -110,7 +110,7 @@ class CheckpointLinks:
             try:
                 self._tell(directory)
             except CheckpointError as error:
-                self._session.say(f"links in {directory} keep no checkpoint: {error.detail}")
+                self._session.warn(f"links in {directory} keep no checkpoint: {error.detail}")
 
         self._telling = [one for one in self._telling if one.is_alive()]
         self._telling.append(own_threads.begin(tell, "holdfast-links"))

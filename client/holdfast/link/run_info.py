@@ -40,7 +40,7 @@ class RunInfo:
         if "git" not in given:
             self._asking = own_threads.begin(self._ask_git, "holdfast-info")
 
-    def told(self, wait_s: float = WAIT_S) -> dict[str, Any]:
+    def document(self, wait_s: float = WAIT_S) -> dict[str, Any]:
         """All of it, as JSON values of at most 64 KiB, the given ones first; of git what is known within `wait_s`."""
         asking = self._asking
         if asking is not None:

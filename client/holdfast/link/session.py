@@ -119,8 +119,8 @@ class Session:
         return None if self._link is None else self._link.heartbeat
 
     def until(self, ended: Latch, timeout: float | None = None, awaits: int | None = None) -> bool:
-        """Wait as `DaemonHeartbeat.until`. This rank begins no save before the one of step `awaits` has ended: this daemon and
-        its successors are told so.
+        """Wait as `DaemonHeartbeat.until`. This rank begins no save before the one of step `awaits` has ended: this daemon
+        and         its successors are told so.
         """
         if self._link is None:
             return ended.wait(timeout)
@@ -129,7 +129,7 @@ class Session:
     def waits(self, step: int | None = None) -> None:
         """Report that this rank begins no save before this one has ended; without a step, that it waits no more."""
         if self._link is not None:
-            self._link.tell(wire.Waits(id=self._link.next_id(), step=step))
+            self._link.notify(wire.Waits(id=self._link.next_id(), step=step))
 
     def connected(self, start: bool) -> wire.Welcome:
         """The daemon's welcome. Connects or reconnects if necessary; `start` allows starting a daemon."""
@@ -140,7 +140,7 @@ class Session:
         made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet, self._stop)
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
-                self.say(note)
+                self.warn(note)
         self._link, self._welcome = BackgroundRequests(made.link), made.welcome
         return made.welcome
 
@@ -160,7 +160,7 @@ class Session:
             process=launch.this_process(),
             session=self._id,
             take_over=take_over(),
-            info=None if self._info is None else self._info.told(),
+            info=None if self._info is None else self._info.document(),
             **self._who._asdict(),
         )
         asking = BackgroundRequests(link)
@@ -274,11 +274,11 @@ class Session:
     def held_elsewhere(self, manifest: Manifest) -> PeerSlots:
         return PeerSlots.none() if self._link is None else take_peers(self._link, manifest)
 
-    def say(self, notice: str) -> None:
+    def warn(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
         self.notices.append(notice)
 
-    def tell(self, of: str, notes: Sequence[str]) -> None:
+    def warn_of(self, of: str, notes: Sequence[str]) -> None:
         """Log notes of a save or restore. A note about something left out is a notice and a warning, too."""
         left_out = [f"{of}: {note}" for note in notes if isinstance(note, LeftOutNote)]
         self.notices += left_out

@@ -134,7 +134,7 @@ class SocketLink:
         """Like `request`, with file descriptors, and only to the current daemon: `DaemonGone` as soon as it is lost."""
         return expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
 
-    def tell(self, message: wire.Request) -> None:
+    def notify(self, message: wire.Request) -> None:
         """Send a message without a reply. It is silently lost without a daemon, or if the daemon does not read."""
         with self._condition:
             reached = self.alive and self._mender is None and self._broken is None

@@ -50,9 +50,10 @@ def parted(manifest: Manifest, wants: Iterable[Want]) -> tuple[list[Want], list[
             plain.append(want)
             continue
         check_box(want.box, stored_form[1].shape, want.name)
-        if want.into.shape != want.box.shape or want.into.dtype != transfer.element_dtype(4):
+        if want.target.shape != want.box.shape or want.target.dtype != transfer.element_dtype(4):
             raise StateMismatch(
-                f"tensor {want.name!r}: {want.into.dtype}{list(want.into.shape)} cannot receive 4-byte elements of shape "
+                f"tensor {want.name!r}: {want.target.dtype}{list(want.target.shape)} cannot receive 4-byte elements of "
+                f"shape "
                 f"{list(want.box.shape)}"
             )
         small.append(CodedWant(want, stored_form[0]))
@@ -89,7 +90,7 @@ def decode(manifest: Manifest, batch: Iterable[_Slab]) -> None:
         values = coded.decoded(manifest, want.group, slab.of.name, slab.box, slab.parts)
         inside = slab.box.within(want.box)
         place = tuple(slice(o, o + n) for o, n in zip(inside.offset, inside.shape, strict=True))
-        want.into[place] = values.view(want.into.dtype)
+        want.target[place] = values.view(want.target.dtype)
 
 
 def _slab(manifest: Manifest, one: CodedWant, box: Box) -> _Slab:

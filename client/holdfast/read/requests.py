@@ -28,7 +28,7 @@ class Want(NamedTuple):
     group: str
     name: str
     box: Box
-    into: NDArray[Any]
+    target: NDArray[Any]
 
 
 class Receiver(NamedTuple):
@@ -151,7 +151,7 @@ def _split(
 
 
 def _receiver(want: Want, entry: TensorEntry) -> Receiver:
-    into, view = want.into, byte_view(entry.dtype, entry.shape, want.name)
+    into, view = want.target, byte_view(entry.dtype, entry.shape, want.name)
     if want.box.shape == entry.shape and not any(want.box.offset):
         box, span = Box((0,) * len(view.shape), view.shape), (0, entry.nbytes)
     else:

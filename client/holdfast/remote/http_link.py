@@ -106,7 +106,7 @@ class RemoteLink:
     ) -> _Reply:
         raise DaemonGone("a rank without shared memory cannot exchange file descriptors")
 
-    def tell(self, message: wire.Request) -> None:
+    def notify(self, message: wire.Request) -> None:
         """Send how long training stalled, with the seal if the upload is not sealed yet; or that the rank waits."""
         if self._courier is not None and isinstance(message, wire.Waits):
             self._courier.waits(restate(message, messages.Waiting))

@@ -109,7 +109,7 @@ class OwnSave:
         self.begun = False  # its upload, which nothing here takes back any more
         self.delivered = False  # a daemon has all of it
         self.arrived = 0  # bytes at the daemon
-        self.told = False
+        self.reported = False
         self.problem: dict[str, Any] | None = None
         self.whole: bodies.SealRequest | None = None
         self.stall_s: float | None = None
@@ -130,7 +130,7 @@ class OwnSave:
         seconds.
         """
         arrived, moved = self.arrived, time.monotonic()
-        while not (self.delivered or self.told):
+        while not (self.delivered or self.reported):
             if self.arrived != arrived:
                 arrived, moved = self.arrived, time.monotonic()
             if timeout is not None and time.monotonic() > moved + timeout:
@@ -167,11 +167,11 @@ class OwnSaves:
     @property
     def all_open(self) -> bool:
         with self._lock:
-            return all(save.open or save.told for save in self._saves.values())
+            return all(save.open or save.reported for save in self._saves.values())
 
     def oldest(self) -> OwnSave | None:
         with self._lock:
-            return next((save for save in self._saves.values() if not save.told), None)
+            return next((save for save in self._saves.values() if not save.reported), None)
 
     def forget(self, save: OwnSave) -> bool:
         """Remove a save; False if it was unknown."""
@@ -190,16 +190,16 @@ class OwnSaves:
         """Mark its slot as filled; return whether its outcome is known. If not, keep the process alive for the upload."""
         with self._lock:
             save.staging = False
-            if not save.told:
+            if not save.reported:
                 at_exit.see_through(save)
-            return save.told
+            return save.reported
 
     def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
         """Record its outcome, and free its slot unless it is still being filled; False if the outcome was known."""
         with self._lock:
-            if save.told:
+            if save.reported:
                 return False
-            save.told, save.problem = True, problem
+            save.reported, save.problem = True, problem
             staging = save.staging
         at_exit.forget(save)
         if not staging:
@@ -209,17 +209,17 @@ class OwnSaves:
     def begin_upload(self, save: OwnSave) -> bool:
         """Mark its upload as begun, so that the save cannot be dropped. False if it has ended already."""
         with self._lock:
-            save.begun = save.begun or not save.told
-            return not save.told
+            save.begun = save.begun or not save.reported
+            return not save.reported
 
     def take_back(self, problem: Callable[[OwnSave], dict[str, Any]]) -> OwnSave | None:
         """End the oldest sealed save whose upload has not begun, and free its slot; None if there is none."""
         with self._lock:
-            waiting = (save for save in self._saves.values() if not (save.staging or save.begun or save.told))
+            waiting = (save for save in self._saves.values() if not (save.staging or save.begun or save.reported))
             save = next(waiting, None)
             if save is None:
                 return None
-            save.told, save.problem = True, problem(save)
+            save.reported, save.problem = True, problem(save)
         self.free(save)
         return save
 
@@ -236,7 +236,7 @@ class OwnSaves:
         with self._lock:
             for save in self._saves.values():
                 save.open = False
-            again = [save for save in self._saves.values() if save.delivered and not save.told]
+            again = [save for save in self._saves.values() if save.delivered and not save.reported]
             for save in again:
                 save.delivered = False
                 at_exit.see_through(save)
@@ -245,5 +245,5 @@ class OwnSaves:
     def lose(self) -> None:
         with self._lock:
             for save in self._saves.values():
-                save.told = True
+                save.reported = True
                 at_exit.forget(save)

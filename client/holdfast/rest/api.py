@@ -76,7 +76,7 @@ class Api(JobsApi):
         self.url = url.rstrip("/")
         shown = config.stated_token() if token is None else config.check_token(token, "token=")
         own = owner_token.OwnersToken(self.url) if shown is None else None
-        if own is not None and not own.found:
+        if own is not None and not own.token:
             shown = config.given_token()
         limits = httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S)
         self._http = httpx.Client(

@@ -49,7 +49,7 @@ class OwnersToken(httpx.Auth):
         self._found = owners(url)
 
     @property
-    def found(self) -> bool:
+    def token(self) -> bool:
         return self._found is not None
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:

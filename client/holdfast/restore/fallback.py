@@ -132,5 +132,5 @@ def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[
 def _told(session: Session, restore_report: RestoreReport, notes: list[str]) -> RestoreReport:
     for note in notes:
         if not isinstance(note, LeftOutNote):  # the restore reports these with its other notes
-            session.say(note)
+            session.warn(note)
     return restore_report._replace(notes=(*restore_report.notes, *notes))

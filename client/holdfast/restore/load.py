@@ -121,7 +121,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
         notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *left_out_notes, *average_notes),
-        bytes=sum(want.into.nbytes for want in wants),
+        bytes=sum(want.target.nbytes for want in wants),
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
         bytes_read=filled.bytes_read,

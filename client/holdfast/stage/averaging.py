@@ -356,7 +356,7 @@ class Averaging:
     def _ring(self) -> None:
         link = self._link
         if link is not None and link.alive:
-            link.tell(wire.RingAverage(id=link.next_id()))
+            link.notify(wire.RingAverage(id=link.next_id()))
 
     def _owner(self) -> SegmentOwner:
         of = self._of

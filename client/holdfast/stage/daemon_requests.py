@@ -143,11 +143,11 @@ class DaemonRequests:
         Raises `DeadlineExceeded` if the daemon gives no sign of life for the rest of `silence`, or has not answered
         after `work_s`; without a `silence`, as `DaemonHeartbeat.until` does.
         """
-        self.settle(silence)
+        self.wait(silence)
         result: _Result = self.result(self.begin(act, give_back, when_left), silence, work_s)
         return result
 
-    def settle(self, silence: SilenceTimer | None = None) -> None:
+    def wait(self, silence: SilenceTimer | None = None) -> None:
         if self._last is None:
             return
         self._wait(self._last, silence)

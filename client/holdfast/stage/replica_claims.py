@@ -79,16 +79,16 @@ class _Rows(NamedTuple):
 
     places: NDArray[np.uint64]  # offset and bytes
     kinds: NDArray[np.uint8]
-    told: NDArray[np.bool_]  # a save that digested the whole box was committed
+    reported: NDArray[np.bool_]  # a save that digested the whole box was committed
 
     def first(self, count: int) -> _Rows:
-        return _Rows(self.places[:count], self.kinds[:count], self.told[:count])
+        return _Rows(self.places[:count], self.kinds[:count], self.reported[:count])
 
     def joined(self, more: _Rows) -> _Rows:
         return _Rows(
             np.concatenate([self.places, more.places]),
             np.concatenate([self.kinds, more.kinds]),
-            np.concatenate([self.told, more.told]),
+            np.concatenate([self.reported, more.reported]),
         )
 
 
@@ -117,8 +117,8 @@ class Claims:
         self._look_at(layout)
         rows = self._rows
         claimed = rows.kinds == Kind.CLAIM
-        entire = (rows.kinds == Kind.OWN) | (claimed & ~rows.told)
-        if (claimed & ~rows.told).any():
+        entire = (rows.kinds == Kind.OWN) | (claimed & ~rows.reported)
+        if (claimed & ~rows.reported).any():
             self._telling = ticket, layout.leaves
         return Statement(rows.places, claimed, entire, ticket.step)
 
@@ -132,7 +132,7 @@ class Claims:
             kept = common(self._leaves, leaves)
             self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # the others are determined again
             self._rows = self._rows.first(self._ends[-1] if kept else 0)
-            self._rows.told[:] = True
+            self._rows.reported[:] = True
 
     def _look_at(self, layout: SlotLayout) -> None:
         """Determine the kinds of boxes, except for leaves with which the last layout began too."""

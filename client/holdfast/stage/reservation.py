@@ -57,9 +57,9 @@ class Reservation:
         slots = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room, averages)
         assets_grew = need.spare_bytes > 0 and not need.expected
         if known is not None and (any(change) or assets_grew or need.table_bytes > known.geometry.table_bytes_max):
-            self._session.say(slot_growth.outgrown(change, known.geometry.slot_bytes, slots.geometry.slot_bytes))
+            self._session.warn(slot_growth.outgrown(change, known.geometry.slot_bytes, slots.geometry.slot_bytes))
         if slots.notice:
-            self._session.say(slots.notice)
+            self._session.warn(slots.notice)
         self._touching = Preallocation(lambda: slots, cuda_copy.homes(need.leaves))
         return slots
 

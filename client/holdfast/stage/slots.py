@@ -50,7 +50,7 @@ class Slot:
     def measured(self, stall_s: float) -> None:
         """Send how long training stalled for this save, without waiting for a reply."""
         link = self.slots.link
-        link.tell(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
+        link.notify(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
 
     def abandon(self, error: CheckpointError) -> None:
         """Return the lease unsealed, so that the other ranks learn at once that this step is not saved."""

@@ -86,7 +86,7 @@ class ChangeWatch:
             and self._forms.unchanged
         )
 
-    def see(self, mapping: Mapping[Any, Any]) -> None:
+    def record(self, mapping: Mapping[Any, Any]) -> None:
         """Record a container and its present contents."""
         self._seen.append(_Seen(mapping, tuple(mapping), tuple(mapping.values())))
 
@@ -95,7 +95,7 @@ class ChangeWatch:
         while (inner := module.module if isinstance(module, AveragedModel) else wrapped(module)) is not None:
             self._modules.see(module)  # a wrapper: note its module and its counters
             for mapping in (module._modules, module._buffers):
-                self.see(mapping)
+                self.record(mapping)
             module = inner
         for prefix, part in module.named_modules(remove_duplicate=False):
             if not _is_plain(part):
@@ -103,7 +103,7 @@ class ChangeWatch:
                 return
             self._modules.see(part)
             for container in _CONTAINERS:
-                self.see(vars(part)[container])
+                self.record(vars(part)[container])
             if part._buffers:
                 self._transient.append((part, frozenset(part._non_persistent_buffers_set)))
             if part._state_dict_pre_hooks:
@@ -119,9 +119,9 @@ class ChangeWatch:
                     self._held.append((vars(optimizer), name, vars(optimizer)[name]))
                 else:  # a property of some class
                     self.possible = False
-            self.see(optimizer.state)
+            self.record(optimizer.state)
             for kept in optimizer.state.values():
-                self.see(kept)
+                self.record(kept)
                 self._wrappers += [(value, _inside(value)) for value in kept.values() if is_wrapped(value)]
             self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
             for group in optimizer.param_groups:

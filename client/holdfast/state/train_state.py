@@ -163,7 +163,7 @@ class TrainState:
         self._rates = FirstRates()
         self.unsaved = Unsaved(state)
         self._parts()  # refuses now what can be refused without a save
-        self.unsaved.see()  # before training changes anything
+        self.unsaved.record()  # before training changes anything
         for key, numbers in self._numbers.items():
             numbers.look(state[key])
 
@@ -238,7 +238,7 @@ class TrainState:
         parts = self._parts()
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
-        self.unsaved.see()
+        self.unsaved.record()
         for part in parts.all:
             # Optimizer state is placed as its parameters are, so a layout needs these as well.
             if part.groups & wanted or (self.declared is not None and part in parts.named):
@@ -265,7 +265,7 @@ class TrainState:
         documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
         later = frozenset[str]().union(*(part.groups for part in parts.others))  # collected at each snapshot
         self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] in later}
-        self.unsaved.see()
+        self.unsaved.record()
         for key, value in self.state.items():
             for module in modules_of(value):
                 watch.see_module(module)
@@ -276,7 +276,7 @@ class TrainState:
             if optimizer_wrappers.is_optimizer(value):
                 watch.see_optimizers(value)
             elif not entries.is_loose(key, value) and isinstance(value, Mapping):
-                watch.see(value)
+                watch.record(value)
         for optimizer in parts.optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 watch.see_shards(optimizer)

@@ -121,7 +121,8 @@ def check_description(description: object, path: str) -> Description:
 
 
 def _words(description: Description) -> str:
-    return f"a {str(description['class']).rpartition(':')[2]} of shape {description['shape']} with context {description['context']}"
+    name = str(description["class"]).rpartition(":")[2]
+    return f"a {name} of shape {description['shape']} with context {description['context']}"
 
 
 def _encoded(value: Any, path: str) -> Any:

@@ -55,8 +55,8 @@ def _shown(report: dict[str, Any]) -> Finding:
     saves = [str(save) for save in report["saves"]]
     named = ", ".join(saves[:SAVES_NAMED_MAX]) + (" and more" if len(saves) > SAVES_NAMED_MAX else "")
     what = (
-        f"process {int(report['pid'])} holds {human_bytes(int(report['bytes']))} of {report['root'] or 'an unknown root'} for "
-        f"{span(float(report['age_s']))}"
+        f"process {int(report['pid'])} holds {human_bytes(int(report['bytes']))} of {report['root'] or 'an unknown root'} "
+        f"for {span(float(report['age_s']))}"
     )
     if report["supervises"]:
         what += ", and starts its daemon again if that is killed"

@@ -57,8 +57,8 @@ class BackgroundRequests:
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), *timeout_s: float) -> Reply:
         return done(lambda: self._transport.ask(message, kind, fds, *timeout_s))
 
-    def tell(self, message: wire.Request) -> None:
-        done(lambda: self._transport.tell(message))
+    def notify(self, message: wire.Request) -> None:
+        done(lambda: self._transport.notify(message))
 
     @property
     def receiving(self) -> AbstractContextManager[object]:

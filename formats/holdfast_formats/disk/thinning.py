@@ -30,7 +30,7 @@ class ThinCheckpoint(NamedTuple):
     `proof` is the manifest of what stays, by which its bytes are verified before the rest goes.
     """
 
-    made: Manifest
+    manifest: Manifest
     state: bytes
     stays: tuple[FileEntry, ...]
     proof: Manifest

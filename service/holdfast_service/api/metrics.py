@@ -71,7 +71,7 @@ class Collected(Collector):
     def _samples(self) -> Samples:
         node, record_queue, beaten_s = self._services.node(), self._services.record_queue, self._services.heartbeat_s()
         try:
-            gauges = self._told() if record_queue is None else record_queue.ask(self._told, TOLD_S)
+            gauges = self._told() if record_queue is None else record_queue.query(self._told, TOLD_S)
         except CatalogUnavailable as away:
             log.info("metrics from the catalog are not available: %s", away.detail)
             gauges = {}
@@ -79,7 +79,7 @@ class Collected(Collector):
             **gauges,
             "holdfast_heartbeat_age_seconds": [] if beaten_s is None else [((), beaten_s)],
             "holdfast_catalog_up": [((), 1 if gauges else 0)],
-            "holdfast_catalog_waiting": [((), 0 if record_queue is None else record_queue.waiting)],
+            "holdfast_catalog_waiting": [((), 0 if record_queue is None else record_queue.pending)],
             "holdfast_info": [((node.name, node.version), 1)],
             "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
             "holdfast_arena_bytes": [((), node.arena_bytes)],

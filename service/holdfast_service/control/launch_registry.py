@@ -55,7 +55,7 @@ class LaunchRegistry:
         attempt, new = self._attempts.declare(run, launch, lambda: self._rounds.complete(run), member)
         if new:
             at = utc_now()
-            self._record_queue.tell(
+            self._record_queue.enqueue(
                 f"that attempt {attempt} of {run} has started",
                 lambda: self._catalog.declare_attempt(run, launch, world, at, attempt),
             )
@@ -63,7 +63,7 @@ class LaunchRegistry:
             self._events.enqueue("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         self._retention_requests.take(run, keep_last, attempt, new)
         if new:
-            self._record_queue.tell(f"that {run} is trained again", lambda: self._abouts.resumed(run))
+            self._record_queue.enqueue(f"that {run} is trained again", lambda: self._abouts.resumed(run))
         self._committed_steps.learn(run)
         return attempt
 
@@ -74,7 +74,9 @@ class LaunchRegistry:
     def record_info(self, run: str, attempt: int, world: int, info: Mapping[str, Any]) -> None:
         """Store the description of an attempt's launch; returns at once where the catalog is away."""
         made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
-        self._record_queue.tell(f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made))
+        self._record_queue.enqueue(
+            f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made)
+        )
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt have left."""

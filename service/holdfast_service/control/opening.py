@@ -105,7 +105,7 @@ def open_control(  # noqa: PLR0913 - each is one thing
         launches=LaunchRegistry(parts, wishes, recovery, restores),
         lives=KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=cluster is not None),
         staged_before=RecoveredSaves(store, catalog, record_queue, parts.rounds, events),
-        imports=Imports(store, catalog, events, parts.admission, committed_steps.way, parts.published),
+        imports=Imports(store, catalog, events, parts.admission, committed_steps.rewinds, parts.published),
         repairs=RepairRecords(tier, catalog, events, record_queue, None if cluster is None else cluster.locks),
         replicas=ReplicaRecords(tier, catalog, events),
         shared_checks=None if cluster is None else SharedChecks(cluster.membership, parts.findings),

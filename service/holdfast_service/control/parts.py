@@ -81,7 +81,7 @@ def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: R
     returned: Signal[[]] = Signal()
     record_queue = RecordQueue(catalog.database, returned.publish, partial(run_figures.renew, catalog.database))
     attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
-    events = Events(catalog.database, catalog.node or "node", utc_now, record_queue.tell)
+    events = Events(catalog.database, catalog.node or "node", utc_now, record_queue.enqueue)
     statistics = StatisticsStore(catalog.database)
     files = RunFiles(
         tier,
@@ -118,11 +118,13 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
     rotation = Rotation(store, catalog, files, readers, events, elsewhere)
     findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
     committed_steps = CommittedSteps(store, catalog, record_queue, findings)
-    trash = RunTrash(tier, store, catalog, attempts, rotation, events, record_queue.tell, committed_steps.forget, trash_days)
+    trash = RunTrash(
+        tier, store, catalog, attempts, rotation, events, record_queue.enqueue, committed_steps.forget, trash_days
+    )
     thins = None if cluster is None else partial(cluster.duties.has, THINNING)
-    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.made, thins)
+    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.add, thins)
     if cluster is not None:
-        cluster.membership.heard.append(lambda: cluster.holds.renew(readers.places()))
+        cluster.membership.listeners.append(lambda: cluster.holds.renew(readers.places()))
     return CheckpointParts(
         **parts_of(records),
         readers=readers,
@@ -134,7 +136,7 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
         renaming=RunRenaming(
             tier, catalog, attempts, rotation, trash, events, committed_steps.forget, is_alone=cluster is None
         ),
-        admission=Admission(tier, catalog, files, rotation, record_queue.ask, trash.make_room),
+        admission=Admission(tier, catalog, files, rotation, record_queue.query, trash.make_room),
         thinning=thinning,
         watch=RootWatch(
             store,

@@ -56,7 +56,7 @@ class Publishing:
         """Publish, replacing an existing one if that is allowed: as of now, not of when the round began."""
         if isinstance(self._attempts, SharedAttempts):
             self._attempts.refuse_overtaken(
-                plan.run, plan.attempt, lambda question: self._record_queue.ask(question, LOOK_S)
+                plan.run, plan.attempt, lambda question: self._record_queue.query(question, LOOK_S)
             )
         if staged is not None:
             manifest = commit.published_already(self._store, plan, staged)
@@ -75,7 +75,7 @@ class Publishing:
                     about = About(lineage)
                 return self._make_visible(plan, about, staged)
         finally:
-            self._record_queue.tell(
+            self._record_queue.enqueue(
                 f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step)
             )
 

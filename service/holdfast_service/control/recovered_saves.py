@@ -51,7 +51,7 @@ class RecoveredSaves:
         if self._settled:
             return
         self._settled = True
-        self._record_queue.tell("which staged saves are lost", self._say_lost)
+        self._record_queue.enqueue("which staged saves are lost", self._say_lost)
 
     def _say_lost(self) -> None:
         lost = {}

@@ -45,11 +45,11 @@ class Recovery:
             root_maintenance.sweep(self._store, spared=wanted_places(self._catalog.database, self._store.files))
         self._started = False
         self._record_queue.unknown()
-        while not self._record_queue.settle() and self._record_queue.trouble is None:
+        while not self._record_queue.flush() and self._record_queue.trouble is None:
             pass
         adopt()
         why = "the daemon ended before this save was complete"
-        self._record_queue.tell(
+        self._record_queue.enqueue(
             "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
@@ -101,7 +101,7 @@ class Recovery:
         if self._attempts.complete:
             return
         try:
-            self._attempts.merge(self._record_queue.ask(self._catalog.declared, ASK_S))
+            self._attempts.merge(self._record_queue.query(self._catalog.declared, ASK_S))
         except CatalogUnavailable:
             if roots.runs(self._store.files):
                 raise

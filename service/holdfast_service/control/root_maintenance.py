@@ -56,7 +56,7 @@ class RootMaintenance:
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
         self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
 
-    def look(self, idle_s: float = IDLE_S) -> None:
+    def run_once(self, idle_s: float = IDLE_S) -> None:
         """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as lost with their
         node, list committed checkpoints that are not listed, and apply all policies.
         """

@@ -107,7 +107,7 @@ class RootWatch:
         self._events.add("checkpoint-put-back", text, run, step, level="error")
         self._check_soon([CheckpointId(run, step)])
 
-    def look(self) -> None:
+    def scan(self) -> None:
         soon, self._soon = self._soon, set()
         for run in soon:
             self.relist(run)
@@ -146,7 +146,7 @@ class RootWatch:
 
     def _stands(self, run: str, step: int, proven: str) -> bool:
         try:
-            return self._rotation.probe.look(run, step) == proven or proven == ANY_FILES
+            return self._rotation.probe.probe(run, step) == proven or proven == ANY_FILES
         except (Damaged, NoSuchCheckpoint):
             return False
 
@@ -161,7 +161,7 @@ class RootWatch:
             began = time.monotonic()
             try:
                 if self._is_mine():
-                    self.look()
+                    self.scan()
             except CatalogUnavailable as away:
                 log.info("the root is looked at again when the catalog answers: %s", away.detail)
             except CheckpointError as error:

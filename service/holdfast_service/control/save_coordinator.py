@@ -90,10 +90,10 @@ class SaveCoordinator:
             made = self._publishing.publish(plan, staged)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
-                self._record_queue.tell("which checkpoints are in the directories", self._recovery.reconcile)
+                self._record_queue.enqueue("which checkpoints are in the directories", self._recovery.reconcile)
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
-        self._committed_steps.made(made)
+        self._committed_steps.add(made)
         self._findings.made(made.run, made.step)
         self._committed(round_id, made, known, staged.place if staged else None)
         if plan.lacks_average:
@@ -111,7 +111,7 @@ class SaveCoordinator:
 
     def _committed(self, round_id: int, made: Manifest, measured: Mapping[str, float], staging: Place | None) -> None:
         """A checkpoint was published. `staging`: of a save of several nodes."""
-        self._record_queue.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
+        self._record_queue.enqueue(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self.record(made))
         self._rounds.end(round_id, "committed", measured=measured)
         self.clear(staging or Place(made.run, made.step, made.attempt))
         self._events.enqueue(

@@ -97,7 +97,7 @@ class RankConnection:
             wire.WatchLinks: self._watch_links,
             wire.ReserveAverage: self._reserve_average,
             wire.AttachAverage: self._attach_average,
-            wire.RingAverage: lambda request: plane.averages.ring(self._known().owner),
+            wire.RingAverage: lambda request: plane.averages.wake(self._known().owner),
             wire.Measured: self._measured,
             wire.Waits: lambda request: plane.saver.waits(self._known(), request.step),
             wire.Stopping: self._stopping,

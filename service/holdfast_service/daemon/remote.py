@@ -117,7 +117,7 @@ class RemoteRanks:
     def _refuse_too_many(self, who: ShareHolder) -> None:
         held = [(rank.holder, 1) for rank in self._ranks.values()]
         share = left(self._arena.shares, RANKS_MAX, held, who)
-        if self._closing.is_set() or len(held) >= RANKS_MAX or not share.left:
+        if self._closing.is_set() or len(held) >= RANKS_MAX or not share.bytes_left:
             hint = "wait until some have ended, or let ranks on the daemon's machine use its socket"
             raise LimitExceeded(
                 f"{len(held)} ranks are already connected over HTTP, of {RANKS_MAX}, {share.name}", hint=hint

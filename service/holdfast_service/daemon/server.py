@@ -66,7 +66,7 @@ class Daemon:
         """Stop listening, write complete saves, and disconnect the ranks."""
         self._closing.set()
         self._threads[1].join()
-        self.lives.look()  # before disconnecting: connected ranks may continue with the next daemon
+        self.lives.record()  # before disconnecting: connected ranks may continue with the next daemon
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # the thread that waits for a rank there waits no longer
         self._listener.close()
@@ -122,4 +122,4 @@ class Daemon:
                 conversation.hang_up()
         self.saver.expire()
         self.adoption.expire(time.monotonic())
-        self.lives.look()
+        self.lives.record()

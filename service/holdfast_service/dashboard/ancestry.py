@@ -50,10 +50,10 @@ async def ancestry_of(api: ViewerApi, run: str, step: int, generation: int = 0) 
 
 async def _origin(api: ViewerApi, run: str, step: int) -> Mapping[str, Any] | None:
     path = at(run, step, "files", naming.STATE)
-    head = await api.ask("HEAD", path)
+    head = await api.request("HEAD", path)
     if int(head.headers.get("content-length", STATE_BYTES_MAX)) >= STATE_BYTES_MAX:
         return None
-    return state_json.source_of((await api.ask("GET", path)).content)
+    return state_json.source_of((await api.request("GET", path)).content)
 
 
 async def _ancestor(api: ViewerApi, model: Mapping[str, Any], weights: Mapping[str, str], generation: int) -> Ancestor:
@@ -64,7 +64,7 @@ async def _ancestor(api: ViewerApi, model: Mapping[str, Any], weights: Mapping[s
         return Ancestor(name, "", weight, f"a directory, {model.get('kind')}")
     page = to(run, step)
     try:
-        commit = (await api.ask("GET", at(run, step, "files", naming.COMMIT))).content
+        commit = (await api.request("GET", at(run, step, "files", naming.COMMIT))).content
         if digest(commit) != model.get("commit"):
             return Ancestor(name, page, weight, "replaced since: it is another checkpoint now")
         inner = await ancestry_of(api, run, step, generation + 1) if generation + 1 < GENERATIONS_MAX else None

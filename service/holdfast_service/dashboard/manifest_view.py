@@ -134,7 +134,7 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
     path = at(run, step, "manifest")
     known = _kept.get(path)
     headers = {"Accept-Encoding": "identity"} | ({"If-None-Match": known.tag} if known else {})
-    answer = await api.ask("GET", path, headers=headers)
+    answer = await api.request("GET", path, headers=headers)
     if known is not None and answer.status_code == 304:
         return known
     try:

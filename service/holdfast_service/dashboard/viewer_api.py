@@ -54,7 +54,7 @@ class ViewerApi:
         self._client = client
         self._turns = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(
+    async def request(
         self, method: str, path: str, *, headers: dict[str, str] | None = None, body: BaseModel | None = None, **params: Any
     ) -> httpx.Response:
         """One request, without empty parameters. Raises the API's errors, and `SignInNeeded`."""
@@ -71,11 +71,11 @@ class ViewerApi:
 
     async def submit(self, wanted: JobRequest) -> str:
         """Submit a job; the address of its page."""
-        answer = await self.ask("POST", "/v1/jobs", body=wanted)
+        answer = await self.request("POST", "/v1/jobs", body=wanted)
         return f"/jobs/{Job.model_validate_json(answer.content).id}"
 
     async def get(self, model: type[Model], path: str, **params: Any) -> Model:
-        answer = await self.ask("GET", path, headers={"Accept": "application/json"}, **params)
+        answer = await self.request("GET", path, headers={"Accept": "application/json"}, **params)
         return model.model_validate_json(answer.content)
 
     async def page(self, model: type[Model], path: str, **params: Any) -> bodies.Page[Model]:

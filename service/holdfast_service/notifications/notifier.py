@@ -154,7 +154,9 @@ class Notifier:
     def ledger(self, target: AnyTarget) -> TargetState:
         return TargetState(self._notices, target.name)
 
-    def tell(self, target: AnyTarget, ledger: TargetState, look: AlertSnapshot, absent: Mapping[NoticeKey, float]) -> bool:
+    def deliver(
+        self, target: AnyTarget, ledger: TargetState, look: AlertSnapshot, absent: Mapping[NoticeKey, float]
+    ) -> bool:
         """Send a target's due alerts; True if there are more. Raises `NotDelivered`, and `CatalogUnavailable`."""
         changes = plan(target, look.alerts, ledger.known(), absent, look.at)
         ledger.prepare(changes)
@@ -201,14 +203,14 @@ class Notifier:
                     senders = list(self._senders.values())
                 if not self._on_duty():
                     for sender in senders:
-                        sender.hear(None)
+                        sender.receive(None)
                     continue
                 if self._renamed:
                     self._notices.keep_only([sender.target.name for sender in senders])
                     self._renamed = False
                 look = AlertSnapshot(self._alerts(), time.time(), time.monotonic())
                 for sender in senders:
-                    sender.hear(look)
+                    sender.receive(look)
             except CheckpointError as away:  # nothing is known, so that nothing is over
                 log.info("alerts cannot be sent: %s", away.detail)
             except Exception:
@@ -266,7 +268,7 @@ class _Sender:
         self.thread = threading.Thread(target=self._run, name=f"holdfast-notify-{target.name}", daemon=True)
         self.thread.start()
 
-    def hear(self, look: AlertSnapshot | None) -> None:
+    def receive(self, look: AlertSnapshot | None) -> None:
         """Set the present alerts; None: another node is on duty."""
         with self._changed:
             self._look = look
@@ -288,7 +290,7 @@ class _Sender:
         tries = 0
         while (look := self._next()) is not None:
             try:
-                while self._notifier.tell(self.target, self._ledger, look, self._absent(look)) and not self._stopped:
+                while self._notifier.deliver(self.target, self._ledger, look, self._absent(look)) and not self._stopped:
                     pass
                 tries = 0
             except NotDelivered as error:

@@ -47,7 +47,7 @@ class _Run(NamedTuple):
 
 
 class _State(NamedTuple):
-    said: Said = Said()
+    answer: Said = Said()
     problem: str | None = "it has not been asked yet"
     since: str | None = None  # unreachable
     since_s: float | None = None  # the same by the monotonic clock
@@ -156,7 +156,7 @@ class DaemonWatch:
         runs = sorted((_Run(_urgency(one, _name(url)), one) for one in answer.summaries), key=lambda one: one.urgency)
         with self._lock:
             before, self._states[url] = self._states[url], _State(answer, None, runs=tuple(runs))
-        if answer.cut and not before.said.cut:
+        if answer.cut and not before.answer.cut:
             log.warning("the daemon at %s says so much of its runs that only the first %d are shown", url, len(runs))
         if before.since is not None:
             log.info("the daemon at %s answers again; it did not since %s", url, before.since)
@@ -237,13 +237,13 @@ def _daemon(url: str, state: _State, runs: Sequence[_Run], whole: bool) -> Watch
         url=url,
         reachable=state.problem is None,
         unreachable_since=state.since,
-        asked=state.said.asked,
+        asked=state.answer.asked,
         problem=state.problem if whole else None,
-        version=state.said.version,
+        version=state.answer.version,
         runs=len(runs),
         errors=-sum(one.urgency[1] for one in runs),
         warnings=-sum(one.urgency[2] for one in runs),
-        ranks=state.said.ranks if whole else 0,
+        ranks=state.answer.ranks if whole else 0,
     )
 
 

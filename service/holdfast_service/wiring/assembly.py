@@ -265,12 +265,12 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             socket_id=socket_id,
             memory=[
                 bodies.InMemory(run=of.run, step=of.step, attempt=of.attempt, ranks=ranks, bytes=size)
-                for of, ranks, size in saver.holds.told()
+                for of, ranks, size in saver.holds.report()
             ],
-            averages=[] if saver.averages is None else saver.averages.told(),
+            averages=[] if saver.averages is None else saver.averages.report(),
             busy=saver.working,
-            catalog=root.control.record_queue.said,
-            catalog_waiting=root.control.record_queue.waiting,
+            catalog=root.control.record_queue.state,
+            catalog_waiting=root.control.record_queue.pending,
             sealed=saver.sealed,
             keeper=node.keeper,
             host=platform.node(),
@@ -291,7 +291,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
     if cluster is not None:
 
         def told() -> dict[str, Any]:
-            saves = [held_name(one.step.run, one.step.step, one.step.attempt) for one in saver.holds.told()]
+            saves = [held_name(one.step.run, one.step.step, one.step.attempt) for one in saver.holds.report()]
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
 
         take_part(cluster, control, saver, told, stack)

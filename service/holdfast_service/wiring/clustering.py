@@ -37,22 +37,22 @@ def take_part(
     cluster: Cluster, control: Control, saver: Saver, about: Callable[[], dict[str, Any]], stack: ExitStack
 ) -> None:
     """Send heartbeats, and maintain the root while this node is on duty, until the `stack` unwinds."""
-    heard = cluster.membership.heard
+    heard = cluster.membership.listeners
     heard.insert(
-        0, lambda: cluster.node_ranks.tell({run: NodeRanks(*rank_set) for run, rank_set in saver.node_ranks().items()})
+        0, lambda: cluster.node_ranks.report({run: NodeRanks(*rank_set) for run, rank_set in saver.node_ranks().items()})
     )
 
     def look_for_newer() -> None:
         for run, newest in control.attempts.refresh(saver.runs).items():
             saver.shut_out(run, newest)
 
-    cluster.membership.heard.append(look_for_newer)
-    cluster.membership.heard.append(saver.look_at_ranks)
+    cluster.membership.listeners.append(look_for_newer)
+    cluster.membership.listeners.append(saver.look_at_ranks)
     probe = (saver.look_at_others, saver.look_at_checks, saver.look_at_averages, saver.look_at_ranks)
     listener = NotifyListener(cluster.database, *probe)
     stack.callback(listener.close)
     assert control.maintenance is not None
-    stack.callback(DutyThread(cluster, control.maintenance.look).close)
+    stack.callback(DutyThread(cluster, control.maintenance.run_once).close)
     cluster.membership.start(about)
     cluster.membership.beat_soon()
 
@@ -80,7 +80,7 @@ def party(cluster: Cluster, at: tuple[str, int] | None, holds: MemoryCheckpoints
 
     def learn_address() -> None:
         """Find the address now that the catalog answers, if its name was unknown at the start."""
-        cluster.membership.heard.remove(learn_address)
+        cluster.membership.listeners.remove(learn_address)
         host = _address(cluster.database.engine.url) or LOOPBACK
         try:
             exchange.move_to(host)
@@ -89,9 +89,9 @@ def party(cluster: Cluster, at: tuple[str, int] | None, holds: MemoryCheckpoints
 
     with suppress(CatalogUnavailable):
         learn_secrets()
-    cluster.membership.heard.append(learn_secrets)
+    cluster.membership.listeners.append(learn_secrets)
     if at is None and address is None:
-        cluster.membership.heard.append(learn_address)
+        cluster.membership.listeners.append(learn_address)
     return JointParty(cluster.rendezvous, exchange, cluster.node_ranks.of, cluster.words)
 
 

@@ -79,7 +79,7 @@ class RestoreRepair:
         if error is None:
             with self._control.repairs.repairing(run, step):
                 self._transfers.repairer.run(run, step)
-        elif self._checker.suspect(run, step, error) is None and self._checker.found(run, step) == "damaged":
+        elif self._checker.suspect(run, step, error) is None and self._checker.result_of(run, step) == "damaged":
             self._checker.check(run, step)  # it was mended: only now it counts
 
     def stands(self, run: str) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
     """The history of this node's saves, traced until `stack` unwinds if OTEL_* says so."""
     history = RoundHistory(database, config.node)
     with suppress(CatalogUnavailable):
-        history.look()  # from here on
+        history.update()  # from here on
     stack.callback(start_tracing(otel_environment(), config.node))
     if tracing.tracing():
         watcher = Watcher(history, JobSpans(database, config.node))
@@ -110,7 +110,7 @@ class Watcher:
 
     def _look(self) -> None:
         try:
-            self._history.look()
-            self._jobs.look()
+            self._history.update()
+            self._jobs.update()
         except CheckpointError as error:  # the catalog reports this elsewhere; the next look covers what this one missed
             log.warning("saves are not traced: %s", error.detail)

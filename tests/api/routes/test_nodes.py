@@ -48,7 +48,7 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
         other.membership.about = lambda name=name: about(name, **told[name])
         other.membership.join(0.0)
         connected = {"run": NodeRanks(1, 6, 2)}
-        other.node_ranks.tell(connected)
+        other.node_ranks.report(connected)
     for duty in ("upkeep", "scrub run@5", "replica far"):
         assert others["node-2"].duties.has(duty)
     nodes.lapse(others["node-3"])

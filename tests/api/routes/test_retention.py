@@ -70,7 +70,7 @@ def test_a_policy_is_changed_with_if_match(service: Served, http: httpx.Client) 
     )
     assert http.get(POLICY).json()["last"] == 2
     assert http.get(POLICY).headers["etag"] == changed.headers["etag"]
-    assert service.services.rotation.settle()
+    assert service.services.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10]
 
 
@@ -92,7 +92,7 @@ def test_previews_change_nothing(service: Served, http: httpx.Client) -> None:
     assert seen["bytes_removed"] > 0
     stale = http.put(POLICY, params={"dry_run": "true"}, json={"last": 1}, headers={"If-Match": '"old"'})
     assert stale.status_code == 412
-    assert service.services.rotation.settle()
+    assert service.services.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10, 5]
     assert all(v["keep"] for v in http.get(f"{TINY}/retention").json()["verdicts"])
     for path in ("/v1/runs/nope/policy", "/v1/runs/nope/retention"):
@@ -159,10 +159,10 @@ def test_who_reads_over_http_holds(service: Served, http: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["code"]) == (409, "in-use")
     assert 0 < refused.json()["seconds"] <= 60
     http.put(POLICY, json={"last": 1}, headers={"If-Match": "*"})
-    assert service.services.rotation.settle()
+    assert service.services.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10]
     service.services.rotation.readers.release("tiny", 10, "HTTP")
-    assert service.services.rotation.settle()
+    assert service.services.rotation.wait_until_applied()
     assert steps(http) == [20, 15]
 
 
@@ -175,14 +175,14 @@ def test_a_slow_download_is_not_cut_off(service: Served) -> None:
     with httpx.stream("GET", f"{service.url}{TINY}/checkpoints/1/files/model.safetensors", trust_env=False) as answer:
         assert rotation.readers.held("tiny")[1] > LINGER_S
         httpx.put(f"{service.url}{POLICY}", json={"last": 1}, headers={"If-Match": "*"}, trust_env=False).raise_for_status()
-        assert rotation.settle()
+        assert rotation.wait_until_applied()
         assert b"".join(answer.iter_bytes()) == wanted.read_bytes()
     deadline = time.monotonic() + 60
     while rotation.readers.held("tiny")[1] > LINGER_S:  # the server has still to see that all has gone out
         assert time.monotonic() < deadline
         time.sleep(0.01)
     rotation.readers.release("tiny", 1, "HTTP")
-    assert rotation.settle()
+    assert rotation.wait_until_applied()
     assert not wanted.exists()
 
 

@@ -44,7 +44,7 @@ def call_json(*arguments: object) -> Any:
 
 
 def steps(service: Served) -> list[int]:
-    assert service.services.rotation.settle()
+    assert service.services.rotation.wait_until_applied()
     return [made.step for made in service.services.catalog.checkpoints("tiny", None, 10).items]
 
 

@@ -21,7 +21,7 @@ def test_what_is_found_out_needs_no_environment(monkeypatch: pytest.MonkeyPatch)
     """Command without secrets, user, host and versions; nothing of the environment."""
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--hf-token", "mine", "--lr", "1"])
     monkeypatch.setenv("SOMETHING_ELSE", "of-the-environment")
-    told = RunInfo({}).told(60)
+    told = RunInfo({}).document(60)
     assert told["command"] == ["python", "train.py", "--hf-token", "***", "--lr", "1"]
     assert told["torch"] == torch.__version__ and told["user"] and told["host"] and told["python"]
     assert "of-the-environment" not in json.dumps(told)
@@ -29,20 +29,20 @@ def test_what_is_found_out_needs_no_environment(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """None leaves out what would be found out."""
-    told = RunInfo(run_info.check({"git": None, "command": None, "host": "elsewhere", "config": {"lr": 1}})).told(60)
+    told = RunInfo(run_info.check({"git": None, "command": None, "host": "elsewhere", "config": {"lr": 1}})).document(60)
     assert "git" not in told and "command" not in told and told["host"] == "elsewhere" and told["config"] == {"lr": 1}
 
 
 def test_a_long_command_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.orig_argv", ["python", *(["word"] * 5000)])
-    command = RunInfo({"git": None}).told()["command"]
+    command = RunInfo({"git": None}).document()["command"]
     assert len(command) < 2000 and command[-1].endswith("more")
 
 
 def test_half_characters_do_not_keep_a_trainer_from_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file's name that is no UTF-8, in the command or a config: it is shown with `?`, and can be sent."""
     monkeypatch.setattr("sys.orig_argv", ["python", "caf\udce9.py"])
-    told = RunInfo(run_info.check({"git": None, "x": {"\ud800": "\udfff"}})).told()
+    told = RunInfo(run_info.check({"git": None, "x": {"\ud800": "\udfff"}})).document()
     assert told["command"] == ["python", "caf?.py"] and told["x"] == {"?": "?"}
     wire.encode_frame(
         wire.Hello(id=1, run="r", rank=0, world=1, launch="l", process="p", session="s", keep_last=None, info=told)
@@ -87,7 +87,7 @@ def test_what_is_no_json_is_refused(info: Any, why: str) -> None:
 def test_what_is_too_large_is_refused() -> None:
     with pytest.raises(LimitExceeded, match="65536"):
         run_info.check({"x": "y" * INFO_BYTES_MAX})
-    told = RunInfo(run_info.check({"x": "y" * (INFO_BYTES_MAX - 60)})).told(60)
+    told = RunInfo(run_info.check({"x": "y" * (INFO_BYTES_MAX - 60)})).document(60)
     assert len(json.dumps(told)) <= INFO_BYTES_MAX and told["x"]
 
 

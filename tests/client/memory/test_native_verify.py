@@ -122,8 +122,8 @@ def test_loads_are_the_same_with_it_and_without(large: Built, monkeypatch: pytes
                 reader.load(wants)
         for got in wants:
             expected = large.arrays["model"][got.name].view("<u4")
-            assert damaged or np.array_equal(got.into, expected)
-            assert np.all((got.into == expected) | (got.into == 0))
+            assert damaged or np.array_equal(got.target, expected)
+            assert np.all((got.target == expected) | (got.target == 0))
 
 
 def test_one_call_takes_what_many_took(large: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +134,4 @@ def test_one_call_takes_what_many_took(large: Built, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("holdfast.read.verified_load._check", None)
         reader.load(wants)
     for got in wants:
-        assert np.array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
+        assert np.array_equal(got.target, large.arrays["model"][got.name].view("<u4"))

@@ -83,7 +83,7 @@ def test_strided_targets_and_many_wants(shared: Built) -> None:
         reader.prove(wants)
         reader.load(wants)
     for wanted, right in zip(wants, expected, strict=True):
-        np.testing.assert_array_equal(wanted.into, right)
+        np.testing.assert_array_equal(wanted.target, right)
 
 
 def test_extents_are_read_once(shared: Built) -> None:
@@ -107,7 +107,7 @@ def test_sub_byte_tensors(tmp_path: Path) -> None:
         reader.manifest.tensors["model"]["w"] = packed
         part = Want("model", "w", Box((1, 2), (2, 4)), np.zeros((2, 2), "<u1"))
         reader.load([part])
-        np.testing.assert_array_equal(part.into, raw[1:3, 1:3])
+        np.testing.assert_array_equal(part.target, raw[1:3, 1:3])
         with pytest.raises(InvalidRequest, match="F4"):
             reader.read("model", "w")
         with pytest.raises(StateMismatch, match="inside a byte"):
@@ -265,12 +265,12 @@ def test_damage_is_named_and_nothing_of_it_handed_over(built: Built) -> None:
                 "offset": tensor.start + 1000,
                 "length": 1000,
             }
-        bad = wanted.into.reshape(-1)[500:1000]
+        bad = wanted.target.reshape(-1)[500:1000]
         assert not bad.any()
         row = want("model", "embed.weight", Box((0, 0), (2, 24)), 2)
         reader.prove([row])  # the damage is elsewhere
         reader.load([row])
-        np.testing.assert_array_equal(row.into, array[:2].view("<u2"))
+        np.testing.assert_array_equal(row.target, array[:2].view("<u2"))
 
 
 def test_damaged_header_stops_a_restore(built: Built) -> None:

@@ -37,11 +37,11 @@ def test_a_file_changed_after_its_proof_is_checked_again(built: Built, chunk_byt
         with CheckpointReader.open(chunked(built, chunk_bytes)) as reader:
             reader.prove([wanted])
             reader.load([wanted])
-            np.testing.assert_array_equal(wanted.into, array[wanted.box.slices].view("<u2"))
+            np.testing.assert_array_equal(wanted.target, array[wanted.box.slices].view("<u2"))
             status = (built.path / tensor.file).stat()
             flip(built.path / tensor.file, tensor.start + 1500, 6)
             os.utime(built.path / tensor.file, ns=(status.st_atime_ns, status.st_mtime_ns))
-            wanted.into[:] = 0
+            wanted.target[:] = 0
             with pytest.raises(CorruptExtent) as caught:
                 reader.load([wanted])
         assert caught.value.members == {
@@ -65,7 +65,7 @@ def test_damage_before_the_load_changes_nothing(built: Built) -> None:
     for chunk_bytes in (100, 2**19):
         with CheckpointReader.open(chunked(built, chunk_bytes)) as reader, pytest.raises(CorruptExtent, match="exp_avg"):
             reader.prove(wants)
-    assert not any(wanted.into.any() for wanted in wants)
+    assert not any(wanted.target.any() for wanted in wants)
 
 
 @pytest.mark.parametrize("chunk_bytes", [7, 999, 1000, 4096])
@@ -109,7 +109,7 @@ def test_columns_of_wide_rows_read_only_their_extents(tmp_path: Path) -> None:
     with CheckpointReader.open(source) as reader:
         source.lengths.clear()
         assert reader.load([columns]) == sum(source.lengths) == 3 * 2000
-    np.testing.assert_array_equal(columns.into, array[1:4, 500:800].view("<u4"))
+    np.testing.assert_array_equal(columns.target, array[1:4, 500:800].view("<u4"))
 
 
 def test_receivers_that_share_extents(shared: Built) -> None:
@@ -123,8 +123,8 @@ def test_receivers_that_share_extents(shared: Built) -> None:
                 reader.prove(chosen)
                 assert reader.load(chosen) <= array.nbytes
             for wanted in chosen:
-                np.testing.assert_array_equal(wanted.into, array[wanted.box.slices].view("<u8"))
-                wanted.into[:] = 0
+                np.testing.assert_array_equal(wanted.target, array[wanted.box.slices].view("<u8"))
+                wanted.target[:] = 0
 
 
 @pytest.mark.parametrize("chunk_bytes", [300, 2500, 2**19])
@@ -138,7 +138,7 @@ def test_unproven_bytes_are_never_handed_over(built: Built, chunk_bytes: int) ->
         with CheckpointReader.open(chunked(built, chunk_bytes)) as reader, pytest.raises(CorruptExtent):
             reader.load([wanted])
         arrived = np.zeros(array.shape, "<u8")
-        arrived[box.slices] = wanted.into
+        arrived[box.slices] = wanted.target
         assert not arrived.reshape(-1)[3000 // 8 : 4000 // 8].any()
 
 
@@ -151,7 +151,7 @@ def test_what_fails_leaves_nothing_that_is_not_proven(
     tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
     array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
     wanted = want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)
-    wanted.into.reshape(-1).view(np.uint8)[:] = 0xAA
+    wanted.target.reshape(-1).view(np.uint8)[:] = 0xAA
     with CheckpointReader.open(chunked(built, chunk_bytes)) as reader:
         if damage == "flip":
             flip(built.path / tensor.file, tensor.start + 3500)
@@ -159,7 +159,7 @@ def test_what_fails_leaves_nothing_that_is_not_proven(
             _break_reading(monkeypatch, tensor.start + 3500)
         with pytest.raises(CorruptExtent if damage == "flip" else StorageFailed):
             reader.load([wanted])
-    found, written = wanted.into.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
+    found, written = wanted.target.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
     for extent in tensor.extents:
         held = found[extent.offset : extent.offset + extent.length]
         right = written[extent.offset : extent.offset + extent.length]
@@ -214,7 +214,7 @@ def test_many_small_tensors(tmp_path: Path) -> None:
         reader.prove(wants)
         reader.load(wants)
         for wanted in wants:
-            np.testing.assert_array_equal(wanted.into, arrays[wanted.name])
+            np.testing.assert_array_equal(wanted.target, arrays[wanted.name])
         tensor = built.manifest.tensors["model"]["experts.2000.scale"]
         flip(built.path / tensor.file, tensor.start)
         with pytest.raises(CorruptExtent, match=r"experts\.2000\.scale"):
@@ -234,7 +234,7 @@ def test_reads_that_return_little_at_a_time(shared: Built, monkeypatch: pytest.M
         monkeypatch.setattr(os, "preadv", stingy)
         reader.prove([wanted])
         reader.load([wanted])
-    np.testing.assert_array_equal(wanted.into, array.view("<u4"))
+    np.testing.assert_array_equal(wanted.target, array.view("<u4"))
 
 
 @pytest.mark.parametrize("chunk_bytes", [300, 2**19])
@@ -278,9 +278,9 @@ def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built, chunk_bytes: 
         reader.load(wanted[:1])
         reader.load(wanted[1:])
         for got in wanted:
-            np.testing.assert_array_equal(got.into, array[got.box.slices].view("<u8"))
+            np.testing.assert_array_equal(got.target, array[got.box.slices].view("<u8"))
         flip(built.path / tensor.file, tensor.start + 1500, 6)
-        wanted[0].into[:] = 0
+        wanted[0].target[:] = 0
         with pytest.raises(CorruptExtent):
             reader.load(wanted[:1])
-        assert not wanted[0].into.reshape(-1)[1000 // 8 : 2000 // 8].any()
+        assert not wanted[0].target.reshape(-1)[1000 // 8 : 2000 // 8].any()

@@ -38,7 +38,7 @@ class Site:
         """No rank is connected to this node any more."""
         node_ranks = self.clusters[name].node_ranks
         node_ranks.parted(RUN)
-        node_ranks.tell({})
+        node_ranks.report({})
 
 
 @pytest.fixture
@@ -93,17 +93,17 @@ def test_a_run_whose_ranks_are_silent_on_another_node_is_free_soon(site: Site) -
     a, b = site.node("a"), site.node("b")
     a.declare(RUN, "first", list, Member(0, "s", 1))
     here = {RUN: NodeRanks(1, 1, 1, 7.25)}
-    site.clusters["a"].node_ranks.tell(here)
+    site.clusters["a"].node_ranks.report(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 7.2
     here = {RUN: NodeRanks(1, 1, 1)}
-    site.clusters["a"].node_ranks.tell(here)
+    site.clusters["a"].node_ranks.report(here)
     with pytest.raises(RunBusy) as busy:
         b.declare(RUN, "second", list, Member(0, "t", 1))
     assert busy.value.members["retry_after_s"] == 0
     here = {RUN: NodeRanks(1, 1, 1, 0.0)}
-    site.clusters["a"].node_ranks.tell(here)
+    site.clusters["a"].node_ranks.report(here)
     assert b.declare(RUN, "second", list, Member(0, "t", 1)) == (2, True)
 
 

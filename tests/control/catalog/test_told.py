@@ -62,7 +62,7 @@ def test_removals_are_told_with_their_reasons(control: Control) -> None:
         control.findings.sound("tiny", step)
     tag = control.rotation.file("tiny").tag
     control.rotation.set_policy("tiny", RetentionPolicy(last=2), tag)
-    assert control.rotation.settle()
+    assert control.rotation.wait_until_applied()
     control.rotation.remove("tiny", 10)
     (first, reasons), (second, asked) = told(control, "checkpoint-removed")
     assert (first, second) == (5, 10)

@@ -23,10 +23,10 @@ def tier() -> MemoryTier:
 def test_a_whole_one_looks_the_same_until_a_file_is_written(tier: MemoryTier) -> None:
     """Also where the file that is written has the same bytes: that has to be read to be known."""
     probe = StorageProbe(tier)
-    before = probe.look(RUN, 1)
-    assert probe.look(RUN, 1) == before == StorageProbe(tier).proof(RUN, 1)
+    before = probe.probe(RUN, 1)
+    assert probe.probe(RUN, 1) == before == StorageProbe(tier).proof(RUN, 1)
     tier.replace(f"{DIRECTORY}/{naming.STATE}", b"{}")
-    assert probe.look(RUN, 1) != before
+    assert probe.probe(RUN, 1) != before
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_a_whole_one_looks_the_same_until_a_file_is_written(tier: MemoryTier) ->
 def test_what_lacks_a_file_is_damaged(tier: MemoryTier, file: str, error: type[Exception]) -> None:
     """The file is named; what was seen before does not count."""
     probe = StorageProbe(tier)
-    probe.look(RUN, 1)
+    probe.probe(RUN, 1)
     tier.remove_file(f"{DIRECTORY}/{file}")
     with pytest.raises(error, match=file):
-        probe.look(RUN, 1)
+        probe.probe(RUN, 1)
     assert probe.proof(RUN, 1) == ""
     tier.remove_tree(DIRECTORY)
     with pytest.raises(NoSuchCheckpoint):
-        probe.look(RUN, 1)
+        probe.probe(RUN, 1)
 
 
 def test_a_file_of_another_length_is_damaged(tier: MemoryTier) -> None:
     """The length that the manifest states is compared."""
     tier.replace(f"{DIRECTORY}/{naming.STATE}", b"{} ")
     with pytest.raises(CorruptManifest, match="has 3 bytes, not 2"):
-        StorageProbe(tier).look(RUN, 1)
+        StorageProbe(tier).probe(RUN, 1)

@@ -39,7 +39,7 @@ def test_who_listens_is_woken(nodes: Nodes) -> None:
     try:
         assert ready.wait(60)  # it has looked once, when it began to listen
         before = list(heard)
-        a.votes.ring()
+        a.votes.notify()
         wait_until(lambda: len(heard) > len(before))
         assert heard[len(before) :] == ["average"]
     finally:

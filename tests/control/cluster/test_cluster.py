@@ -33,16 +33,16 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
     arrived = NodeRanks(1, 8, 1, a.membership.beat_s + LATE_S)
     arrive(a, "run", NodeRanks(1, 8, 1))
     assert elsewhere(b, "run") == {"a": arrived} and elsewhere(a, "run") == {} == elsewhere(b, "other")
-    a.node_ranks.tell({})  # a rank that was let in and has not connected yet is not forgotten
+    a.node_ranks.report({})  # a rank that was let in and has not connected yet is not forgotten
     assert elsewhere(b, "run") == {"a": arrived}
     connected = {"run": NodeRanks(2, 8, 8)}
-    a.node_ranks.tell(connected)
+    a.node_ranks.report(connected)
     assert elsewhere(b, "run") == {"a": NodeRanks(2, 8, 8)} and b.node_ranks.by_node() == {"a": {"run": 8}}
     with limited_to("other*"):
         assert b.node_ranks.by_node() == {}
     connected = {}
     a.node_ranks.parted("run")
-    a.node_ranks.tell(connected)
+    a.node_ranks.report(connected)
     assert elsewhere(b, "run") == {}
 
 
@@ -50,13 +50,13 @@ def test_silent_ranks_count_as_gone_by_and_by(nodes: Nodes) -> None:
     """As their node says of ranks over HTTP; and those of a node that has missed a beat, when its lease ends."""
     a, b = nodes.add("a", lease_s=30.0), nodes.add("b", lease_s=30.0)
     connected = {"run": NodeRanks(1, 8, 8, 12.5)}
-    a.node_ranks.tell(connected)
+    a.node_ranks.report(connected)
     assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8, 12.5)}
     nodes.left(a, 9)
     assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 9
     nodes.left(a, 30)
     connected = {"run": NodeRanks(1, 8, 8)}
-    a.node_ranks.tell(connected)
+    a.node_ranks.report(connected)
     assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8)}
 
 

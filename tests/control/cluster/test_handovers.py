@@ -31,7 +31,7 @@ def test_from_the_question_to_the_commit(nodes: Nodes) -> None:
     assert b.rendezvous.help(number) and b.rendezvous.help(number) and not c.rendezvous.help(number)
     for node in (a, b, c):
         assert node.rendezvous.state(number).handover == ShareHandover("a", WHY, "b", False)
-        assert node.rendezvous.look(number).handover == ShareHandover("a", WHY, "b", False)
+        assert node.rendezvous.rounds(number).handover == ShareHandover("a", WHY, "b", False)
     assert not b.rendezvous.claim(number)
     c.rendezvous.deliver(number, b"not asked", "a")
     b.rendezvous.deliver(number, b"not its own", "c")
@@ -88,7 +88,7 @@ def test_a_silent_helper_is_seen_by_the_clock_of_the_database(nodes: Nodes) -> N
     assert a.rendezvous.hand_over(number, WHY) and b.rendezvous.help(number)
     with a.database.write() as session:
         session.execute(update(JointRoundRow).values(helped_until=later(-1)))
-    seen = a.rendezvous.look(number).handover
+    seen = a.rendezvous.rounds(number).handover
     assert seen is not None and seen.overdue
     assert b.rendezvous.help(number)
     seen = a.rendezvous.state(number).handover

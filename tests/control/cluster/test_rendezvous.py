@@ -51,7 +51,7 @@ def test_a_checkpoint_of_several_nodes_is_created_by_the_database_s_clock(
         begun = timestamps.write(session.execute(select(now())).scalar_one())
     number = arrive(a, 1, [0])
     assert a.rendezvous.abort(number, RoundAborted("given up").problem())
-    for created in (a.rendezvous.look(number).created, a.rendezvous.look(arrive(a, 1, [0])).created):
+    for created in (a.rendezvous.rounds(number).created, a.rendezvous.rounds(arrive(a, 1, [0])).created):
         assert created >= begun and timestamps.write(timestamps.read(created)) == created
 
 
@@ -60,11 +60,11 @@ def test_a_round_from_arrival_to_commit(nodes: Nodes) -> None:
     a, b = nodes.add("a"), nodes.add("b")
     number = arrive(a, 1, [0], said=b"of a")
     a.rendezvous.seal(number)
-    assert a.rendezvous.look(number).state == "open" and a.rendezvous.look(number).absent == {1}
+    assert a.rendezvous.rounds(number).state == "open" and a.rendezvous.rounds(number).absent == {1}
     assert arrive(b, 1, [1], said=b"of b") == number
     b.rendezvous.seal(number)
-    seen = a.rendezvous.look(number)
-    assert seen == b.rendezvous.look(number) and (seen.state, seen.absent) == ("sealed", set())
+    seen = a.rendezvous.rounds(number)
+    assert seen == b.rendezvous.rounds(number) and (seen.state, seen.absent) == ("sealed", set())
     assert [(one.node, one.ranks, one.live, one.delivered) for one in seen.parts] == [
         ("a", (0,), True, False),
         ("b", (1,), True, False),
@@ -79,7 +79,7 @@ def test_a_round_from_arrival_to_commit(nodes: Nodes) -> None:
     assert a.rendezvous.receipts(number) == [b"by a", b"by b"]
     assert a.rounds.is_writing(RUN)
     b.rendezvous.committed(number)
-    assert a.rendezvous.look(number).state == "committed" and not a.rounds.is_writing(RUN)
+    assert a.rendezvous.rounds(number).state == "committed" and not a.rounds.is_writing(RUN)
 
 
 def test_many_arrive_at_once_and_none_is_lost(nodes: Nodes) -> None:
@@ -101,7 +101,7 @@ def test_many_arrive_at_once_and_none_is_lost(nodes: Nodes) -> None:
         for thread in threads:
             thread.join()
         assert len(found) == 8 and len(set(found)) == 1
-        assert made[0].rendezvous.look(found[0]).state == "sealed"
+        assert made[0].rendezvous.rounds(found[0]).state == "sealed"
 
 
 def test_one_of_many_claims_the_commit(nodes: Nodes) -> None:
@@ -138,9 +138,9 @@ def test_a_claim_ends(nodes: Nodes) -> None:
     assert b.rendezvous.claim(number)
     assert not a.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
     assert not a.rendezvous.abort(number, RoundAborted("late").problem())
-    assert a.rendezvous.look(number).state == "committing"
+    assert a.rendezvous.rounds(number).state == "committing"
     assert b.rendezvous.abort(number, RoundAborted("the disk is full").problem(), claimed=True)
-    assert a.rendezvous.look(number).state == "aborted"
+    assert a.rendezvous.rounds(number).state == "aborted"
 
 
 def test_a_claim_ends_with_the_lease_of_its_node(nodes: Nodes) -> None:
@@ -198,7 +198,7 @@ def test_two_nodes_with_the_same_ranks_end_the_round(nodes: Nodes) -> None:
     number = arrive(a, 1, [0, 1])
     arrive(b, 1, [1])
     b.rendezvous.seal(number)
-    assert a.rendezvous.look(number).state == "aborted"
+    assert a.rendezvous.rounds(number).state == "aborted"
     with pytest.raises(StateMismatch, match="world size"):
         arrive(b, 2, [0], world=3), arrive(a, 2, [1], world=2)
 
@@ -278,8 +278,8 @@ def test_who_gives_up_ends_it_for_all_and_each_hears_it_once(nodes: Nodes) -> No
     dropped = GenerationDropped.of(1, 2, "newest-wins").problem()
     number = arrive(b, 1, [1], 3)
     a.rendezvous.refuse(RUN, 1, 1, 3, dropped)
-    assert b.rendezvous.look(number).state == "aborted"
-    b.rendezvous.hear(number)
+    assert b.rendezvous.rounds(number).state == "aborted"
+    b.rendezvous.receive_part(number)
     with pytest.raises(GenerationDropped):
         arrive(c, 1, [2], 3)
     again = {arrive(node, 1, [rank], 3) for rank, node in enumerate((a, b, c))}
@@ -306,13 +306,13 @@ def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
     a, b = nodes.add("a"), nodes.add("b")
     number = sealed(a, b)
     nodes.lapse(b)
-    gone = a.rendezvous.look(number).parts[1]
+    gone = a.rendezvous.rounds(number).parts[1]
     assert (gone.live, gone.known) == (False, False)
     b.membership.beat()
-    back = a.rendezvous.look(number).parts[1]
+    back = a.rendezvous.rounds(number).parts[1]
     assert (back.live, back.known) == (False, True)
     assert b.rendezvous.state(number) == RoundState("sealed", None, 2, 2, False)
-    assert a.rendezvous.look(number).parts[1].live
+    assert a.rendezvous.rounds(number).parts[1].live
     assert arrive(b, 1, [1]) == number
 
 
@@ -324,7 +324,7 @@ def test_a_round_that_all_nodes_have_left_keeps_nobody_waiting(nodes: Nodes, mon
     assert c.rounds.is_writing(RUN) and c.rounds.end_abandoned() == []
     nodes.lapse(a), nodes.lapse(b)
     assert c.rounds.end_abandoned() == [(RUN, 1)]
-    assert (c.rendezvous.look(left).state, c.rendezvous.look(going).state) == ("aborted", "sealed")
+    assert (c.rendezvous.rounds(left).state, c.rendezvous.rounds(going).state) == ("aborted", "sealed")
     c.rendezvous.abort(going, RoundAborted("over").problem())
     assert not c.rounds.is_writing(RUN)
 
@@ -405,13 +405,13 @@ def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
     a.rendezvous.vote(RUN, 1, 1, {0})
     a.rendezvous.abort(ended, RoundAborted("over").problem())
     a.rounds.forget()
-    assert a.rendezvous.look(ended).state == "aborted"
+    assert a.rendezvous.rounds(ended).state == "aborted"
     monkeypatch.setattr(joint_rounds, "_KEPT_S", 0.0)
     a.rounds.forget()
     with pytest.raises(RoundAborted, match="lost"):
-        a.rendezvous.look(ended)
+        a.rendezvous.rounds(ended)
     assert not a.rendezvous.abort(ended, RoundAborted("again").problem())
-    assert a.rendezvous.look(going).state == "open"
+    assert a.rendezvous.rounds(going).state == "open"
     b = nodes.add("b")
     assert arrive(b, 2, [1]) == going
     b.rendezvous.seal(going)
@@ -444,7 +444,7 @@ def test_a_daemon_that_was_started_again_hears_how_the_round_ended(nodes: Nodes)
         arrive(b, 1, [1], said=b"first")
     assert arrive(b, 1, [1], said=b"second") == second != first
     b.rendezvous.abort(second, RoundAborted("another rank is gone").problem())
-    a.rendezvous.hear(second)  # its ranks have been told
+    a.rendezvous.receive_part(second)  # its ranks have been told
     assert arrive(a, 1, [0], said=b"third") == arrive(b, 1, [1], said=b"third")
 
 
@@ -453,7 +453,7 @@ def test_nobody_hears_of_a_round_that_goes_on(nodes: Nodes) -> None:
     a, b = nodes.add("a"), nodes.add("b")
     number = sealed(a, b)
     for node in (a, b):
-        node.rendezvous.hear(number)
+        node.rendezvous.receive_part(number)
         node.rendezvous.deliver(number, b"done")
     assert a.rendezvous.claim(number) and not b.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
     assert [said for _, _, said in b.rendezvous.parts(number)] == [b"said", b"said"]

@@ -36,7 +36,7 @@ def clock() -> Clock[float]:
 @pytest.fixture
 def history(catalog: Catalog, clock: Clock[float]) -> RoundHistory:
     made = RoundHistory(catalog.database, "here", clock)
-    made.look()
+    made.update()
     return made
 
 
@@ -116,7 +116,7 @@ def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: Rou
     assert counts(history) == {"durable": 1}
     for step in range(2, PENDING_MAX // 100):
         catalog.note_round("run", step, 1, 2, BEGAN)
-    history.look()
+    history.update()
     assert len(history._pending) <= PENDING_MAX
 
 
@@ -125,9 +125,9 @@ def test_listeners_hear_of_each_end(catalog: Catalog, history: RoundHistory) -> 
     heard: list[Seen] = []
     history.listeners.append(heard.append)
     made = save(catalog, 1)
-    history.look()
+    history.update()
     note(catalog, made, {"verify_s": 1.0})
-    history.look()
+    history.update()
     assert [(seen.first, set(seen.new)) for seen in heard if seen.new] == [(True, {"durable"}), (False, {"verify"})]
     assert heard[0].ended - heard[0].opened == 4.0
 

@@ -154,7 +154,7 @@ def test_the_thread_that_writes_the_catalog_renews_them(tmp_path: Path) -> None:
     events = Events(database, "node", lambda: BEGAN)
     record_queue = RecordQueue(database, renew=lambda: run_figures.renew(database))
     filled(database)
-    record_queue.tell("an event", lambda: events.record("checkpoint-verified", "text", "one", 1))
+    record_queue.enqueue("an event", lambda: events.record("checkpoint-verified", "text", "one", 1))
 
     def unchanged() -> bool:
         with database.read() as session:

@@ -38,7 +38,7 @@ def save(world: SaverWorld, rank: Rank, step: int, intent: Intent = NO_INTENT) -
     outcome = rank.wait(step)
     world.checked()
     assert outcome.problem is not None or world.catalog.checkpoint(RUN, step).verified
-    assert world.control.rotation.settle()
+    assert world.control.rotation.wait_until_applied()
     return outcome.problem
 
 

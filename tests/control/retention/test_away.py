@@ -44,7 +44,7 @@ def locked(at: Path) -> Iterator[None]:
 
 def agrees(root: Root) -> bool:
     """Whether the catalog says what storage says, once it has been told."""
-    assert root.control.book.recorded(60)
+    assert root.control.record_queue.recorded(60)
     control = root.control
     return not consistency.check(control.store, control.rotation._catalog, thorough=True).items
 
@@ -78,7 +78,7 @@ def test_a_run_that_was_launched_and_deleted_meanwhile(root: Root, at: Path) -> 
     with locked(at):
         attempt = root.control.launches.declare(RUN, "another", 1, None)
         root.control.launches.record_info(RUN, attempt, 1, {"user": "ana"})
-        wait_until(lambda: root.control.book.trouble is not None)
+        wait_until(lambda: root.control.record_queue.trouble is not None)
         root.trash.delete(RUN)
     assert not root.listed() and agrees(root) and not root.tier.list(RUN)
     root.trash.undelete(RUN)
@@ -93,7 +93,7 @@ def test_a_new_run_asks_what_to_restore(at: Path, monkeypatch: pytest.MonkeyPatc
         with locked(at):
             attempt = root.control.launches.declare("another-run", "launch", 1, None)
             assert root.control.restores.choose("another-run", attempt, 1, None, ()) is None
-        assert root.control.book.recorded(60)
+        assert root.control.record_queue.recorded(60)
 
 
 def test_a_run_that_is_renamed(root: Root, at: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_renaming_that_the_catalog_leaves_half_done(root: Root, at: Path) -> N
         root.control.renaming.rename(RUN, NEW)
     assert "do not train" in caught.value.hint
     held[0].close()
-    assert root.control.book.recorded(60)
+    assert root.control.record_queue.recorded(60)
     assert root.stands(NEW) and not root.stands() and agrees(root)
 
 
@@ -134,7 +134,7 @@ def test_what_people_set(root: Root, at: Path) -> None:
         root.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
         root.control.run_metadata.change(RUN, RunChange(archived=True, owner="ana"), "idle", False, "somebody")
         assert root.control.rotation.files.read(RUN).owner == "ana"
-    assert root.control.book.recorded(60)
+    assert root.control.record_queue.recorded(60)
     (said,) = run_settings.known(catalog, [RUN]).values()
     assert said.owner == "ana" and said.archived and catalog.keep_last(RUN) == 1
     wait_until(lambda: root.control.store.steps(RUN) == [2])

@@ -42,7 +42,7 @@ def test_a_link_keeps_its_checkpoint_until_it_is_removed(world: World, tmp_path:
         world.rotation.remove(RUN, 20)
     made.unlink()
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [30]
 
 
@@ -85,7 +85,7 @@ def test_a_directory_out_of_sight_keeps_everything(world: World, tmp_path: Path)
     here = away.model_copy(update={"device": tmp_path.stat().st_dev})
     world.files.change(RUN, lambda file: file.model_copy(update={"link_directories": (here,)}))
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [30]
 
 
@@ -105,7 +105,7 @@ def test_an_empty_place_where_a_disk_was_mounted_keeps_everything(world: World, 
     link(out, "mounted-again", 10)  # the numbers of devices change when a machine starts anew
     links.watch(world.files, RUN, str(out))
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [10, 30]
 
 
@@ -189,7 +189,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(world: World, hanging: tupl
     back.set()
     wait_until(lambda: links.standing(world.files.read(RUN), RUN).by_step == {10: str(made)})
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [10, 30]
 
 

@@ -38,7 +38,7 @@ class World:
 
     def keep(self, **rules: object) -> None:
         self.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-        assert self.control.rotation.settle()
+        assert self.control.rotation.wait_until_applied()
 
     @property
     def steps(self) -> list[int]:
@@ -115,7 +115,7 @@ def test_what_is_not_there_lets_nothing_be_thinned(world: World, file: str, how:
 def test_an_alert_says_what_was_found(world: World, file: str, how: str) -> None:
     """A look of the daemon is enough: gone is listed no more, damaged is listed as that, and both are told."""
     world.damage(4, file, how)
-    world.control.watch.look()
+    world.control.watch.scan()
     expected = {"checkpoint-missing"} if how == "directory gone" else {"checkpoint-damaged", "checkpoint-changed"}
     wait_until(lambda: {event.kind for event in world.control.events.after(0, 100) if event.step == 4} & expected)
     listed = {made.step: made for made in world.catalog.checkpoints(RUN, None, 100).items}
@@ -138,7 +138,7 @@ def test_one_whose_files_were_replaced_counts_when_it_was_read_back_again(world:
     assert world.steps == [3, 4]
     assert asked == [(RUN, 4)]
     world.control.findings.sound(RUN, 4)
-    assert world.control.rotation.settle()
+    assert world.control.rotation.wait_until_applied()
     assert world.steps == [4]
 
 

@@ -47,7 +47,7 @@ def launch(world: SaverWorld, step: int = 1) -> Rank:
     rank.save(step)
     assert rank.wait(step).problem is None
     world.checked()
-    assert world.control.findings.found(RUN, step) == "sound"
+    assert world.control.findings.result_of(RUN, step) == "sound"
     return rank
 
 
@@ -72,7 +72,7 @@ def world(tier: FlippingTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver
 def settled(world: SaverWorld) -> None:
     """All was read back, and nothing is aside any more."""
     world.checked()
-    wait_until(lambda: not world.control.store.replaced(RUN) and world.control.rotation.settle())
+    wait_until(lambda: not world.control.store.replaced(RUN) and world.control.rotation.wait_until_applied())
 
 
 def test_it_goes_once_its_replacement_was_read_back(world: SaverWorld, tier: FlippingTier) -> None:

@@ -53,7 +53,7 @@ class World:
 
     def keep(self, **rules: object) -> None:
         self.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
 
     @property
     def steps(self) -> list[int]:
@@ -92,7 +92,7 @@ def test_removal_follows_verification_and_not_commit(world: World) -> None:
     assert world.steps == [20, 30]
     mark_verified(world.catalog, RUN, 30)
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [30]
 
 
@@ -103,7 +103,7 @@ def test_a_stale_change_of_the_policy_changes_nothing(world: World) -> None:
     world.keep(last=5)
     with pytest.raises(PreconditionFailed):
         world.rotation.set_policy(RUN, RetentionPolicy(last=1), stale)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [1, 2]
     assert world.catalog.run(RUN).keep_last == 5
     for call in (world.rotation.file, world.rotation.preview):
@@ -125,7 +125,7 @@ def test_pins_and_labels_hold_until_they_are_taken_away(world: World) -> None:
         world.rotation.mark(RUN, 3, lambda file: run_files.pinned(file, 3))
     world.rotation.unmark(RUN, lambda file: run_files.unpinned(file, 1))
     world.rotation.unmark(RUN, lambda file: run_files.unlabelled(file, 2, "best"))
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [4]
 
 
@@ -138,7 +138,7 @@ def test_a_reader_holds_and_its_end_is_noticed(world: World) -> None:
         assert "it is being read" in world.rotation.preview(RUN).verdicts[1].reasons
         with pytest.raises(InUse, match="being read"):
             world.rotation.remove(RUN, 1)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [2]
 
 
@@ -245,7 +245,7 @@ def test_an_unreadable_run_file_removes_nothing(world: World) -> None:
     world.keep(last=2)
     world.tier.replace(f"{RUN}/{naming.RUN_FILE}", b"?")
     world.rotation.due(RUN)
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     with pytest.raises(CorruptManifest):
         world.rotation.remove(RUN, 1)
     assert world.steps == [1, 2]
@@ -285,7 +285,7 @@ def test_a_failing_disk_stops_one_run_only(tmp_path: Path) -> None:
         catalog.record_checkpoint(a_row("other", step, verified=True))
     world.keep(last=1)
     world.rotation.set_policy("other", RetentionPolicy(last=1), "*")
-    assert world.rotation.settle()
+    assert world.rotation.wait_until_applied()
     assert world.steps == [1, 2]
     assert world.tier.list(f"other/{naming.CHECKPOINTS}") == ["step-00000002"]
     world.rotation.close()

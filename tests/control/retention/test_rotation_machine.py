@@ -79,7 +79,7 @@ class Rotating(RuleBasedStateMachine):
         elif step in self.there:
             self.rotation.mark(RUN, step, lambda file: run_files.pinned(file, step))
             self.pinned.add(step)
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
 
     @rule(step=STEPS, begin=st.booleans())
     def reader(self, step: int, begin: bool) -> None:
@@ -89,14 +89,14 @@ class Rotating(RuleBasedStateMachine):
         elif not begin:
             self.readers.release(RUN, step, "reader")
             self.read.discard(step)
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
 
     @rule(policy=POLICIES)
     def keep(self, policy: RetentionPolicy) -> None:
         before, newest, held = self.there, self.newest, self.pinned | self.read
         foreseen = {v.step for v in self.rotation.preview(RUN, policy).verdicts if not v.keep}
         self.rotation.set_policy(RUN, policy, "*")
-        assert self.rotation.settle()
+        assert self.rotation.wait_until_applied()
         gone = before - self.there
         assert gone == foreseen
         assert not gone & held

@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_goes_along_and_is_named(root: Root, at: Path, file
     assert not catalog.checkpoint(NEW, 1).verified and catalog.checkpoint(NEW, 1).damage is not None
     assert catalog.checkpoint(NEW, 2).verified and root.control.rotation.proofs.stands(NEW, 2)
     assert not root.tier.list(RUN)
-    root.control.watch.look()
+    root.control.watch.scan()
     assert catalog.checkpoint(NEW, 2).verified
 
 

@@ -39,7 +39,7 @@ def test_a_save_over_the_quota_of_a_team_is_refused_early() -> None:
         assert tier.created == [] and tier.list(f"{RUN}/{naming.STAGING}") == []
         quotas.set(f"{RUN}*", 2 * size)
         assert save(world, rank, 2) is None
-        assert [(one.pattern, one.used_bytes, one.runs) for one in quotas.told()] == [
+        assert [(one.pattern, one.used_bytes, one.runs) for one in quotas.usage()] == [
             ("other-*", 0, 0),
             (f"{RUN}*", 2 * size, 1),
         ]

@@ -25,7 +25,7 @@ def test_whatever_clocks_say(probe: list[tuple[float, bool]]) -> None:
     for number, (clock, restarts) in enumerate(probe):
         if restarts:
             ages = TrashAges(tier)
-        seen.append(ages.look(clock, {ENTRY: probe[0][0]})[ENTRY])
+        seen.append(ages.update(clock, {ENTRY: probe[0][0]})[ENTRY])
         most += 0.0 if number == 0 else START_MAX_S if restarts else LOOK_MAX_S
     assert seen[-1] <= most * (1 + 1e-9) and all(younger <= older for younger, older in pairwise(seen))
 
@@ -34,13 +34,13 @@ def test_time_that_passes_counts() -> None:
     """Between looks, and over restarts; of an entry that is new it counts from its deletion."""
     tier = MemoryTier()
     ages = TrashAges(tier)
-    assert ages.look(1000.0, {}) == {} and not tier.size(naming.RUN_TRASH_AGES)
-    assert ages.look(1000.0, {ENTRY: 990.0}) == {ENTRY: 0.0}
-    assert ages.look(1600.0, {ENTRY: 990.0, "new@6": 1500.0}) == {ENTRY: 600.0, "new@6": 100.0}
-    assert TrashAges(tier).look(44_800.0, {ENTRY: 990.0}) == {ENTRY: 43_800.0}
+    assert ages.update(1000.0, {}) == {} and not tier.size(naming.RUN_TRASH_AGES)
+    assert ages.update(1000.0, {ENTRY: 990.0}) == {ENTRY: 0.0}
+    assert ages.update(1600.0, {ENTRY: 990.0, "new@6": 1500.0}) == {ENTRY: 600.0, "new@6": 100.0}
+    assert TrashAges(tier).update(44_800.0, {ENTRY: 990.0}) == {ENTRY: 43_800.0}
     found = ages.read()
     assert found is not None and found.seconds == {ENTRY: 43_800.0}
-    ages.look(44_801.0, {})
+    ages.update(44_801.0, {})
     assert (left := ages.read()) is not None and left.seconds == {}
 
 
@@ -48,17 +48,17 @@ def test_time_that_passes_counts() -> None:
 def test_what_cannot_be_read_begins_anew(said: str) -> None:
     tier = MemoryTier()
     tier.put(naming.RUN_TRASH_AGES, said.encode())
-    assert TrashAges(tier).look(1e10, {ENTRY: 0.0}) == {ENTRY: 0.0}
-    assert TrashAges(tier).look(1e10 + 5, {ENTRY: 0.0}) == {ENTRY: 5.0}
+    assert TrashAges(tier).update(1e10, {ENTRY: 0.0}) == {ENTRY: 0.0}
+    assert TrashAges(tier).update(1e10 + 5, {ENTRY: 0.0}) == {ENTRY: 5.0}
 
 
 def test_a_full_disk_stops_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = MemoryTier()
     ages = TrashAges(tier)
-    ages.look(0.0, {ENTRY: 0.0})
+    ages.update(0.0, {ENTRY: 0.0})
 
     def full(path: str, data: bytes) -> None:
         raise NoSpace("full")
 
     monkeypatch.setattr(tier, "replace", full)
-    assert ages.look(60.0, {ENTRY: 0.0}) == {ENTRY: 60.0}
+    assert ages.update(60.0, {ENTRY: 0.0}) == {ENTRY: 60.0}

@@ -258,7 +258,7 @@ def test_a_part_goes_when_the_next_launch_trains(part: Holding) -> None:
 
 def test_what_is_held_is_told(part: Holding) -> None:
     """With the bytes that ranks have put there; and a rank that writes over a header does no harm."""
-    (told,) = part.holds.told()
+    (told,) = part.holds.report()
     assert (told.step, told.ranks) == (STEP, 1) and PART_BYTES < told.bytes < PART_BYTES + 4096
     part.segment.memory[formats.PAGE_BYTES : formats.PAGE_BYTES + 8] = bytes(8)
-    assert [one.bytes for one in part.holds.told()] == [0] and part.holds.lent(STEP) == []
+    assert [one.bytes for one in part.holds.report()] == [0] and part.holds.lent(STEP) == []

@@ -43,14 +43,16 @@ def fill(made: Arena, run: str, tenant: str = "") -> int:
 def test_the_rule() -> None:
     """So many percent of what others do not hold, for a run and for all runs of a tenant; 100 is no bound but the total."""
     a, b, c = ShareHolder("a", "team"), ShareHolder("b", "team"), ShareHolder("c")
-    assert left(Shares(96), 100, [], a).left == 96
-    assert left(Shares(96), 100, [(a, 96)], c).left == 3, "of the 4 that are left"
-    assert left(Shares(96), 100, [(a, 96)], a).left == 0
-    assert left(Shares(96), 100, [(a, 50)], b).left == 46, "a second name of the same team is no way around it"
-    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b", "others")).left == 48
-    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b")).left == 48
-    assert left(Shares(100), 100, [(a, 60)], b).left == 40
-    assert left(Shares(50), 100, [(a, 90)], a).left == 0, "what was there before the setting stays, and nothing comes to it"
+    assert left(Shares(96), 100, [], a).bytes_left == 96
+    assert left(Shares(96), 100, [(a, 96)], c).bytes_left == 3, "of the 4 that are left"
+    assert left(Shares(96), 100, [(a, 96)], a).bytes_left == 0
+    assert left(Shares(96), 100, [(a, 50)], b).bytes_left == 46, "a second name of the same team is no way around it"
+    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b", "others")).bytes_left == 48
+    assert left(Shares(96), 100, [(a, 50)], ShareHolder("b")).bytes_left == 48
+    assert left(Shares(100), 100, [(a, 60)], b).bytes_left == 40
+    assert left(Shares(50), 100, [(a, 90)], a).bytes_left == 0, (
+        "what was there before the setting stays, and nothing comes to it"
+    )
 
 
 def test_a_token_alone_leaves_room() -> None:
@@ -60,12 +62,12 @@ def test_a_token_alone_leaves_room() -> None:
         ShareHolder("a", "tokens for the runs 'a*'", remote=True),
         ShareHolder("b", "tokens for the runs 'b*'", remote=True),
     )
-    assert left(shares, 100, [], a).left == 50
-    assert left(shares, 100, [(a, 50)], a._replace(run="a2")).left == 0
-    assert left(shares, 100, [(a, 50)], b).left == 25
-    assert left(shares, 100, [(a, 50)], ShareHolder("own")).left == 48
-    assert left(shares, 100, [], ShareHolder("c", "user 7")).left == 96
-    assert left(Shares(40, 50), 100, [], a).left == 40, "a run's share bounds a token's"
+    assert left(shares, 100, [], a).bytes_left == 50
+    assert left(shares, 100, [(a, 50)], a._replace(run="a2")).bytes_left == 0
+    assert left(shares, 100, [(a, 50)], b).bytes_left == 25
+    assert left(shares, 100, [(a, 50)], ShareHolder("own")).bytes_left == 48
+    assert left(shares, 100, [], ShareHolder("c", "user 7")).bytes_left == 96
+    assert left(Shares(40, 50), 100, [], a).bytes_left == 40, "a run's share bounds a token's"
 
 
 def test_a_quota_bounds_what_is_staged_on_the_disk(tmp_path: Path) -> None:

@@ -58,12 +58,12 @@ class World:
         of.brought(0, 4 * SIZE).view(np.float32)[:] = value
         update = AverageUpdate(of.owner, number, step or number, RULE, layout, (AverageStretch(0, SIZE, "F32"),))
         average.seal(of.memory, of.geometry, number, average.encode_update(update))
-        self.averages.ring(of.owner)
+        self.averages.wake(of.owner)
 
     def leave_out(self, rank: int, number: int) -> None:
         """A rank brings no update with this number."""
         average.decide(self.ranks[rank].memory, number)
-        self.averages.ring(self.ranks[rank].owner)
+        self.averages.wake(self.ranks[rank].owner)
 
     def values(self) -> list[float]:
         """What stands in the averages of the two ranks."""
@@ -127,7 +127,7 @@ def test_an_update_counts_once_every_rank_has_sealed_it(world: World) -> None:
     world.wait_for(4)
     assert world.values() == [2.0, 15.0]
     assert [of.record.n for of in world.ranks] == [2, 2]
-    (told,) = world.averages.told()
+    (told,) = world.averages.report()
     assert (told.run, told.n, told.left_out) == ("r", 2, 2)
 
 

@@ -181,10 +181,10 @@ def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: C
     checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
     root.control.watch.mend_by(checks.suspect, lambda places: None)
     (root.path(3) / name).unlink()
-    root.control.watch.look()
+    root.control.watch.scan()
     assert root.known(3).state == "committed"
     goes_on.set()
-    wait_until(lambda: checks.left == 0)
+    wait_until(lambda: checks.pending == 0)
     checks.close()
     assert root.known(3).state == ("verified" if has_copy else "damaged")
     assert root.events("checkpoint-damaged") == ([] if has_copy else [3])
@@ -199,7 +199,7 @@ def test_complaints_are_looked_into_in_the_background(root: Checked) -> None:
         checks.suspect(RUN, 3, CorruptExtent("x", file=file))
     checks.add(root.built[RUN, 2].manifest)
     checks.close()
-    assert (root.known(3).state, root.known(2).state, checks.left) == ("damaged", "verified", 0)
+    assert (root.known(3).state, root.known(2).state, checks.pending) == ("damaged", "verified", 0)
     wait_until(lambda: root.events("checkpoint-damaged") == [3])
 
 
@@ -222,7 +222,7 @@ def test_what_waits_to_be_checked_takes_no_memory(root: Checked) -> None:
     before = sys.getrefcount(made)
     for _ in range(20):
         checks.add(made)
-    assert checks.left == 20 and sys.getrefcount(made) == before
+    assert checks.pending == 20 and sys.getrefcount(made) == before
     goes_on.set()
     checks.close()
     assert root.known(2).state == "verified"
@@ -243,7 +243,7 @@ def test_reading_back_gives_way(monkeypatch: pytest.MonkeyPatch, what: str) -> N
             monkeypatch.setattr(read_throttle, "ARRIVAL_S", 600.0)
             world.saver.giving_way.expect()
         else:
-            world.saver.restores.told(rank.who, 1, 5, named=True)
+            world.saver.restores.answered(rank.who, 1, 5, named=True)
         world.saver.giving_way(1)  # a rank that hangs: this ends all the same
         monkeypatch.setattr(read_throttle, "GIVE_WAY_MAX_S", 600.0)
         waiting = threading.Thread(target=world.saver.giving_way, args=(1,))

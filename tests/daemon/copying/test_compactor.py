@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 def keep(world: CopiesWorld, **rules: Any) -> None:
     world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-    assert world.control.rotation.settle()
+    assert world.control.rotation.wait_until_applied()
 
 
 def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
@@ -60,7 +60,7 @@ def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
 
 def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
     """The checkpoint, every byte of it proven; the catalog says the same of it."""
-    assert world.control.records.recorded(30)
+    assert world.control.record_queue.recorded(30)
     reader = open_checkpoint(world.root, None, RUN, step)
     assert reader.verify() == []
     listed = world.catalog.checkpoint(RUN, step)
@@ -86,7 +86,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
         (10, True, False, True),
         (5, True, False, True),
     ]
-    assert thinner(world).look(RUN) == [5, 10]
+    assert thinner(world).run_once(RUN) == [5, 10]
     arrays = trained_arrays()
     with opened(world) as reader:
         small = reader.manifest.compacted
@@ -119,13 +119,13 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_compacted == pytest.approx(sum(one["freed"] for one in told), rel=0.3)  # files have fewer headers
     assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
-    assert leftovers(world) == [] and thinner(world).look(RUN) == []
+    assert leftovers(world) == [] and thinner(world).run_once(RUN) == []
 
 
 def test_any_box_is_decoded(world: CopiesWorld) -> None:
     """Blocks that a shard's edge cuts, strided receivers, parts of ties; also with all of it proven first."""
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     with opened(world) as reader:
         for group, name in (("optim", f"{EMBED}/exp_avg"), ("optim", f"{EMBED}/exp_avg_sq"), ("master", EMBED)):
             whole = reader.read(group, name)
@@ -140,7 +140,7 @@ def test_any_box_is_decoded(world: CopiesWorld) -> None:
 def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
     """What they read is a listing; a file of masters under the weights' names has every bit."""
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     with opened(world) as reader:
         directory, made = naming.checkpoint_path(RUN, 5), reader.manifest
         files = CommittedFiles(world.tier, made, directory)
@@ -164,7 +164,7 @@ def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
 def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
     """An earlier version finds codes under other names, and nothing under the tensor's own."""
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     document = json.loads((world.path() / naming.MANIFEST).read_bytes())
     assert f"{EMBED}/exp_avg" not in document["tensors"]["optim"] and EMBED not in document["tensors"]["master"]
     stored = {name: entry["dtype"] for name, entry in document["tensors"]["optim"].items() if name.startswith(EMBED)}
@@ -183,7 +183,7 @@ def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
 def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
     """Its other tensors are read."""
     keep(world, optim="bf16", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     document = json.loads((world.path() / naming.MANIFEST).read_bytes())
     document["compacted"]["tensors"]["optim"][f"{EMBED}/exp_avg"]["coding"] = "int3"
     encoded = json.dumps(document).encode()
@@ -200,10 +200,10 @@ def test_both_rules(world: CopiesWorld) -> None:
     """The newest exact, then some in fewer bytes, and of older ones the weights. A compact one is thinned too."""
     before = world.catalog.checkpoint(RUN, 5).bytes
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     keep(world, optim="int8", optim_full=1, keep_full=2)
     world.copy()
-    assert thinner(world).look(RUN) == [5]
+    assert thinner(world).run_once(RUN) == [5]
     world.copy()
     made = [opened(world, step).manifest for step in STEPS]
     assert [(one.thinned is not None, one.compacted is not None) for one in made] == [
@@ -223,12 +223,12 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     weights = next(path.name for path in sorted(there.iterdir()) if path.name.startswith("model-0"))
     inode = os.stat(there / weights).st_ino
     keep(world, optim="bf16", optim_full=1)
-    thinner(world).look(RUN)
-    assert world.control.records.recorded(30)
+    thinner(world).run_once(RUN)
+    assert world.control.record_queue.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5)) and os.stat(there / weights).st_ino == inode
     keep(world, optim="bf16", optim_full=1, keep_full=2)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     world.add("late", PosixTier(tmp_path / "late"))
     world.copy("late")
     world.copy()
@@ -242,7 +242,7 @@ def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> Non
     """
     world.copy()
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     before, there = contents(world.path()), world.root.parent / "far" / naming.checkpoint_path(RUN, 5)
     copied = contents(there)
     for name in sorted(name for name in before if name.startswith("model-0")):
@@ -261,7 +261,7 @@ def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> Non
 def test_a_flipped_bit_of_any_part_is_found(world: CopiesWorld) -> None:
     """Codes, scales, ranges, low bits, the list of ties, and the weights under them: no value of them is handed over."""
     keep(world, optim="int8", optim_full=1)
-    thinner(world).look(RUN)
+    thinner(world).run_once(RUN)
     with opened(world) as reader:
         made = reader.manifest
     assert made.compacted is not None and f"{EMBED}.low16.ties" in made.tensors["master"]
@@ -284,7 +284,7 @@ def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld
     """Not that it is damaged: what stands there now is sound."""
     readers = [open_checkpoint(world.root, None, RUN, 5) for _ in range(3)]
     keep(world, optim="int8", optim_full=1)
-    assert thinner(world).look(RUN) == [5, 10]
+    assert thinner(world).run_once(RUN) == [5, 10]
     weights = readers[0].read("model", EMBED)
     assert weights.tobytes() == trained_arrays()["model"][EMBED].tobytes()
     with pytest.raises(InUse, match="was replaced or removed"):
@@ -305,12 +305,12 @@ def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld, monkeypatc
     monkeypatch.setattr(control.files, "_usual", usual)
     file = control.rotation.file(RUN)
     assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
-    assert thinner(world).look(RUN) == [5] and opened(world).manifest.compacted is not None
+    assert thinner(world).run_once(RUN) == [5] and opened(world).manifest.compacted is not None
     control.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
     assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()
     keep(world, last=7)
     monkeypatch.setattr(control.files, "_usual", RetentionPolicy(keep_full=1))
-    assert thinner(world).look(RUN) == [] and control.rotation.file(RUN).in_force.keep_full is None
+    assert thinner(world).run_once(RUN) == [] and control.rotation.file(RUN).in_force.keep_full is None
 
 
 def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
@@ -318,7 +318,7 @@ def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
     keep(world, optim="bf16", optim_full=1)
     world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
     with world.control.readers.reading(RUN, 10):
-        assert thinner(world).look(RUN) == []
+        assert thinner(world).run_once(RUN) == []
     with pytest.raises(InUse, match="saved again"):
         world.control.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
     assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
@@ -339,18 +339,18 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
         def publish(self, place: naming.Place, *parts: Any) -> Any:
             self.tried.append(place.step)
             world.control.rotation.set_policy(RUN, self.after, "*")
-            assert world.control.rotation.settle()
+            assert world.control.rotation.wait_until_applied()
             return thinning.publish(place, *parts)
 
     slow = Slow()
-    assert Thinner(world.tier, world.control.store, slow).look(RUN) == [] and slow.tried == [5]
+    assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5]
     assert leftovers(world) == []
     slow.after = RetentionPolicy(last=9)
-    assert Thinner(world.tier, world.control.store, slow).look(RUN) == [] and slow.tried == [5, 5]
+    assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5, 5]
     keep(world, optim="exact", optim_full=1)
-    assert thinner(world).look(RUN) == [5, 10]
+    assert thinner(world).run_once(RUN) == [5, 10]
     keep(world, optim="int8", optim_full=1)
-    assert thinner(world).look(RUN) == []
+    assert thinner(world).run_once(RUN) == []
     small = [opened(world, step).manifest.compacted for step in STEPS]
     assert [one and one.optim for one in small] == ["exact", "exact", None]
 
@@ -364,7 +364,7 @@ def test_a_policy_waits_for_what_is_being_published(world: CopiesWorld) -> None:
         setting.join(0.3)  # a slow machine proves less, and fails no more
         assert rotation.file(RUN).policy is None
     setting.join(60)
-    assert rotation.file(RUN).policy == RetentionPolicy(last=9) and rotation.settle()
+    assert rotation.file(RUN).policy == RetentionPolicy(last=9) and rotation.wait_until_applied()
 
 
 def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
     moments[:, ::256] = 1e6
     with copies_world(tmp_path, (5, 10), arrays=arrays) as world:
         keep(world, optim="int8", optim_full=1)
-        assert thinner(world).look(RUN) == [5]
+        assert thinner(world).run_once(RUN) == [5]
         with opened(world) as reader:
             small = reader.manifest.compacted
             assert small is not None and small.tensors["optim"][f"{EMBED}/exp_avg"].coding == "bf16"
@@ -390,12 +390,12 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
     reported: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
-        assert thinner(world).look(RUN) == []
+        assert thinner(world).run_once(RUN) == []
     assert leftovers(world) == []
-    assert world.control.records.recorded(30)
+    assert world.control.record_queue.recorded(30)
     told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [one.step for one in told] == [5, 10] and all("free space" in one.text for one in told)
-    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
+    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).run_once(RUN) == [10]
     assert reported == [5] and world.catalog.checkpoint(RUN, 5).compacted is None
 
     def full(*_: Any, **__: Any) -> None:
@@ -404,7 +404,7 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(posix.PosixFile, "write", full)
         keep(world, optim="exact", optim_full=1)
-        assert thinner(world).look(RUN) == []
+        assert thinner(world).run_once(RUN) == []
     assert leftovers(world) == [] and NoSpace.retryable
 
 
@@ -426,5 +426,5 @@ def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> Non
     """A checkpoint without anything that the rule knows is not tried."""
     with copies_world(tmp_path / "other", (5, 10)) as other:
         keep(other, optim="int8", optim_full=1)
-        assert thinner(other).look(RUN) == []
+        assert thinner(other).run_once(RUN) == []
         assert other.control.rotation.preview(RUN).bytes_compacted == 0

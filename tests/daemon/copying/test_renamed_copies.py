@@ -50,7 +50,7 @@ def test_there_is_a_copy_at_every_moment(world: CopiesWorld, tmp_path: Path) -> 
     world.control.renaming.rename(RUN, NEW)
     assert world.records.removals("far") == []
     seen = set()
-    while world.replicators["far"].look():
+    while world.replicators["far"].run_once():
         there = [names(tmp_path, step) for step in STEPS]
         assert all(there), there
         seen |= {tuple(one) for one in there}
@@ -65,7 +65,7 @@ def test_there_is_a_copy_at_every_moment(world: CopiesWorld, tmp_path: Path) -> 
 def test_renamed_twice_before_the_replica_was_looked_at(world: CopiesWorld, tmp_path: Path) -> None:
     """The copies get the name that their run has then."""
     world.control.renaming.rename(RUN, NEW)
-    world.replicators["far"].look()
+    world.replicators["far"].run_once()
     world.control.renaming.rename(NEW, NEWER)
     world.copy()
     assert [names(tmp_path, step) for step in STEPS] == [[NEWER]] * 3
@@ -78,7 +78,7 @@ def test_storage_without_second_names_has_another_copy_first(
     """Made from the copy that is there, and verified."""
     world.control.renaming.rename(RUN, NEW)
     monkeypatch.setattr(PosixTier, "link", lambda self, source, target: False)
-    while world.replicators["far"].look():
+    while world.replicators["far"].run_once():
         assert all(names(tmp_path, step) for step in STEPS)
     for step in STEPS:
         verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(NEW, step))

@@ -129,7 +129,7 @@ def test_a_replica_of_another_checkpoint_is_no_source(tmp_path: Path) -> None:
     """Its own pair is sound, and its tensors have the same names: nothing is taken from it."""
     with copies_world(tmp_path, replicas=()) as world:
         build(tmp_path / "other" / DIRECTORY, varied_arrays(seed=1), run=RUN)
-        world.add("other", PosixTier(tmp_path / "other")).look()
+        world.add("other", PosixTier(tmp_path / "other")).run_once()
         entry = next(e for e in world.built[RUN, 5].manifest.tensors["model"].values() if e.nbytes)
         flip(world.path() / entry.file, entry.start)
         flip(world.path() / naming.COMMIT, 40)

@@ -44,7 +44,7 @@ def far(tmp_path: Path, step: int = 5) -> Path:
 def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path) -> None:
     """Byte for byte, newest first; it is recorded and told, and nothing is behind any more."""
     assert len(world.records.due("far")) == 3
-    world.replicators["far"].look()
+    world.replicators["far"].run_once()
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
     world.copy()
     for step in STEPS:
@@ -97,7 +97,7 @@ def test_a_removal_in_the_middle_of_a_copy(world: CopiesWorld, tmp_path: Path, a
             super().publish(source, target)
 
     watched = world.add("watched", Watched(tmp_path / "watched"))
-    while watched.look():
+    while watched.run_once():
         pass
     assert sorted(os.listdir(tmp_path / "watched" / RUN / naming.CHECKPOINTS)) == [naming.step_directory(s) for s in (5, 10)]
     assert not os.listdir(tmp_path / "watched" / RUN / naming.STAGING)
@@ -155,7 +155,7 @@ def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
 
 def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:
     """What a crash left in staging is swept; what is there already is found and not copied again; rows are made anew."""
-    world.replicators["far"].look()
+    world.replicators["far"].run_once()
     staging = tmp_path / "far" / naming.staging_path(RUN, 10, naming.NO_ATTEMPT)
     staging.mkdir(parents=True)
     (staging / "half").write_bytes(b"x")
@@ -191,7 +191,7 @@ def test_what_arrives_damaged_is_not_published(world: CopiesWorld, tmp_path: Pat
             return done
 
     lying = world.add("lying", Lying(tmp_path / "lying"))
-    while lying.look():
+    while lying.run_once():
         pass
     assert not (tmp_path / "lying" / RUN / naming.CHECKPOINTS).exists()
     assert {world.states(step)["lying"] for step in STEPS} == {"copying"}
@@ -223,7 +223,7 @@ def test_a_full_or_dead_disk_is_named_and_tried_again(tmp_path: Path, error: Exc
         finally:
             one.close()
         again = world.add("sick", tier)
-        while again.look():
+        while again.run_once():
             pass
         assert [world.states(step) for step in STEPS] == [{"sick": "present"}] * 3
 
@@ -231,10 +231,10 @@ def test_a_full_or_dead_disk_is_named_and_tried_again(tmp_path: Path, error: Exc
 def test_a_copy_can_be_stopped_anywhere(world: CopiesWorld, tmp_path: Path) -> None:
     """A shutdown in the middle of a file leaves nothing under checkpoints/ and nothing in staging."""
     one = world.replicators["far"]
-    one.look()
+    one.run_once()
     one._closed.set()
     with pytest.raises(CopyStopped):
-        one.look()
+        one.run_once()
     assert os.listdir(tmp_path / "far" / RUN / naming.CHECKPOINTS) == [naming.step_directory(15)]
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
 
@@ -296,7 +296,7 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
     with copies_world(tmp_path, (5,)) as world:
         mine = [False]
         worker = world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
-        assert not worker.look() and worker.tier is None and world.states(5) == {}
+        assert not worker.run_once() and worker.tier is None and world.states(5) == {}
         staged = tmp_path / "far" / RUN / naming.STAGING / naming.staging_directory(5, naming.NO_ATTEMPT)
 
         class Lost(PosixTier):
@@ -306,7 +306,7 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
 
         mine[0] = True
         worker = world.add("far", Lost(tmp_path / "far"), lambda: mine[0])  # type: ignore[arg-type]
-        assert worker.look()
+        assert worker.run_once()
         assert not far(tmp_path).exists() and staged.exists()
         assert world.states(5) == {"far": "copying"} and world.events("replica-failed") == []
         mine[0] = True
@@ -356,7 +356,7 @@ def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
     if removed_by == "policy":
         world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
         world.control.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
-        assert world.control.rotation.settle() and not world.path(10).exists() and world.path(5).exists()
+        assert world.control.rotation.wait_until_applied() and not world.path(10).exists() and world.path(5).exists()
     else:
         world.control.rotation.remove(RUN, 10)
     shutil.rmtree(far(tmp_path, 15))
@@ -380,9 +380,9 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
     world.control.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
-    assert world.control.rotation.settle()
-    assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).look(RUN)
-    assert world.control.records.recorded(30)
+    assert world.control.rotation.wait_until_applied()
+    assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).run_once(RUN)
+    assert world.control.record_queue.recorded(30)
     for step in (10, 15):
         if how == "gone":
             shutil.rmtree(world.path(step))
@@ -417,5 +417,5 @@ def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, 
     shard = next((far(tmp_path) if damaged == "replacement" else aside).glob("model*.safetensors"))
     flip(shard, shard.stat().st_size - 1)
     world.replicators["far"]._tier = None  # as after a start
-    world.replicators["far"].look()
+    world.replicators["far"].run_once()
     assert contents(far(tmp_path)) == kept and not aside.exists()

@@ -36,7 +36,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 def keep(world: CopiesWorld, **rules: Any) -> None:
     world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-    assert world.control.rotation.settle()
+    assert world.control.rotation.wait_until_applied()
 
 
 def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
@@ -45,7 +45,7 @@ def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
 
 def groups(world: CopiesWorld, step: int) -> set[str]:
     """The groups of what stands there, every byte of it proven; the catalog says the same."""
-    assert world.control.records.recorded(30)
+    assert world.control.record_queue.recorded(30)
     with open_checkpoint(world.root, None, RUN, step) as reader:
         assert reader.verify() == []
         made = reader.manifest
@@ -66,7 +66,7 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     keep(world, keep_full=1)
     shown = world.control.rotation.preview(RUN)
     assert [(v.step, v.keep, v.thin) for v in shown.verdicts] == [(15, True, False), (10, True, True), (5, True, True)]
-    assert thinner(world).look(RUN) == [5, 10]
+    assert thinner(world).run_once(RUN) == [5, 10]
     assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
     assert os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_ino == inode
     assert os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_nlink == 1
@@ -77,14 +77,14 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_thinned <= sum(one["freed"] for one in told) <= shown.bytes_thinned + 400
     assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
-    assert leftovers(world) == [] and thinner(world).look(RUN) == []
+    assert leftovers(world) == [] and thinner(world).run_once(RUN) == []
 
 
 def test_a_restart_lists_what_was_thinned_as_it_is(world: CopiesWorld) -> None:
     """The directory says it; nothing of what is known is lost, and the catalog agrees."""
     keep(world, keep_full=1)
-    thinner(world).look(RUN)
-    assert world.control.records.recorded(30)
+    thinner(world).run_once(RUN)
+    assert world.control.record_queue.recorded(30)
     before = [world.catalog.checkpoint(RUN, step) for step in STEPS]
     world.control.recovery.recover()
     assert [world.catalog.checkpoint(RUN, step) for step in STEPS] == before
@@ -98,9 +98,9 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
     keep(world, keep_full=2)
     with monkeypatch.context() as patched:
         patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.listed(run, step))
-        assert thinner(world).look(RUN) == [5] and world.control.records.recorded(30)
+        assert thinner(world).run_once(RUN) == [5] and world.control.record_queue.recorded(30)
     assert world.catalog.checkpoint(RUN, 5).thinned is None
-    assert thinner(world).look(RUN) == []
+    assert thinner(world).run_once(RUN) == []
     assert groups(world, 5) == {"model"} and world.catalog.checkpoint(RUN, 5).verified
     assert len(world.events("checkpoint-thinned")) == 1
 
@@ -111,7 +111,7 @@ def test_marks_and_readers_hold(world: CopiesWorld) -> None:
     rotation = world.control.rotation
     rotation.mark(RUN, 5, lambda file: run_files.labelled(file, 5, "good"))
     with world.control.readers.reading(RUN, 10):
-        assert thinner(world).look(RUN) == []
+        assert thinner(world).run_once(RUN) == []
     publish = world.control.thinning.publish
 
     class Late:
@@ -123,7 +123,7 @@ def test_marks_and_readers_hold(world: CopiesWorld) -> None:
             rotation.mark(RUN, 10, lambda file: run_files.pinned(file, 10))
             return publish(*parts)
 
-    assert Thinner(world.tier, world.control.store, Late()).look(RUN) == []
+    assert Thinner(world.tier, world.control.store, Late()).run_once(RUN) == []
     assert [groups(world, step) for step in STEPS] == [{"model", "optim", "extra"}] * 3
     assert leftovers(world) == []
 
@@ -132,7 +132,7 @@ def test_what_somebody_else_put_there_stays(world: CopiesWorld) -> None:
     """A directory with files of others is left alone."""
     keep(world, keep_full=1)
     (world.path(10) / "notes.txt").write_text("mine")
-    assert thinner(world).look(RUN) == [5]
+    assert thinner(world).run_once(RUN) == [5]
     assert (world.path(10) / "notes.txt").read_text() == "mine"
 
 
@@ -142,7 +142,7 @@ def test_damaged_weights_stay_whole_and_are_reported(world: CopiesWorld) -> None
     flip(world.path(5) / "model-00001-of-00002.safetensors", 4500)
     flip(world.path(10) / "optim-00001-of-00002.safetensors", 4500)
     reported: list[int] = []
-    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).look(RUN) == [10]
+    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).run_once(RUN) == [10]
     assert reported == [5]
     assert world.catalog.checkpoint(RUN, 5).thinned is None
 
@@ -163,7 +163,7 @@ def test_without_second_names_it_is_copied(world: CopiesWorld, monkeypatch: pyte
 
     monkeypatch.setattr(posix, "_link", lacking)
     keep(world, keep_full=1)
-    assert thinner(world).look(RUN) == [5, 10]
+    assert thinner(world).run_once(RUN) == [5, 10]
     assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
 
 
@@ -172,11 +172,11 @@ def test_another_node_does_it(world: CopiesWorld, monkeypatch: pytest.MonkeyPatc
     keep(world, keep_full=1)
     thinning: Thinning = world.control.thinning
     monkeypatch.setattr(thinning, "_is_mine", lambda: False)
-    assert thinner(world).look(RUN) == []
+    assert thinner(world).run_once(RUN) == []
     answers = iter([True, False])
     monkeypatch.setattr(thinning, "_is_mine", lambda: next(answers))
     with pytest.raises(StopIteration):
-        thinner(world).look(RUN)
+        thinner(world).run_once(RUN)
     assert groups(world, 5) == {"model", "optim", "extra"}
 
 
@@ -190,12 +190,12 @@ def test_a_failing_disk_leaves_it_whole(world: CopiesWorld, monkeypatch: pytest.
     worker = thinner(world)
     with monkeypatch.context() as patch:
         patch.setattr(posix, "_link", failing)
-        assert worker.look(RUN) == worker.look(RUN) == []
+        assert worker.run_once(RUN) == worker.run_once(RUN) == []
     assert groups(world, 5) == {"model", "optim", "extra"} and leftovers(world) == []
     told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [(one.step, one.level, one.detail["problem"]["code"]) for one in told] == [(5, "warning", "storage-failed")]
     assert "Input/output error" in told[0].text and told[0].detail["problem"]["hint"] in told[0].text
-    assert worker.look(RUN) == [5]
+    assert worker.run_once(RUN) == [5]
 
 
 def test_a_bad_sector_keeps_no_other_back(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_bad_sector_keeps_no_other_back(world: CopiesWorld, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(PosixTier, "read_stored", broken)
-        assert thinner(world).look(RUN) == [10]
+        assert thinner(world).run_once(RUN) == [10]
     assert [groups(world, step) for step in STEPS[:2]] == [{"model", "optim", "extra"}, {"model"}]
 
 
@@ -220,8 +220,8 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     there = tmp_path / "far" / naming.checkpoint_path(RUN, 5)
     inode = os.stat(there / "model-00001-of-00002.safetensors").st_ino
     keep(world, keep_full=1)
-    thinner(world).look(RUN)
-    assert world.control.records.recorded(30)
+    thinner(world).run_once(RUN)
+    assert world.control.record_queue.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5))
     assert os.stat(there / "model-00001-of-00002.safetensors").st_ino == inode
@@ -268,6 +268,6 @@ def test_weights_read_while_it_is_thinned(world: CopiesWorld) -> None:
     """A reader that has opened the directory before goes on reading the weights."""
     keep(world, keep_full=1)
     with open_checkpoint(world.root, None, RUN, 5) as reader:
-        thinner(world).look(RUN)
+        thinner(world).run_once(RUN)
         expected = world.built[RUN, 5].arrays["model"]["layers.0.q.weight"]
         assert np.array_equal(reader.read("model", "layers.0.q.weight"), expected)

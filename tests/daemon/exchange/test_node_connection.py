@@ -113,7 +113,7 @@ def test_a_closed_connection_keeps_no_socket() -> None:
     unread = answer(b"forged!", "Connection: close")
     with closing(Thief(NONCE, unread)) as thief, closing(NodeConnection(thief.url, [NEW], 5, 5)) as connection:
         with pytest.raises(Unproven) as refused:
-            connection.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+            connection.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
         response = refused.traceback[-1].frame.f_locals["response"]
         assert not response.closed
         connection.close()
@@ -125,7 +125,7 @@ def test_what_was_heard_is_of_no_use_at_the_node_itself() -> None:
     with serving(NEW) as exchange, closing(Thief(NONCE, b"")) as thief:
         asking = NodeConnection(thief.url, [NEW], 5, 5)
         with closing(asking), pytest.raises((OSError, http.client.HTTPException)):
-            asking.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+            asking.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
         head, _, body = thief.heard.partition(b"\r\n\r\n")[2].partition(b"\r\n\r\n")
         stated = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
         assert stated["Authorization"].startswith("Holdfast ")
@@ -178,7 +178,7 @@ def test_a_connection_serves_several_questions() -> None:
     """With one challenge; and after it was closed, with another."""
     with serving(NEW) as exchange, closing(NodeConnection(exchange.url, [OLD, NEW], 5, 5)) as connection:
         for number in range(4):
-            found = connection.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+            found = connection.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
             assert found.response.read(7) == b"private"
             found.check(digest(b"private"))
             if number == 1:
@@ -192,7 +192,7 @@ def test_a_node_that_is_hung_up_on_is_not_asked_again() -> None:
         connection.connect()
         connection.hang_up()
         with closing(connection), pytest.raises((OSError, Unproven, http.client.HTTPException)):
-            connection.ask("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
+            connection.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
         with closing(connection), pytest.raises(TimeoutError):
             connection.close()
             connection.connect()

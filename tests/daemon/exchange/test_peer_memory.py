@@ -12,6 +12,7 @@ from holdfast.read.held_slots import HeldSlot
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
 from holdfast_service.daemon.exchange import memory_requests, mirrors, peer_memory
 from holdfast_service.daemon.exchange import ranges as wanted
 from holdfast_service.daemon.exchange import server as serving
@@ -39,7 +40,7 @@ def memory(*nodes: Holding, spare: int = ROOM) -> PeerMemory:
 
 def read(found: list[mirrors.Mirror], rank: int) -> bytes:
     """What a rank of this node reads of a slot, as it would."""
-    mirror = next(one for one in found if one.said.rank == rank)
+    mirror = next(one for one in found if one.report.rank == rank)
     fd = os.dup(mirror.fd)
     slot = HeldSlot(fd, mirror.part, STEP.step, elsewhere=True)
     os.close(fd)
@@ -52,7 +53,7 @@ def test_what_two_ranks_want_crosses_the_network_once(two: tuple[Holding, Holdin
     """Overlapping ranges of two users, of two nodes: every byte is right, and none is sent twice."""
     peers = memory(*two)
     found = peers.open(STEP, "first")
-    assert [one.said.rank for one in peers.open(STEP, "second")] == [one.said.rank for one in found] == [0, 1]
+    assert [one.report.rank for one in peers.open(STEP, "second")] == [one.report.rank for one in found] == [0, 1]
     before = two[0].relay.sent
     assert peers.fetch(STEP, [SlotRange(0, 100, 1_000_000)]) == set()
     assert read(found, 0)[100:1_000_000] == two[0].data[100:1_000_000]
@@ -101,7 +102,7 @@ def test_a_peer_that_hangs_is_not_waited_for(
         peers.open(STEP, "r")
     two[0].relay.stall_after = two[0].relay.sent + after
     found = peers.open(STEP, "r")
-    assert [one.said.rank for one in found] == ([0, 1] if after else [1])
+    assert [one.report.rank for one in found] == ([0, 1] if after else [1])
     assert peers.fetch(STEP, [WHOLE[0], WHOLE[1]]) == {0} and read(found, 1) == two[1].data
 
 
@@ -123,7 +124,7 @@ def test_a_slot_that_is_used_anew_between_the_answer_and_the_read(two: tuple[Hol
     peers.open(STEP, "r")
     assert two[0].segment.lease(8, STEP.attempt, 0) == 0
     assert peers.fetch(STEP, [WHOLE[0], WHOLE[1]]) == {0}
-    assert [one.said.rank for one in memory(*two).open(STEP, "r")] == [1]
+    assert [one.report.rank for one in memory(*two).open(STEP, "r")] == [1]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -171,7 +172,7 @@ def test_a_forged_table_is_refused(two: tuple[Holding, Holding]) -> None:
     """A node whose slot's table is not the one that it names: nobody reads that node, others are read."""
     at = two[0].segment.geometry.table_offset(0)
     two[0].segment.memory[at + 5] ^= 1
-    assert [one.said.rank for one in memory(*two).open(STEP, "r")] == [1]
+    assert [one.report.rank for one in memory(*two).open(STEP, "r")] == [1]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_without_memory_to_spare_nothing_is_fetched(two: tuple[Holding, Holding]
 def test_without_the_catalog_nobody_is_asked(two: tuple[Holding, Holding]) -> None:
     """Who holds what is in it."""
 
-    def find(of: memory_requests.MemoryStep) -> list[memory_requests.SlotReport]:
+    def find(of: MemoryStep) -> list[memory_requests.SlotReport]:
         raise CatalogUnavailable("away")
 
     assert PeerMemory(find, lambda: ROOM).open(STEP, "r") == []  # type: ignore[arg-type, return-value]
@@ -214,7 +215,7 @@ def test_a_node_that_is_gone(two: tuple[Holding, Holding]) -> None:
     nodes = [one.node for one in two]
     two[0].exchange.close()
     two[0].relay.close()
-    assert [one.said.rank for one in PeerMemory(lambda of: nodes, lambda: ROOM).open(STEP, "r")] == [1]
+    assert [one.report.rank for one in PeerMemory(lambda of: nodes, lambda: ROOM).open(STEP, "r")] == [1]
 
 
 def test_only_places_that_a_rank_has_filled(two: tuple[Holding, Holding]) -> None:
@@ -245,9 +246,9 @@ def test_nothing_but_what_is_held(two: tuple[Holding, Holding], path: str, body:
     slot = two[0].holds.lent(STEP)[0]
     body = body.replace(b"%s", slot.table_digest.encode())
     with closing(NodeConnection(two[0].exchange.url, [SECRET], 10, 10)) as connection:
-        assert connection.ask(path, body).status == status
+        assert connection.request(path, body).status == status
     with closing(NodeConnection(two[0].exchange.url, ["x"], 10, 10)) as connection, pytest.raises(Unproven):
-        connection.ask(path, body)
+        connection.request(path, body)
 
 
 def test_what_a_lent_slot_shows_ends_with_the_hold(two: tuple[Holding, Holding]) -> None:
@@ -267,10 +268,10 @@ def test_a_rank_gets_bytes_of_its_own_run_only(two: tuple[Holding, Holding]) -> 
     mine, other = Borrower(peers), Borrower(peers)
     asked = wire.HeldElsewhere(id=1, **said)
     fetch = wire.Fetch(id=2, ranges=((0, 0, 100), (1, 5, 9)), **said)
-    assert [mirror.said.rank for mirror in mine.slots("run", asked)] == [0, 1]
+    assert [mirror.report.rank for mirror in mine.slots("run", asked)] == [0, 1]
     assert mine.fetch("run", fetch).lost == ()
     assert other.slots("another", asked) == [] and other.fetch("another", fetch).lost == (0, 1)
-    assert [mirror.said.rank for mirror in mine.slots("run", asked.model_copy(update={"after": 0}))] == [1]
+    assert [mirror.report.rank for mirror in mine.slots("run", asked.model_copy(update={"after": 0}))] == [1]
     alone = Borrower(None)
     assert alone.slots("run", asked) == [] and alone.fetch("run", fetch).lost == (0, 1)
     for one in (mine, other, alone):

@@ -39,7 +39,7 @@ def never(seconds: float) -> bool:
 
 def post(exchange: ExchangeServer, path: str, body: bytes) -> tuple[int, bytes]:
     with closing(NodeConnection(exchange.url, [SECRET], 10, 10)) as connection:
-        answer = connection.ask(path, body)
+        answer = connection.request(path, body)
         return answer.status, answer.response.read()
 
 
@@ -80,10 +80,10 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
     for secrets in (["x"], [""], [], [SECRET + "x", SECRET[:-1]]):
         connection = NodeConnection(exchange.url, secrets, 10, 10)
         with closing(connection), pytest.raises(Unproven, match="does not know any secret"):
-            connection.ask("/rounds/7/bytes", asked)
+            connection.request("/rounds/7/bytes", asked)
     exchange.secrets = ()
     with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):
-        connection.ask("/rounds/7/bytes", asked)
+        connection.request("/rounds/7/bytes", asked)
 
 
 def test_a_refusal_arrives_though_the_request_was_not_read(exchange: ExchangeServer) -> None:
@@ -185,7 +185,7 @@ def test_slots_that_are_withdrawn_are_not_proven_any_more(exchange: ExchangeServ
     exchange.offer(7, {0: memoryview(data)})
     connection = NodeConnection(exchange.url, [SECRET], 10, 10)
     body = wanted.encode_asked([SlotRange(0, 0, len(data))])
-    answer = connection.ask("/rounds/7/bytes", body)  # the rest of the first chunk waits for its reader
+    answer = connection.request("/rounds/7/bytes", body)  # the rest of the first chunk waits for its reader
     exchange.withdraw(7)
     data[:] = os.urandom(len(data))
     exchange.offer(8, {0: memoryview(data)})

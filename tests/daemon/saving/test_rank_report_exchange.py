@@ -68,7 +68,7 @@ def test_what_a_rank_has_said_to_the_daemon_before_counts(nodes: Nodes) -> None:
     cluster = nodes.add("b")
     with node(cluster, 3, [1, 2]) as before:
         before.tell(2, 9)
-        wait_until(lambda: any("2" in word.said["passed"] for word in cluster.words.heard(*KEY, "stopping")))
+        wait_until(lambda: any("2" in word.said["passed"] for word in cluster.words.reports(*KEY, "stopping")))
     with node(nodes.add("a"), 3, [0]) as a, node(cluster, 3, [1, 2]) as b:
         b.leave(2)
         wait_until(lambda: (a.tell(0, 4), b.tell(1, 5)) == (10, 10))

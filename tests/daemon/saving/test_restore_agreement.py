@@ -93,7 +93,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
         assert waiting.result(30) == RestoreVerdict(problem=BAD.problem())
     assert restores.judge(rank(2, 3), 0, WELL, 60.0) == RestoreVerdict(problem=BAD.problem())
     for number in range(3):  # the next turn is a new one
-        restores.told(rank(number, 3), 1, 400, named=False)
+        restores.answered(rank(number, 3), 1, 400, named=False)
 
 
 def agreement(node: Cluster) -> RestoreAgreement:
@@ -179,14 +179,14 @@ def test_who_asked_is_waited_for_until_it_is_gone() -> None:
     ends: list[Callable[[RestoreAgreement, Participant], object]] = [
         lambda restores, who: restores.gone(who),
         lambda restores, who: restores.judge(who, 0, ended(StateMismatch("x")), 0.0),
-        lambda restores, who: restores.told(who, 1, 500, named=False),
+        lambda restores, who: restores.answered(who, 1, 500, named=False),
         lambda restores, who: restores.moved_on(who),
     ]
     for end in ends:
         restores, _ = made()
         restores.unheard_s = 0.0
         other = rank(1)
-        restores.told(other, 0, 500, named=False)
+        restores.answered(other, 0, 500, named=False)
         with pytest.raises(DeadlineExceeded):
             restores.judge(rank(0), 0, WELL, 0.0)
         end(restores, other)
@@ -229,7 +229,7 @@ def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(restore_agreement, "TURNS_MAX", 3)
     restores, _ = made()
     for turn in range(10):
-        restores.told(rank(0), turn, 500, named=False)
+        restores.answered(rank(0), turn, 500, named=False)
     assert len(restores._turns) == 3
     restores.close()
     assert restores.judge(rank(0), 9, WELL, 60.0) == GO_ON
@@ -242,7 +242,7 @@ def test_no_run_makes_another_ones_restore_be_forgotten() -> None:
         restores.judge(rank(0), 0, WELL, 0.0)
     other = Participant("another", 0, 1, 1, lambda outcome: None)
     for turn in range(1000):
-        restores.told(other, turn, 500, named=False)
+        restores.answered(other, turn, 500, named=False)
     assert restores.judge(rank(1), 0, WELL, 0.0) == GO_ON
     assert restores.judge(rank(0), 0, WELL, 0.0) == GO_ON
 
@@ -251,7 +251,7 @@ def test_a_run_that_is_swept_is_forgotten() -> None:
     """Its restores take no memory any more; those of others stay."""
     restores, _ = made()
     for run in ("swept", "r"):
-        restores.told(Participant(run, 0, 2, 1, lambda outcome: None), 0, 500, named=False)
+        restores.answered(Participant(run, 0, 2, 1, lambda outcome: None), 0, 500, named=False)
         restores.gone(Participant(run, 1, 2, 1, lambda outcome: None))
     restores.forget("swept")
     assert {key[0] for key in (*restores._turns, *restores._gone)} == {"r"}
@@ -260,7 +260,7 @@ def test_a_run_that_is_swept_is_forgotten() -> None:
 def test_it_is_known_while_a_rank_restores() -> None:
     """From the answer until it has ended, fails for a reason of its own, saves, asks for another turn, or is gone."""
     restores, _ = made()
-    restores.told(rank(0), 0, None, named=False)  # there is nothing to be restored
+    restores.answered(rank(0), 0, None, named=False)  # there is nothing to be restored
     assert not restores.under_way
     ends: list[Callable[[], object]] = [
         lambda: restores.judge(rank(0, 1), 1, WELL, 0.0),
@@ -268,11 +268,11 @@ def test_it_is_known_while_a_rank_restores() -> None:
         lambda: restores.judge(rank(0, 1), 3, ended(StorageFailed("slow")), 0.0),
         lambda: restores.judge(rank(0, 1), 4, ILL, 0.0),
         lambda: restores.moved_on(rank(0, 1)),
-        lambda: restores.told(rank(0, 1), 7, None, named=False),
+        lambda: restores.answered(rank(0, 1), 7, None, named=False),
         lambda: restores.gone(rank(0, 1)),
     ]
     for turn, end in enumerate(ends, 1):
-        restores.told(rank(0, 1), turn, 500, named=False)
+        restores.answered(rank(0, 1), turn, 500, named=False)
         assert restores.under_way
         end()
         assert not restores.under_way

@@ -102,7 +102,7 @@ def test_a_save_costs_one_more_transaction_at_most(monkeypatch: pytest.MonkeyPat
         second.save(1)
         first.wait(1)
         world.saver.history.stalled(first.who, 1, 0.5)
-        while world.saver.checks.left:
+        while world.saver.checks.pending:
             time.sleep(0.005)
         world.saver.expire()
         assert told == []

@@ -156,7 +156,7 @@ def test_retention_waits_for_verification() -> None:
             rank.save(step)
             rank.wait(step)
         world.checked()
-        assert world.control.rotation.settle()
+        assert world.control.rotation.wait_until_applied()
         assert world.committed() == [3]
         assert world.catalog.checkpoint(RUN, 3).verified
 

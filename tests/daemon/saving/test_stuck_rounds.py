@@ -16,7 +16,11 @@ def test_saves_of_two_nodes_are_stuck_when_both_are_heard() -> None:
     a = OpenSaves(2, {4: frozenset({0})}, frozenset({RankWait(0, 4, 4, False)}))
     b = OpenSaves(2, {5: frozenset({1})}, frozenset({RankWait(1, 5, 5, False)}))
     assert a.is_waited_for and a.stuck() == b.stuck() == set()
-    assert a.joined([OpenSaves.heard(b.said())]).stuck() == b.joined([OpenSaves.heard(a.said())]).stuck() == {4, 5}
+    assert (
+        a.joined([OpenSaves.from_report(b.report())]).stuck()
+        == b.joined([OpenSaves.from_report(a.report())]).stuck()
+        == {4, 5}
+    )
     assert "step 4 lacks rank 1" in a.joined([b]).error_of(4).detail
     assert "step 4 by rank 0, step 5 by rank 1" in b.joined([a]).error_of(5).detail
 

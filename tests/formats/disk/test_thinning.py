@@ -31,19 +31,19 @@ def test_weights_and_assets_stay_as_they_are(tmp_path: Path) -> None:
     """Files, extents and digests are the same; optimizer, masters and state of ranks are gone, with their JSON."""
     built = build(tmp_path / "full", {**varied_arrays(), "master": {"w": np.ones(5, np.float32)}, "ema": {"w": np.ones(5)}})
     done = thin(*parts(built), AT)
-    assert done.made.groups == ("model", "ema")
-    assert done.made.tensors == {group: built.manifest.tensors[group] for group in ("model", "ema")}
+    assert done.manifest.groups == ("model", "ema")
+    assert done.manifest.tensors == {group: built.manifest.tensors[group] for group in ("model", "ema")}
     assert set(done.stays) <= set(built.manifest.files)
-    names = {entry.name for entry in done.made.files}
+    names = {entry.name for entry in done.manifest.files}
     assert {"config.json", "empty.txt", "model.safetensors.index.json", naming.STATE} <= names
     assert not [name for name in names if name.startswith(("optim", "master", "extra"))]
     assert json.loads(done.state)["groups"] == {"model": {}, "ema": {}}
     assert json.loads(done.state)["metrics"] == {"loss": 2.5}
-    assert done.made.thinned is not None and done.made.thinned.groups == ("extra", "master", "optim")
-    assert done.made.thinned.bytes == built.manifest.bytes > done.made.bytes
-    assert manifests.stated_sha256((built.path / naming.COMMIT).read_bytes()) == done.made.thinned.manifest_sha256
+    assert done.manifest.thinned is not None and done.manifest.thinned.groups == ("extra", "master", "optim")
+    assert done.manifest.thinned.bytes == built.manifest.bytes > done.manifest.bytes
+    assert manifests.stated_sha256((built.path / naming.COMMIT).read_bytes()) == done.manifest.thinned.manifest_sha256
     foreseen = thin_bytes(built.manifest)
-    assert foreseen is not None and 0 <= foreseen - done.made.bytes < 200  # state.json has become shorter
+    assert foreseen is not None and 0 <= foreseen - done.manifest.bytes < 200  # state.json has become shorter
 
 
 def test_what_is_written_so_is_a_checkpoint(tmp_path: Path) -> None:
@@ -55,18 +55,18 @@ def test_what_is_written_so_is_a_checkpoint(tmp_path: Path) -> None:
     for entry in done.stays:
         (there / entry.name).write_bytes((built.path / entry.name).read_bytes())
     (there / naming.STATE).write_bytes(done.state)
-    encoded = manifests.encode(done.made)
+    encoded = manifests.encode(done.manifest)
     (there / naming.MANIFEST).write_bytes(encoded)
-    (there / naming.COMMIT).write_bytes(manifests.encode_commit(done.made, encoded))
+    (there / naming.COMMIT).write_bytes(manifests.encode_commit(done.manifest, encoded))
     with CheckpointReader.open(DirectorySource(there)) as reader:
         assert reader.verify() == []
         assert np.array_equal(reader.read("model", "layers.0.q.weight"), built.arrays["model"]["layers.0.q.weight"])
-        assert reader.manifest == done.made
-    described = bodies.describe(done.made)
+        assert reader.manifest == done.manifest
+    described = bodies.describe(done.manifest)
     assert described.thin_bytes is None and described.thinned is not None
     assert described.thinned.groups == ["extra", "optim"]
     with pytest.raises(StateMismatch, match="nothing that could be taken out"):
-        thin(done.made, encoded, done.state, AT)
+        thin(done.manifest, encoded, done.state, AT)
 
 
 @pytest.mark.parametrize("held", [("optim", "extra"), ("model",), ("model", "ema", "adapter"), ()])
@@ -99,7 +99,7 @@ def test_files_of_two_groups_are_refused_by_name(tmp_path: Path) -> None:
     "wrong", [{"groups": ("model",)}, {"groups": ()}, {"bytes": 1}, {"manifest_sha256": "x"}, {"groups": ("No",)}]
 )
 def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path, wrong: dict) -> None:
-    made = thin(*parts(build(tmp_path / "full")), AT).made
+    made = thin(*parts(build(tmp_path / "full")), AT).manifest
     assert made.thinned is not None
     with pytest.raises(CorruptManifest):
         manifests.encode(msgspec.structs.replace(made, thinned=msgspec.structs.replace(made.thinned, **wrong)))

@@ -109,8 +109,8 @@ class MegatronCheckpoints:
             return self._foreign(restored_step, foreign)
         if progress.get("names") != self._names.family:
             raise StateMismatch(
-                f"step {restored_step} of {self.checkpointer.run} has the names of {progress.get('names')}, and this training those of "
-                f"{self._names.family}",
+                f"step {restored_step} of {self.checkpointer.run} has the names of {progress.get('names')}, and this "
+                f"training those of {self._names.family}",
                 hint=f"pass names={progress.get('names')!r} to holdfast.integrations.megatron.configure",
             )
         return restored_step, progress

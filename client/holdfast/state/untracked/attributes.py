@@ -93,7 +93,7 @@ class Attributes:
                 if tensor is not None and _is_plain_tensor(tensor):
                     self._see_tensor(_Place(id(module), key), f"{below}.{key}", tensor)
 
-    def see(self, path: str, owner: object, but: Collection[str]) -> None:
+    def record(self, path: str, owner: object, but: Collection[str]) -> None:
         """Record another object, except its attributes `but`."""
         if id(owner) not in self._known and hasattr(owner, "__dict__"):
             self._known[id(owner)] = owner

@@ -35,7 +35,7 @@ class Buffers:
         self._first: dict[tuple[int, str], _Seen] = {}
         self._changed: dict[str, None] = {}
 
-    def see(self, path: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def record(self, path: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
         for prefix, module in modules:
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(name)

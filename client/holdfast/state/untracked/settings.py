@@ -43,7 +43,7 @@ class Settings:
         """A walk begins, in which `see` is called for all modules."""
         self._roots, self._places, self._parameters, self._flags, self._modes = {}, [], [], [], {}
 
-    def see(self, path: str, root: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def record(self, path: str, root: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = _Root(vars(root), [], [])
         for name, module in modules:
             self._modules[id(module)] = module

@@ -41,7 +41,7 @@ class Unsaved:
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out
 
-    def see(self) -> None:
+    def record(self) -> None:
         """Record new objects, as part of a walk through the state."""
         self._stored.look_again()
         self._settings.look_again()
@@ -50,16 +50,16 @@ class Unsaved:
                 named = [(name, part) for name, part in module.named_modules() if not _is_wrapper(part)]
                 self._stored.flat = self._stored.flat or len(named) < sum(1 for _ in module.modules())
                 self._attributes.see_modules(key, named)
-                self._buffers.see(key, named)
-                self._settings.see(key, module, named)
+                self._buffers.record(key, named)
+                self._settings.record(key, module, named)
             for path, owner in self._optimizers(key, value):
                 around = (
                     not isinstance(owner, torch.optim.Optimizer) or owner not in optimizer_wrappers.find(value).optimizers
                 )
                 but = (name for name, held in vars(owner).items() if is_number(held) or (around and is_object(held)))
-                self._attributes.see(path, owner, {*_OF_EVERY_OPTIMIZER, *but})
+                self._attributes.record(path, owner, {*_OF_EVERY_OPTIMIZER, *but})
 
-    def found(self) -> Mapping[str, Any]:
+    def changes(self) -> Mapping[str, Any]:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
         self._stored.look_at_values()
         changed = dict(list(self._attributes.changed().items())[:STORED_MAX])
@@ -156,7 +156,7 @@ class UnsavedState(NamedTuple):
         return frozenset({GROUP})
 
     def collect(self, content: Content) -> None:
-        notes = self.unsaved.found()
+        notes = self.unsaved.changes()
         if notes:
             content.add_value(GROUP, KEY, json_values.dumps(notes, KEY))
 

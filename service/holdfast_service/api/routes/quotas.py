@@ -21,7 +21,7 @@ Pattern = Annotated[str, Path(max_length=128, description="a run's name, a prefi
 @router.get("/quotas", dependencies=needs("read"), summary="Quotas of teams, and how much of each is used")
 def list_quotas(services: Wired, viewer: Viewer) -> bodies.Page[Quota]:
     """A token for some runs sees the quotas of which it sees all runs."""
-    quotas = [quota for quota in services.team_quotas.told() if covers(viewer.runs, quota.pattern)]
+    quotas = [quota for quota in services.team_quotas.usage() if covers(viewer.runs, quota.pattern)]
     return bodies.Page(items=quotas, next=None)
 
 

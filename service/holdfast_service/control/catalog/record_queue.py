@@ -60,10 +60,10 @@ class RecordQueue:
         self._awaited = 0  # callers that wait until the queue is empty
         self._lost = 0
         self._thread: threading.Thread | None = None
-        database.settle, database.missed = self.settle, self._miss
+        database.settle, database.missed = self.flush, self._miss
 
     @property
-    def waiting(self) -> int:
+    def pending(self) -> int:
         """How many records wait."""
         return len(self._waiting)
 
@@ -76,15 +76,15 @@ class RecordQueue:
         return known
 
     @property
-    def said(self) -> str | None:
+    def state(self) -> str | None:
         """A message about the catalog's state; None while it answers."""
         trouble = self.trouble
         if trouble is None:
             return None
         away_s = max(time.time() - trouble.since, 0.0)
-        return f"{trouble.why}; not available for {away_s:.0f} s; saves continue, {self.waiting} records are waiting"
+        return f"{trouble.why}; not available for {away_s:.0f} s; saves continue, {self.pending} records are waiting"
 
-    def tell(self, what: str, act: Callable[[], object]) -> None:
+    def enqueue(self, what: str, act: Callable[[], object]) -> None:
         """Run `act`, which records something in the catalog, later. `what` appears in the log if it fails."""
         with self._changed:
             if len(self._waiting) >= WAITING_MAX:
@@ -108,7 +108,7 @@ class RecordQueue:
             self._begin()
             self._changed.notify_all()
 
-    def settle(self, wait_s: float = SETTLE_S) -> bool:
+    def flush(self, wait_s: float = SETTLE_S) -> bool:
         """Wait until the catalog has all records; False if it does not answer or takes longer."""
         if threading.current_thread() is self._thread:
             return True
@@ -131,7 +131,7 @@ class RecordQueue:
     def _is_told(self) -> bool:
         return self._known and not (self._waiting or self._missed) and self.database.trouble is None
 
-    def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
+    def query(self, question: Callable[[], _Found], wait_s: float) -> _Found:
         """Query the catalog as the daemon, which sees all runs: a decision for a run must not depend on its caller.
 
         Raises `CatalogUnavailable` if it does not answer within `wait_s`.
@@ -160,7 +160,7 @@ class RecordQueue:
 
     def close(self) -> None:
         """Write the remaining records if the catalog accepts them now; stop."""
-        self.settle(CLOSE_S)
+        self.flush(CLOSE_S)
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -44,7 +44,7 @@ class _Round:
         self.sealed = 0
         self.id: int | None = None
         self.ended: EndedRound | None = None
-        self.told = False  # whether the catalog has recorded it as open
+        self.recorded = False  # whether the catalog has recorded it as open
 
 
 class Rounds:
@@ -71,18 +71,18 @@ class Rounds:
                     oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
                     del self._rounds[oldest]
             save = self._rounds[number]
-            if quiet or save.told:
+            if quiet or save.recorded:
                 return number
-            save.told = True
-        self._record_queue.tell(f"that the save of {run}@{step} has started", lambda: self._note(save))
+            save.recorded = True
+        self._record_queue.enqueue(f"that the save of {run}@{step} has started", lambda: self._note(save))
         return number
 
     def seal(self, number: int, ranks: int) -> None:
         """Record how many ranks have sealed."""
         save = self._of(number)
         save.sealed = max(save.sealed, ranks)
-        if save.told:
-            self._record_queue.tell("which ranks have sealed", lambda: self._note_seals(save))
+        if save.recorded:
+            self._record_queue.enqueue("which ranks have sealed", lambda: self._note_seals(save))
 
     def end(
         self,
@@ -93,8 +93,8 @@ class Rounds:
         measured: Mapping[str, float] = NOTHING,
         notify: Callable[[str, int], None] = lambda run, step: None,
     ) -> None:
-        """End a save. The first end counts; later ones change nothing. `notify` is called with run and step, where the catalog
-        did not have the end from another node.
+        """End a save. The first end counts; later ones change nothing. `notify` is called with run and step, where the
+        catalog         did not have the end from another node.
         """
         with self._lock:
             save = self._rounds.get(number)
@@ -109,7 +109,7 @@ class Rounds:
             if self._note_end(save, ended):
                 notify(save.key.run, save.key.step)
 
-        self._record_queue.tell("how a save ended", note)
+        self._record_queue.enqueue("how a save ended", note)
 
     def left(self, number: int, measured: Mapping[str, float] = NOTHING) -> None:
         """Another node has committed it and records that. So does this node if it recorded the progress: its earlier records
@@ -117,7 +117,7 @@ class Rounds:
         """
         with self._lock:
             save = self._rounds.get(number)
-            if save is not None and save.ended is None and not save.told:
+            if save is not None and save.ended is None and not save.recorded:
                 save.ended = EndedRound("committed", self._now(), None, None, measured)
                 self._open.pop(save.key, None)
                 return
@@ -127,8 +127,8 @@ class Rounds:
         """Record timings found after its end."""
         with self._lock:
             save = self._rounds.get(number)
-        if save is not None and (save.told or save.id is not None):
-            self._record_queue.tell("what a save cost", lambda: self._catalog.measure_round(self._id(save), measured))
+        if save is not None and (save.recorded or save.id is not None):
+            self._record_queue.enqueue("what a save cost", lambda: self._catalog.measure_round(self._id(save), measured))
 
     def complete(self, run: str) -> list[tuple[int, int]]:
         """Step and attempt of the open rounds that all ranks have sealed."""
@@ -145,7 +145,7 @@ class Rounds:
     def ids(self) -> list[int]:
         """The catalog's ids of the open rounds. In the book's thread only."""
         with self._lock:
-            going = [save for number in self._open.values() if (save := self._rounds[number]).told]
+            going = [save for number in self._open.values() if (save := self._rounds[number]).recorded]
         return [self._id(save) for save in going]
 
     def look_again(self) -> None:
@@ -178,6 +178,6 @@ class Rounds:
 
     def _note_end(self, save: _Round, ended: EndedRound) -> bool:
         state, at, code, detail, measured = ended
-        if state != "committed" and not save.told and self._catalog.knows_round(*save.key):
+        if state != "committed" and not save.recorded and self._catalog.knows_round(*save.key):
             return False  # another node of the save has recorded it
         return self._catalog.end_round(self._id(save), state, at, code, detail, **measured) is not None

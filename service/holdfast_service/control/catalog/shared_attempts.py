@@ -313,7 +313,8 @@ def _refuse_busy(run: str, node_ranks: Mapping[str, NodeRanks], member: Member) 
     node, rank_set = max(living.items(), key=lambda item: item[1].attempt)
     left = [rank_set.left_s for rank_set in living.values()]
     raise RunBusy(
-        f"another job is training {run!r} on node {node}: attempt {rank_set.attempt}, {rank_set.ranks} of {rank_set.world} ranks are "
+        f"another job is training {run!r} on node {node}: attempt {rank_set.attempt}, {rank_set.ranks} of {rank_set.world} "
+        f"ranks are "
         "connected there",
         hint=BUSY_HINT,
         attempt=rank_set.attempt,

@@ -315,10 +315,11 @@ class RepairRecords:
         newest = self._catalog.newest_attempt(manifest.run)
         if newest and manifest.attempt > newest:
             raise StateMismatch(
-                f"{manifest.run}@{manifest.step} was saved by attempt {manifest.attempt}, and this root knows {newest} attempts: it is "
-                "from another root, or from before this one was lost",
-                hint=f"stop the daemon, and run `holdfast import REPLICA/{naming.checkpoint_path(manifest.run, manifest.step)} "
-                f"{manifest.run}@{manifest.step} --root ROOT`; or train under another run name",
+                f"{manifest.run}@{manifest.step} was saved by attempt {manifest.attempt}, and this root knows {newest} "
+                "attempts: it is from another root, or from before this one was lost",
+                hint="stop the daemon, and run `holdfast import REPLICA/"
+                f"{naming.checkpoint_path(manifest.run, manifest.step)} {manifest.run}@{manifest.step} --root ROOT`; or "
+                "train under another run name",
             )
 
     def bring(self, source: Tier, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:

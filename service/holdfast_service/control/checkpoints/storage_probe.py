@@ -35,7 +35,7 @@ class StorageProbe:
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], _Listed] = {}
 
-    def look(self, run: str, step: int) -> str:
+    def probe(self, run: str, step: int) -> str:
         """A stamp of a complete checkpoint's files: a text that changes when one of them is written, replaced or written
         again.
 
@@ -55,7 +55,7 @@ class StorageProbe:
     def proof(self, run: str, step: int) -> str:
         """As `look`, before or after it was read back; "" where it fails."""
         try:
-            return self.look(run, step)
+            return self.probe(run, step)
         except CheckpointError:
             return ""
 

@@ -51,7 +51,7 @@ class _Tensors:
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
-        self.said: list[tuple[int, str]] = []  # the tensor's number, its placement
+        self.placements: list[tuple[int, str]] = []  # the tensor's number, its placement
         self.rounded_from: dict[int, str] = {}
         self._by_name: dict[Key, tuple[int, int]] = {}  # its number, the rank that brought it
         self._said: dict[tuple[int, str], int] = {}
@@ -75,9 +75,9 @@ class _Tensors:
             raise disagreed(spec, _first_rank(part, position), self.specs[number], by)
         if part.tensors[position].rounded_from:
             self.rounded_from[number] = part.tensors[position].rounded_from
-        number_of = self._said.setdefault((number, placement), len(self.said))
-        if number_of == len(self.said):
-            self.said.append((number, placement))
+        number_of = self._said.setdefault((number, placement), len(self.placements))
+        if number_of == len(self.placements):
+            self.placements.append((number, placement))
         return number_of
 
 
@@ -111,7 +111,7 @@ def gather(parts: Sequence[Declaration]) -> World:
     ordered = sorted(known)
     places = np.empty(len(known), np.int32)
     places[[known[box] for box in ordered]] = np.arange(len(known))
-    number = np.array([number for number, _ in tensors.said], np.int32)
+    number = np.array([number for number, _ in tensors.placements], np.int32)
     tensor = number[_numbers([one.tensor for one in segments])]
     return World(
         tensors.specs,
@@ -145,7 +145,7 @@ def _placements(tensors: _Tensors, column: Column) -> list[str]:
     placements = [""] * len(tensors.specs)
     firsts, at = np.unique(column, return_index=True)
     for one in firsts[np.argsort(at)[::-1]].tolist():  # so the first one wins
-        number, placement = tensors.said[one]
+        number, placement = tensors.placements[one]
         placements[number] = placement
     return placements
 

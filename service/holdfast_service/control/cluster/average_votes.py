@@ -34,7 +34,7 @@ class AverageVotes:
             rows = connection.execute(wanted).all()
         return [AverageVote(tuple(ranks), number, history, folded) for ranks, number, history, folded in rows]
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Notify all nodes."""
         with self._database.plain() as connection:
             connection.execute(select(func.pg_notify(CHANNEL, AVERAGES)))

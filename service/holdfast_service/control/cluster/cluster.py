@@ -98,7 +98,7 @@ class ConnectedNodes:
             self._arriving[run] = time.monotonic() + ARRIVING_S
         self._put(session, run, rank_set._replace(left_s=self._membership.beat_s + LATE_S))
 
-    def tell(self, here: Mapping[str, NodeRanks]) -> None:
+    def report(self, here: Mapping[str, NodeRanks]) -> None:
         """Tell the others whose ranks are connected here now."""
         me = self._membership.me
         with self._lock:

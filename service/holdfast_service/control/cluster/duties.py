@@ -49,7 +49,7 @@ class Duties:
         self._lock = threading.Lock()
         self._mine: set[str] = set()
         self._known: set[str] = set()  # duties that this node takes when they are free
-        membership.heard.append(self.renew)
+        membership.listeners.append(self.renew)
 
     def has(self, name: str) -> bool:
         """Whether this node has this duty; takes it if it is free. False while the catalog is away."""

@@ -122,7 +122,7 @@ class Membership:
     ) -> None:
         self.database, self.me, self.about = database, me, about
         self.lease_s, self.beat_s = lease_s, beat_s
-        self.heard: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], None]] = []
         self.joined = False
         self._came_back = False  # this node was lost before it joined
         self._said: dict[str, Any] = {}  # what this node last said of itself
@@ -259,7 +259,7 @@ class Membership:
                 if not self.joined:
                     self.join()
                 self.beat()
-                for hear in tuple(self.heard):  # one may have nothing more to do
+                for hear in tuple(self.listeners):  # one may have nothing more to do
                     hear()
             except CatalogUnavailable as away:
                 log.info("cannot renew this node's membership: %s", away.detail)

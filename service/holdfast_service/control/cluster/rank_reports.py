@@ -27,7 +27,7 @@ class RankReports:
     def __init__(self, membership: Membership) -> None:
         self._membership, self._database = membership, membership.database
 
-    def say(self, run: str, attempt: int, topic: Topic, report: Mapping[str, Any]) -> list[RankReport]:
+    def report(self, run: str, attempt: int, topic: Topic, report: Mapping[str, Any]) -> list[RankReport]:
         """Say what holds for the ranks of this node, perhaps again; returns what all nodes have said, this one too."""
         row, key = RanksWordRow, {"run": run, "attempt": attempt, "topic": topic, "node": self._membership.me.name}
         values = {"boot": self._membership.me.boot, "said": dict(report), "since": now(), "until": now()}
@@ -44,9 +44,9 @@ class RankReports:
         )
         with self._database.plain() as connection:
             connection.execute(put)
-        return [word for word in self.heard(run, attempt, topic) if word.node != DECIDED]
+        return [word for word in self.reports(run, attempt, topic) if word.node != DECIDED]
 
-    def heard(self, run: str, attempt: int, topic: Topic) -> list[RankReport]:
+    def reports(self, run: str, attempt: int, topic: Topic) -> list[RankReport]:
         """What nodes have said, and what was decided."""
         row, live = RanksWordRow, func.coalesce((NodeRow.boot == RanksWordRow.boot) & (NodeRow.until > now()), False)
         since, until = func.extract("epoch", row.since), func.extract("epoch", row.until)
@@ -66,11 +66,11 @@ class RankReports:
         with self._database.plain() as connection:
             connection.execute(insert(row).values(key | values).on_conflict_do_nothing())
             decision: Mapping[str, Any] = connection.execute(stands).scalar_one()
-        self.ring()
+        self.notify()
         return decision
 
     def decided(self, run: str, attempt: int, topic: Topic) -> Mapping[str, Any] | None:
-        return next((word.said for word in self.heard(run, attempt, topic) if word.node == DECIDED), None)
+        return next((word.said for word in self.reports(run, attempt, topic) if word.node == DECIDED), None)
 
     def stopping(self, runs: Collection[str]) -> list[tuple[str, int]]:
         """The launches of these runs that some node has marked to stop."""
@@ -79,7 +79,7 @@ class RankReports:
         with self._database.plain() as connection:
             return [(run, int(attempt)) for run, attempt in connection.execute(wanted)]
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Notify all nodes."""
         with self._database.plain() as connection:
             connection.execute(select(func.pg_notify(CHANNEL, RANKS)))

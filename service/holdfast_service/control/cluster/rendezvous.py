@@ -48,11 +48,11 @@ class Rendezvous:
         """
         return self._arrivals.bring(StepKey(run, step, attempt), world, ranks, declaration, said)
 
-    def hear(self, round_id: int) -> None:
+    def receive_part(self, round_id: int) -> None:
         """The end of the round was reported to this node's ranks: they may try its step again."""
         with self._database.apart() as session:
             if session.scalar(select(JointRoundRow.state).where(JointRoundRow.id == round_id)) == "aborted":
-                self._arrivals.hear(session, round_id)
+                self._arrivals.receive(session, round_id)
 
     def seal(self, round_id: int) -> None:
         """If the parts of all ranks are there, make them final and also store them as one body. Does nothing while another
@@ -106,7 +106,7 @@ class Rendezvous:
                 connection.execute(update(PartRow).where(*mine).values(boot=me.boot))
         return RoundState(state, problem, world, int(ranks), bool(written), bool(done), handovers.handover(*handed))
 
-    def look(self, round_id: int) -> JointRound:
+    def rounds(self, round_id: int) -> JointRound:
         """The round with its parts, as they are now."""
         live = func.coalesce(NodeRow.until > now(), False)
         columns = (JointRoundRow.state, JointRoundRow.created, JointRoundRow.world, JointRoundRow.problem)
@@ -219,7 +219,7 @@ class Rendezvous:
         with self._database.apart() as session:
             ended = session.scalar(update(JointRoundRow).where(*going).values(values).returning(JointRoundRow.id))
             if session.scalar(select(JointRoundRow.state).where(JointRoundRow.id == round_id)) == "aborted":
-                self._arrivals.hear(session, round_id)
+                self._arrivals.receive(session, round_id)
             _ring(session)
             return ended is not None
 
@@ -236,17 +236,17 @@ class Rendezvous:
             last = session.scalar(newest)
             if tensor is None and (last is None or last.state not in (*GOING, "committed")):
                 if last is not None and not self._arrivals.has_heard(session, last.id):
-                    self._arrivals.hear(session, last.id)  # that one was another node's, of the same step
+                    self._arrivals.receive(session, last.id)  # that one was another node's, of the same step
                     return
                 values = {"id": key.new_id(), **key._asdict(), "world": world, "created": now_text(), **ended}
                 tensor = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
             if tensor is not None:
-                self._arrivals.hear(session, tensor)
+                self._arrivals.receive(session, tensor)
                 _ring(session)
         with self._database.apart() as session:  # a concurrent round; one created from now on sees this end
             tensor = session.scalar(end)
             if tensor is not None:
-                self._arrivals.hear(session, tensor)
+                self._arrivals.receive(session, tensor)
                 _ring(session)
 
     def vote(

@@ -130,7 +130,7 @@ class RoundParts:
         heard = select(PartRow.round_id).where(PartRow.node == self._membership.me.name, PartRow.said == b"")
         ended = session.scalar(of_key.where(JointRoundRow.state == "aborted", JointRoundRow.id.not_in(heard)).limit(1))
         if ended is not None:
-            self.hear(session, ended.id)
+            self.receive(session, ended.id)
             problem = ended.problem or {}
             session.commit()
             raise from_problem(problem)
@@ -157,7 +157,7 @@ class RoundParts:
             return False
         return part.boot != self._membership.me.boot  # else this daemon has seen the end of that one: this is another save
 
-    def hear(self, session: Session, round_id: int) -> None:
+    def receive(self, session: Session, round_id: int) -> None:
         """Note that this node knows the end of the round, and drop its part."""
         me = self._membership.me
         empty = {"boot": me.boot, "ranks": [], "said": b""}

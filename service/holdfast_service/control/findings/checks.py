@@ -110,7 +110,7 @@ class Findings:
         except (CatalogUnavailable, NoSpace) as away:
             log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
             self._seen[CheckpointId(run, step)] = problem
-            self._record_queue.tell("of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at, fence))
+            self._record_queue.enqueue("of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at, fence))
 
     def _note_damage(self, place: CheckpointId, problem: dict[str, Any], checked: str | None, fence: Fence | None) -> None:
         run, step = place
@@ -162,7 +162,7 @@ class Findings:
         except CatalogUnavailable:
             return self.seen(run, step)
 
-    def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
+    def result_of(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
         """The recorded state of a checkpoint: `gone` for one that is not listed, `unknown` until it was checked."""
         with self._database.read() as session:
             row = session.get(CheckpointRow, (run, step))

@@ -70,11 +70,13 @@ class KnownLifecycles:
             return
         since = None if life == "running" else at
         if self._shared:  # other nodes show it too
-            self._record_queue.tell("whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since))
+            self._record_queue.enqueue(
+                "whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since)
+            )
         if life == "ended":
             self._tell("run-ended", f"attempt {attempt} has ended", run, attempt=attempt)
         elif life == "lost":  # its saves are recorded first
-            self._record_queue.tell(f"how {run} was lost", lambda: self._warn_of_loss(run, attempt, at))
+            self._record_queue.enqueue(f"how {run} was lost", lambda: self._warn_of_loss(run, attempt, at))
 
     def _warn_of_loss(self, run: str, attempt: int, at: str) -> None:
         with self._catalog.database.read() as session:

@@ -55,7 +55,7 @@ class RoundHistory:
         self._saved_bytes = 0
         self.listeners: list[Callable[[Seen], None]] = []
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Count what has ended since the last look, and call the listeners."""
         with self._lock:
             for seen in list(self._ended()):
@@ -66,7 +66,7 @@ class RoundHistory:
 
     def counted(self) -> tuple[dict[str, Histogram], int]:
         """Phases of all saves up to now, and the bytes of committed ones."""
-        self.look()
+        self.update()
         with self._lock:
             return {phase: histogram.copy() for phase, histogram in self._phases.items()}, self._saved_bytes
 

@@ -51,7 +51,7 @@ class JobSpans:
         self._behind: int | None = None
         self._going: set[int] = set()
 
-    def look(self) -> None:
+    def update(self) -> None:
         with self._database.read() as session:
             if self._behind is None:
                 self._behind = session.scalar(select(func.max(JobRow.id))) or 0

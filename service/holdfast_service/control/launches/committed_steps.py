@@ -52,14 +52,14 @@ class CommittedSteps:
             self._runs.pop(run, None)
             self._begun.pop(run, None)
 
-    def begins(self, run: str, launch: Key) -> None:
+    def start_launch(self, run: str, launch: Key) -> None:
         """A launch restores: earlier launches may have replaced checkpoints through other nodes."""
         with self._lock:
             if launch > self._begun.get(run, (0, 0)):
                 self._begun[run] = launch
                 self._runs.pop(run, None)
 
-    def made(self, manifest: Manifest) -> None:
+    def add(self, manifest: Manifest) -> None:
         """A checkpoint was published, perhaps replacing another one."""
         listed_checkpoint = ListedCheckpoint(
             manifest.step, manifest.attempt, manifest.turn, manifest.rewinds, groups=manifest.groups
@@ -78,10 +78,10 @@ class CommittedSteps:
         """The groups of the checkpoint of this step; none where it is missing or unreadable."""
         return next((tuple(c.groups) for c in self._there(run) if c.step == step), ())
 
-    def left(self, run: str) -> set[int]:
+    def abandoned(self, run: str) -> set[int]:
         return lineage.abandoned(self._there(run))
 
-    def way(self, run: str) -> Way:
+    def rewinds(self, run: str) -> Way:
         """The rewinds to the live line."""
         return lineage.way(self._there(run))
 
@@ -103,7 +103,7 @@ class CommittedSteps:
         """With the catalog's facts about a checkpoint; without the catalog it counts as good."""
         seen = self._findings.seen(run, listed_checkpoint.step)
         try:
-            known = self._record_queue.ask(lambda: self._catalog.checkpoint(run, listed_checkpoint.step), LOOK_S)
+            known = self._record_queue.query(lambda: self._catalog.checkpoint(run, listed_checkpoint.step), LOOK_S)
         except (CatalogUnavailable, NotFound) as error:
             log.info("cannot read what the catalog knows about %s@%s: %s", run, listed_checkpoint.step, error.detail)
             return listed_checkpoint._replace(sound=listed_checkpoint.sound and seen is None)
@@ -129,7 +129,7 @@ class CommittedSteps:
         listed: dict[int, ListedCheckpoint] = {}
         if len(steps) > READ_MAX:
             try:
-                listed = {found.step: found for found in self._record_queue.ask(lambda: self._catalog.lines(run), LOOK_S)}
+                listed = {found.step: found for found in self._record_queue.query(lambda: self._catalog.lines(run), LOOK_S)}
             except (CatalogUnavailable, NotFound) as error:
                 log.info("reading the manifests of %s instead: %s", run, error.detail)
         found = []

@@ -113,7 +113,7 @@ class RestoreSelector:
         `NoSuchCheckpoint` where only others exist, `CatalogUnavailable` where the catalog is needed.
         """
         if self._cluster is not None:
-            self._committed_steps.begins(run, (attempt, turn))
+            self._committed_steps.start_launch(run, (attempt, turn))
         asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             self._await_seen(asked)  # not under the lock: other runs do not wait for it
@@ -146,14 +146,14 @@ class RestoreSelector:
         if known:
             return answer
         try:
-            step = self._record_queue.ask(lambda: self._listed(asked), ANSWER_S)
+            step = self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
         except CatalogUnavailable as away:
             if asked.healthy:
                 raise
             log.warning("attempt %s of %s restores from the directory listing: %s", attempt, run, away.detail)
             step = self._in_directories(asked)
         chosen = self._attempts.answer(run, attempt, turn, step)
-        self._record_queue.tell("which step a launch restores", lambda: self._note(asked, chosen))
+        self._record_queue.enqueue("which step a launch restores", lambda: self._note(asked, chosen))
         if chosen is not None:
             self._release(run, attempt)
             self._restored[run, attempt] = chosen
@@ -170,8 +170,8 @@ class RestoreSelector:
             known, step = self._attempts.asked(*asked[:3])
             try:
                 if not known:
-                    step = self._record_queue.ask(lambda: self._listed(asked), ANSWER_S)
-                listed = self._record_queue.ask(lambda: self._catalog.lines(asked.run), ANSWER_S)
+                    step = self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
+                listed = self._record_queue.query(lambda: self._catalog.lines(asked.run), ANSWER_S)
             except CheckpointError:  # it is raised again when there is nothing to wait for
                 listed = []
             hidden = {found.step for found in listed} - set(self._store.steps(asked.run))
@@ -189,7 +189,7 @@ class RestoreSelector:
         tried: set[int] = set()
         while asked.step is None and len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
             try:
-                found = self._record_queue.ask(lambda: self._mendable(asked, tried), ANSWER_S)
+                found = self._record_queue.query(lambda: self._mendable(asked, tried), ANSWER_S)
             except (CatalogUnavailable, NoSuchRun):
                 return
             if found is None:
@@ -242,7 +242,7 @@ class RestoreSelector:
             return step
         damage: Damaged | None = None
         offers: dict[int, Collection[str]] = {}
-        left = self._committed_steps.left(run)
+        left = self._committed_steps.abandoned(run)
         for found in reversed([there for there in steps if there not in left]):
             seen = self._findings.seen(run, found)
             try:

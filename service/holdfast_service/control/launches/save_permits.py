@@ -62,7 +62,7 @@ class SavePermits:
         if self._attempts.owes(run, step, attempt):
             return True
         try:
-            return self._record_queue.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
+            return self._record_queue.query(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
         except CatalogUnavailable as away:
             log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
             return False

@@ -77,7 +77,7 @@ class RemovalProbe:
     def as_it_stands(self, run: str, c: Candidate, proven: str | None) -> Candidate | None:
         """A verified candidate: marked unverified if its files are not those read back, None if it is gone."""
         try:
-            stamp = self.probe.look(run, c.step)
+            stamp = self.probe.probe(run, c.step)
         except NoSuchCheckpoint:
             self.discoveries.missing.publish(run, c.step)
             return None

@@ -33,7 +33,7 @@ class RetentionRequests:
                 log.info("%s: keep_last=%s of the trainer is ignored: the run has a retention policy", run, keep_last)
             if new or file != before:
                 last = file.in_force.last
-                self._record_queue.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
+                self._record_queue.enqueue("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
         except (CatalogUnavailable, NoSuchRun) as away:  # of a rank that reconnects: its `keep_last` was in force before

@@ -130,7 +130,7 @@ class Rotation:
         if awaited:
             self.due(run)
 
-    def settle(self, wait_s: float = 30.0) -> bool:
+    def wait_until_applied(self, wait_s: float = 30.0) -> bool:
         """Wait until everything that is due now has been done; False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy and self._next_due() is None, wait_s)
@@ -357,7 +357,8 @@ class Rotation:
 
     def _refuse_the_newest(self, checkpoint: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
         """Refuse to remove checkpoints that no policy removes, unless the caller names them."""
-        which = f"{checkpoint.run}@{checkpoint.step} is the newest checkpoint of its run with the groups {', '.join(checkpoint.groups)} that is"
+        groups = ", ".join(checkpoint.groups)
+        which = f"{checkpoint.run}@{checkpoint.step} is the newest checkpoint of its run with the groups {groups} that is"
         if checkpoint.abandoned:
             return
         _, candidates = self.looked_at(checkpoint.run)

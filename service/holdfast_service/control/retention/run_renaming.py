@@ -124,7 +124,7 @@ class RunRenaming:
         damaged: dict[int, Damaged] = {}
         for step in PosixStore(self._tier).steps(run):
             try:
-                self._rotation.probe.look(run, step)
+                self._rotation.probe.probe(run, step)
             except Damaged as error:
                 damaged[step] = error
             except NoSuchCheckpoint:

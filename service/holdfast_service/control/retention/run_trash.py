@@ -198,7 +198,7 @@ class RunTrash:
         if days is None:
             return []
         entries = self.entries()
-        ages = self._ages.look(self._clock(), {one.entry: seconds_of(one.deleted) for one in entries})
+        ages = self._ages.update(self._clock(), {one.entry: seconds_of(one.deleted) for one in entries})
         due = [one for one in entries if ages[one.entry] >= days * DAY_S]
         return [one.entry for one in due if self._may_go(one) and self._purge(one, f"it was deleted {days:g} days ago")]
 

@@ -98,7 +98,7 @@ class TeamQuotas:
         """Bytes of all committed checkpoints of each pattern's runs."""
         return {pattern: self._counted(pattern)[0] for pattern in patterns}
 
-    def told(self) -> list[Quota]:
+    def usage(self) -> list[Quota]:
         """All quotas, with the used bytes."""
         quotas = []
         for pattern, quota in sorted(self.all().items()):

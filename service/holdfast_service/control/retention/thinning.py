@@ -96,7 +96,7 @@ class Thinning:
 
     def was_done(self, run: str, step: int) -> None:
         """Record the new checkpoint in the catalog soon."""
-        self._record_queue.tell(f"what is left of {run}@{step}", lambda: self.record(run, step))
+        self._record_queue.enqueue(f"what is left of {run}@{step}", lambda: self.record(run, step))
 
     def clear(self, place: Place) -> None:
         """Remove a staging place; the next sweep removes what cannot be removed now."""
@@ -110,7 +110,7 @@ class Thinning:
         problem = error.problem()  # the error's traceback would keep its frames alive
         text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
         record = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
-        self._record_queue.tell(f"why {run}@{step} is not thinned or compacted yet", record)
+        self._record_queue.enqueue(f"why {run}@{step} is not thinned or compacted yet", record)
 
     def _refuse(self, run: str, step: int, small: OptimRule | None) -> None:
         """Raise if a checkpoint that was due a moment ago is not due any more.

@@ -50,7 +50,7 @@ class TrashAges:
             log.error("cannot read %s: %s", naming.RUN_TRASH_AGES, str(error)[:200])
             return None
 
-    def look(self, now: float, deleted: Mapping[str, float]) -> dict[str, float]:
+    def update(self, now: float, deleted: Mapping[str, float]) -> dict[str, float]:
         """The ages of these entries now, in seconds; `deleted` are their wall-clock times of deletion."""
         before, at = self.read(), min(max(now, 0.0), _MOST_S)
         most = LOOK_MAX_S if self._has_looked else START_MAX_S

@@ -290,9 +290,10 @@ class Arena:
         """`LimitExceeded` for memory that this holder's ranks cannot have got from any daemon of this node."""
         others = [(whose, held) for whose, held in self._held() if whose.tenant == holder.tenant]
         share = left(self.shares, self._budget.bytes_max, others, holder)
-        if holder.tenant and size > share.left:
+        if holder.tenant and size > share.bytes_left:
             raise LimitExceeded(
-                f"a rank of {holder.run} brings {size} bytes of memory; {share.left} are left of {self._budget.bytes_max} "
+                f"a rank of {holder.run} brings {size} bytes of memory; {share.bytes_left} are left of "
+                f"{self._budget.bytes_max} "
                 f"bytes, {share.name}",
                 hint="restart the trainer, or start the daemon with a larger --arena-bytes-max or --run-share",
             )
@@ -366,7 +367,7 @@ class Arena:
         """What this holder may have now, by free memory, its share, and its own limits."""
         room = self._budget.room(self._taken(), self._touched())
         share = left(self.shares, self._budget.bytes_max, self._held(), holder)
-        shared = SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
+        shared = SegmentRoom(share.bytes_left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}")
         own = [SegmentRoom(max(of.bytes - self._charged(of.group), 0), of.name, RAISE_OWN) for of in holder.limits]
         return min(room, shared, *own, *largest_segment())
 
@@ -387,7 +388,7 @@ class Arena:
         spilled = [(s.holder, s.geometry.segment_bytes) for s in self._segments if s.spilled]
         total = disk.free_bytes() + sum(size for _, size in spilled)
         share = left(self.shares, total, spilled, holder)
-        rooms = [SegmentRoom(share.left, f"the disk's {total} bytes, {share.name}")]
+        rooms = [SegmentRoom(share.bytes_left, f"the disk's {total} bytes, {share.name}")]
         for quota in disk.quotas(holder.run):
             held = sum(size for whose, size in spilled if quota.covers(whose.run))
             name = f"{quota.name}, {quota.bytes} bytes, of which {held} are staged"

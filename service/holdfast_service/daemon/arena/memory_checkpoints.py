@@ -179,7 +179,7 @@ class MemoryCheckpoints:
                     slots.append(LentSlot(rank, part, lambda: self._held.get(of.run) is hold))
             return slots
 
-    def told(self) -> list[MemoryUse]:
+    def report(self) -> list[MemoryUse]:
         """Held memory by run."""
         with self._lock:
             holds = sorted(self._held.values(), key=lambda hold: hold.of)

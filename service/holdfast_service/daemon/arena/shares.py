@@ -69,7 +69,7 @@ NOBODY = ShareRequester("", False)
 class Allowance(NamedTuple):
     """How much more may be reserved, and by which rule: the run's or its tenant's."""
 
-    left: int
+    bytes_left: int
     name: str
 
 

@@ -48,13 +48,13 @@ class _Poll:
 
     def __init__(self, vote: AverageVote) -> None:
         self.wanted = vote
-        self.told: AverageVote | None = None
+        self.reported: AverageVote | None = None
         self.others: Sequence[AverageVote] = ()
         self.ends = False  # nothing is to be heard any more
 
     def is_open(self, world: int) -> bool:
         """Whether a rank here waits for other nodes' votes."""
-        return self.told != self.wanted or (not self.ends and verdict(self.wanted, self.others, world) is None)
+        return self.reported != self.wanted or (not self.ends and verdict(self.wanted, self.others, world) is None)
 
 
 class Agreement:
@@ -75,18 +75,18 @@ class Agreement:
         with self._lock:
             poll = self._polls.setdefault(key, _Poll(vote))
             poll.ends = False
-            if poll.wanted != vote or poll.told is None:
+            if poll.wanted != vote or poll.reported is None:
                 poll.wanted = vote
                 self._lock.notify_all()
             if not vote.history:
                 return False
-            return verdict(vote, poll.others, key.world) if poll.told == vote else None
+            return verdict(vote, poll.others, key.world) if poll.reported == vote else None
 
     def forget(self, key: RankSetKey) -> None:
         """These ranks' averages are gone from here. Votes on them remain valid for others."""
         with self._lock:
             poll = self._polls.get(key)
-            if poll is not None and poll.told == poll.wanted:
+            if poll is not None and poll.reported == poll.wanted:
                 del self._polls[key]
             elif poll is not None:
                 poll.ends = True
@@ -128,7 +128,7 @@ class Agreement:
                 self.away, pause = True, AWAY_S
 
     def _untold(self) -> bool:
-        return any(poll.told != poll.wanted for poll in self._polls.values())
+        return any(poll.reported != poll.wanted for poll in self._polls.values())
 
     def _patience(self) -> float | None:
         """Seconds without work; None: until a change."""
@@ -136,15 +136,15 @@ class Agreement:
 
     def _ask(self, key: RankSetKey, poll: _Poll) -> None:
         with self._lock:
-            vote, before = poll.wanted, poll.told
+            vote, before = poll.wanted, poll.reported
         others = self._votes.cast(key.run, key.attempt, vote)
         with self._lock:
             news = before != vote or poll.others != others
-            poll.told, poll.others = vote, others
-            if poll.ends and poll.told == poll.wanted and self._polls.get(key) is poll:
+            poll.reported, poll.others = vote, others
+            if poll.ends and poll.reported == poll.wanted and self._polls.get(key) is poll:
                 del self._polls[key]
         if before != vote and _is_awaited(vote, others):
-            self._votes.ring()
+            self._votes.notify()
         if news:
             self._changed(key)
 

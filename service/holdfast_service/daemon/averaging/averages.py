@@ -119,7 +119,7 @@ class Averages:
         known.holder = ShareHolder(owner.run, tenant)
         self._use(known, user)
 
-    def ring(self, owner: SegmentOwner) -> None:
+    def wake(self, owner: SegmentOwner) -> None:
         """A rank has sealed or skipped an update."""
         self._ring(_rank_set_of(owner))
 
@@ -153,7 +153,7 @@ class Averages:
             rank_set = self._node_ranks.get(key)
             return rank_set is not None and rank_set.withdraw(step)
 
-    def told(self) -> list[KeptAverage]:
+    def report(self) -> list[KeptAverage]:
         """The state of every started average here, by rank 0's record."""
         with self._lock:
             node_ranks = [(key, rank_set.segments.get(0)) for key, rank_set in self._node_ranks.items()]
@@ -182,7 +182,7 @@ class Averages:
     def _use(self, segment: AverageSegment, user: object) -> None:
         with self._lock:
             self._node_ranks[_rank_set_of(segment.owner)].users[segment.owner.rank] = user
-        self.ring(segment.owner)
+        self.wake(segment.owner)
 
     def _drop(self, segment: AverageSegment) -> None:
         with self._lock:

@@ -133,9 +133,9 @@ class Checker:
         self.counts.add("checks")
         return LayoutChecks(tried.layouts, same_as)
 
-    def found(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
+    def result_of(self, run: str, step: int) -> Literal["sound", "damaged", "gone", "unknown"]:
         """The recorded state of a checkpoint."""
-        return self._control.findings.found(run, step)
+        return self._control.findings.result_of(run, step)
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
         """A reader reports damage. Check there, and repair or record it; None if everything is sound.
@@ -318,7 +318,7 @@ class Checks:
         self._thread.start()
 
     @property
-    def left(self) -> int:
+    def pending(self) -> int:
         """Number of checks still to do."""
         return self._left
 
@@ -398,7 +398,7 @@ class Checks:
     def _look_into(self, run: str, step: int, error: Damaged) -> None:
         """Read reported damage. If that is sound, but other parts no longer count as verified, read everything."""
         sound = self._checker.suspect(run, step, error) is None
-        if sound and not self.awaits(run, step) and self._checker.found(run, step) == "unknown":
+        if sound and not self.awaits(run, step) and self._checker.result_of(run, step) == "unknown":
             self._checker.check(run, step, self._heed)
 
     def _first_check(self, committed: Committed) -> None:
@@ -411,7 +411,7 @@ class Checks:
             return
         if not spread.follow(committed.run, committed.step, sha256, lambda: self._closed):
             return  # this daemon ends: others go on with it
-        state = self._checker.found(committed.run, committed.step)
+        state = self._checker.result_of(committed.run, committed.step)
         if state == "unknown":
             self._checker.check(committed.run, committed.step, self._heed)
         elif state == "sound":

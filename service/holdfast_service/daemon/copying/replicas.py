@@ -110,7 +110,7 @@ class Replicator:
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)
 
-    def look(self) -> bool:
+    def run_once(self) -> bool:
         """Open the tier if need be, remove and copy what is due; returns whether anything was done.
 
         Raises errors of the tier, which is then left alone for a while.
@@ -320,7 +320,8 @@ class Replicator:
             return True
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(
-                f"replica {self.name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists in this root",
+                f"replica {self.name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
+                "in this root",
                 hint="it is kept: move it away if you do not need it, or train under another run name",
             )
         return False
@@ -344,7 +345,7 @@ class Replicator:
         wait_s = RETRY_S
         while not self._closed.is_set():
             try:
-                done = self.look()
+                done = self.run_once()
                 if self.problem is not None:
                     log.warning("replica %s works again", self.name)
                 self.problem, wait_s = None, RETRY_S

@@ -98,7 +98,7 @@ class Thinner:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def look(self, run: str) -> list[int]:
+    def run_once(self, run: str) -> list[int]:
         """Thin and compact all of a run that is due now, oldest first; returns the steps. A failure does not stop the
         others.
         """
@@ -183,7 +183,7 @@ class Thinner:
         state = self._tier.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
         thin = thinning.thin(pair.manifest, pair.encoded, state, utc_now())
         stage(self._tier, self._store, place, thin, going)
-        return thin.made
+        return thin.manifest
 
     def _clear(self, place: Place) -> None:
         """Remove staged files and records."""
@@ -195,7 +195,7 @@ class Thinner:
         give_way()
         while (run := self._awaited()) is not None:
             try:
-                self.look(run)
+                self.run_once(run)
             except CopyStopped:
                 return
             except NotFound as error:
@@ -229,5 +229,5 @@ def stage(tier: Tier, store: Store, place: Place, thin: ThinCheckpoint, going: C
     """Stage the weights that stay of a checkpoint of `tier`; raises what `stage_again` raises."""
     stage_again(tier, store, place, thin.proof, going)
     tier.put(f"{place.path}/{naming.STATE}", thin.state)
-    state = tuple(entry for entry in thin.made.files if entry.name == naming.STATE)
-    read_back(tier, place.path, msgspec.structs.replace(thin.made, files=state, tensors={}, aliases={}), going)
+    state = tuple(entry for entry in thin.manifest.files if entry.name == naming.STATE)
+    read_back(tier, place.path, msgspec.structs.replace(thin.manifest, files=state, tensors={}, aliases={}), going)

@@ -64,7 +64,7 @@ class Peer:
         if url != self._connection.url:
             self._connection.close()
             self._connection = NodeConnection(url, self._secrets, TIMEOUT_S, TIMEOUT_S)
-        answer = self._connection.ask(wanted.PATH.format(round_id), wanted.encode_asked(ranges))
+        answer = self._connection.request(wanted.PATH.format(round_id), wanted.encode_asked(ranges))
         if answer.status == http.HTTPStatus.CONFLICT:
             raise _Busy("it does not offer the round")
         if answer.status != http.HTTPStatus.OK or answer.length != wanted.answer_bytes(ranges):

@@ -64,7 +64,7 @@ class HoldingNode(NamedTuple):
         over = threading.Timer(limit_s, connection.hang_up)
         over.start()
         try:
-            answer = connection.ask(path, body)
+            answer = connection.request(path, body)
             if answer.status != http.HTTPStatus.OK:
                 raise HolderLost(f"node {self.node} answered {answer.status}")
             yield answer

@@ -29,7 +29,7 @@ class Mirror:
 
     def __init__(self, of: MemoryStep, slot_report: SlotReport, holder: HoldingNode) -> None:
         """`NoSpace` without room for it."""
-        self.of, self.said, self.holder = of, slot_report, holder
+        self.of, self.report, self.holder = of, slot_report, holder
         self._geometry = Geometry(1, slot_report.table_at, page_aligned(slot_report.table_bytes))
         self.fd = memfd(f"mirror-{of.run}-rank{slot_report.rank}", self._geometry.segment_bytes)
         try:
@@ -45,15 +45,15 @@ class Mirror:
     @property
     def part(self) -> HeldPart:
         """Its description for ranks."""
-        return HeldPart(rank=self.said.rank, slot=0, table_digest=self.said.table_digest)
+        return HeldPart(rank=self.report.rank, slot=0, table_digest=self.report.table_digest)
 
     @property
     def table(self) -> SlotRange:
-        return SlotRange(self.said.rank, self.said.table_at, self.said.table_at + self.said.table_bytes)
+        return SlotRange(self.report.rank, self.report.table_at, self.report.table_at + self.report.table_bytes)
 
     def open(self) -> None:
         """The table is there: from now on ranks can read the slot. `HolderLost` if it is another table."""
-        report = self.said
+        report = self.report
         if digest(self.slot[self.table.begin : self.table.end]) != report.table_digest:
             raise HolderLost(f"node {self.holder.node} sent another table of rank {report.rank} than it had named")
         seal = int(report.table_digest, 16)
@@ -62,7 +62,7 @@ class Mirror:
 
     def has(self, begin: int, end: int) -> bool:
         """Whether the rank has data in this range."""
-        return 0 <= begin < end <= self.said.data_bytes
+        return 0 <= begin < end <= self.report.data_bytes
 
     def claim(self, begin: int, end: int) -> Iterator[SlotRange]:
         """Claim the missing parts of this range; the caller fetches them."""
@@ -73,7 +73,7 @@ class Mirror:
             while first < last and units[first] == _ABSENT:
                 units[first] = _ON_ITS_WAY
                 first += 1
-            yield SlotRange(self.said.rank, start * UNIT_BYTES, min(first * UNIT_BYTES, self.said.data_bytes))
+            yield SlotRange(self.report.rank, start * UNIT_BYTES, min(first * UNIT_BYTES, self.report.data_bytes))
 
     def settle(self, one: SlotRange, is_whole: bool) -> None:
         """Mark a claimed range as fetched, or as missing again."""

@@ -79,7 +79,7 @@ class NodeConnection:
         http_connection.sock.settimeout(self._silence_s)
         self._http, self._nonce, self._asked = http_connection, "", 0
 
-    def ask(self, path: str, body: bytes) -> ProvenAnswer:
+    def request(self, path: str, body: bytes) -> ProvenAnswer:
         """The answer to a request; `Unproven`, and as `connect`."""
         for secret in list(self._secrets):
             self.connect()

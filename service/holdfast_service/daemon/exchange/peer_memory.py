@@ -131,7 +131,7 @@ class PeerMemory:
             for one in reports:
                 mirrors.append(Mirror(lent.of, one, holder))
             if mirrors:
-                into, tables = {mirror.said.rank: mirror.slot for mirror in mirrors}, [mirror.table for mirror in mirrors]
+                into, tables = {mirror.report.rank: mirror.slot for mirror in mirrors}, [mirror.table for mirror in mirrors]
                 holder.fetch(lent.of, reports, tables, into, _limit_s(tables))
             for mirror in mirrors:
                 mirror.open()
@@ -142,7 +142,7 @@ class PeerMemory:
             return
         with lent.changed:
             for mirror in mirrors:
-                if lent.mirrors.setdefault(mirror.said.rank, mirror) is not mirror:
+                if lent.mirrors.setdefault(mirror.report.rank, mirror) is not mirror:
                     mirror.close()
 
     def _bring(self, lent: _Lent, holder: HoldingNode, claimed: Sequence[SlotRange]) -> None:
@@ -161,7 +161,7 @@ class PeerMemory:
         with lent.changed:
             if holder.node in lent.lost or lent.vain_s > VAIN_S_MAX:
                 return False
-            slots: list[SlotReport] = [lent.mirrors[rank].said for rank in sorted(ranks)]
+            slots: list[SlotReport] = [lent.mirrors[rank].report for rank in sorted(ranks)]
             into = {rank: lent.mirrors[rank].slot for rank in ranks}
         began, size = time.monotonic(), sum(one.length for one in piece)
         try:
@@ -196,7 +196,7 @@ class Borrower:
         if self._memory is None:
             return []
         mirrors = self._memory.open(_of(run, asked), self)
-        return [mirror for mirror in mirrors if mirror.said.rank > asked.after][: wire.HELD_RANKS_MAX]
+        return [mirror for mirror in mirrors if mirror.report.rank > asked.after][: wire.HELD_RANKS_MAX]
 
     def fetch(self, run: str, asked: wire.Fetch) -> wire.Fetched:
         ranges = [SlotRange(*one) for one in asked.ranges]

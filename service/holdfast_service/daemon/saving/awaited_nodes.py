@@ -82,7 +82,7 @@ class AwaitedNodes:
         if now < joint.nodes_at:
             return None
         joint.nodes_at = now + NODES_EVERY_S
-        return self._rendezvous.look(joint.id)
+        return self._rendezvous.rounds(joint.id)
 
     def _are_gone(self, joint: JoinedRound, which: str, now_gone: bool) -> bool:
         """Whether these have been gone for longer than the grace."""
@@ -100,7 +100,7 @@ class AwaitedNodes:
         if now < joint.node_ranks_at:
             return None
         joint.node_ranks_at = now + NODE_RANKS_EVERY_S
-        seen = self._rendezvous.look(joint.id)
+        seen = self._rendezvous.rounds(joint.id)
         if seen.repeated:
             self._rendezvous.seal(joint.id)  # which ends it
             return None

@@ -18,7 +18,7 @@ class FailedRounds:
     def __init__(self, control: Control, history: SaveHistory) -> None:
         self._control, self._history = control, history
 
-    def tell(self, current: SaveRound, error: CheckpointError, staging: Place | None) -> None:
+    def report(self, current: SaveRound, error: CheckpointError, staging: Place | None) -> None:
         """A round has ended: record it, and remove its staged files."""
         how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
         log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))

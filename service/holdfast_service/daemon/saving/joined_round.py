@@ -35,7 +35,7 @@ class JoinedRound:
         self.helping: Future[None] | None = None  # while this node writes the share of another one, and afterwards
         self.helped = False  # whether what came of that was looked at
         self.handover: ShareHandover | None = None  # as it was when this node committed
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self.ended: JoinedEnd | None = None  # although it may still be written from its slots
         self.dead_since: dict[str, float] = {}
         self.absent_since: float | None = None

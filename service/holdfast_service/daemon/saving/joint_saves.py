@@ -43,8 +43,8 @@ CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a ro
 
 
 class JointParty(NamedTuple):
-    """A daemon's access to joint saves. `node_ranks` returns the connected ranks of a run's attempt by node, and all that ever
-    connected; `words` the nodes' statements on their ranks.
+    """A daemon's access to joint saves. `node_ranks` returns the connected ranks of a run's attempt by node, and all that
+    ever     connected; `words` the nodes' statements on their ranks.
     """
 
     rendezvous: Rendezvous
@@ -237,7 +237,7 @@ class JointSaves:
     def _is_lost(self, joint: JoinedRound) -> bool:
         """Whether the catalog has lost the round, so that no node can commit it."""
         try:
-            self._party.rendezvous.look(joint.id)
+            self._party.rendezvous.rounds(joint.id)
         except RoundAborted:
             return True
         return False
@@ -260,7 +260,7 @@ class JointSaves:
             if seen.state == "aborted":
                 del self._joints[joint.current.key]
                 self._host.given_up(joint.current, from_problem(seen.problem or {}))
-                self._party.rendezvous.hear(joint.id)
+                self._party.rendezvous.receive_part(joint.id)
             elif seen.state in ("sealed", "committing"):
                 self._begin(joint, seen)
             elif self._host.sealed(joint.current):
@@ -277,12 +277,12 @@ class JointSaves:
             del self._joints[joint.current.key]
             return
         self._party.exchange.offer(joint.id, joint.slots)
-        joint.writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.over.is_set)
+        joint.writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.finished.is_set)
         joint.writing.add_done_callback(lambda done: self._wake.set())
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
         assert joint.seen is not None
-        future = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.over.is_set)
+        future = self._pool.submit(self._writer.write_for, joint.seen, node, joint.slots, joint.finished.is_set)
         future.add_done_callback(lambda done: self._wake.set())
         return future
 
@@ -292,7 +292,7 @@ class JointSaves:
         if seen.state in ("aborted", "committed"):
             self._end(joint, None if seen.state == "committed" else from_problem(seen.problem or {}))
             if seen.state == "aborted":
-                self._party.rendezvous.hear(joint.id)
+                self._party.rendezvous.receive_part(joint.id)
         elif error is not None and not self._handovers.hand_over(joint, seen, error):
             self._abort(joint, self._handovers.alone(joint, error))
         elif not seen.written:
@@ -340,7 +340,7 @@ class JointSaves:
 
     def _end(self, joint: JoinedRound, result: Result, left: bool = False) -> None:
         """The round has ended, or is `left` to others. Free its slots once nothing is written from them any more."""
-        joint.over.set()
+        joint.finished.set()
         joint.ended = JoinedEnd(result, None if left else joint.place)
         self._party.exchange.withdraw(joint.id)
         for one in (joint.writing, joint.helping):

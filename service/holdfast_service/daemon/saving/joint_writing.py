@@ -113,7 +113,7 @@ class ShareWriter:
         plan, began = share.plan, time.monotonic()
         place = Place(plan.run, plan.step, plan.attempt, seen.id)
         timed = FsyncTimed(self._control.store.begin(place))
-        peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.look(seen.id))
+        peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.rounds(seen.id))
         ranks = next(one.ranks for one in seen.parts if one.node == node)
         what = NodeShare(share.shares, share.block_bytes, ranks)
         try:

@@ -76,8 +76,8 @@ class RankReportExchange:
                 self._stops.ask(LaunchKey(*stopping))
         waited_for = self._here.waited_for()
         for key, saves in waited_for.items():
-            words = self._words.say(*key, "waiting", saves.said())
-            held = [OpenSaves.heard(word.said) for word in held_together(words, self._node) if word.node != self._node]
+            words = self._words.report(*key, "waiting", saves.report())
+            held = [OpenSaves.from_report(word.said) for word in held_together(words, self._node) if word.node != self._node]
             if held:
                 self._here.end_stuck(key, saves, held)
         undecided = self._stops.undecided()
@@ -87,17 +87,17 @@ class RankReportExchange:
 
     def _agree(self, key: LaunchKey) -> None:
         if key not in self._known:
-            for word in self._words.heard(*key, "stopping"):
+            for word in self._words.reports(*key, "stopping"):
                 if word.node == self._node:
                     self._stops.remember(key, word.said)
             self._known.add(key)
         decided = self._words.decided(*key, "stopping")
         if decided is None:
-            words = self._words.say(*key, "stopping", self._stops.undecided().get(key, NOTHING))
+            words = self._words.report(*key, "stopping", self._stops.undecided().get(key, NOTHING))
             step = self._stops.hear(key, [word.said for word in words])
             if step is not None:
                 decided = self._words.decide(*key, "stopping", {"step": step})
             elif len(words) == 1:  # the other nodes do not know yet
-                self._words.ring()
+                self._words.notify()
         if decided is not None:
             self._stops.decide(key, decided["step"])

@@ -81,9 +81,9 @@ class RestoreAgreement:
     def choose(self, who: Participant, turn: int, asked: StepQuestion) -> Answer:
         """The step that this rank's attempt restores as its `turn`-th, the same for all its ranks."""
         step = self._control.restores.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy)
-        return Answer(step=step, notes=self.told(who, turn, step, named=asked.step is not None))
+        return Answer(step=step, notes=self.answered(who, turn, step, named=asked.step is not None))
 
-    def told(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
+    def answered(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
         """A rank got the step of its `turn`-th restore, and has finished earlier turns. Returns notes on newer steps that
         were skipped, unless the rank named the step.
         """

@@ -24,7 +24,7 @@ class RunLifecycles:
         self._awaited = dict(control.lives.running())
         self._until = time.monotonic() + return_s
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record changes."""
         here = self._saver.lives()
         lives = dict(here)

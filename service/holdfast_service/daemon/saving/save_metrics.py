@@ -33,7 +33,7 @@ class _Save:
     def __init__(self, world: int) -> None:
         self.world = world
         self.stalls: dict[int, float] = {}
-        self.told: Measured = {}  # the stall as the transaction that ends the round keeps it
+        self.recorded: Measured = {}  # the stall as the transaction that ends the round keeps it
         self.round_id: int | None = None  # once it has ended
         self.checked = False
         self.due_at = 0.0
@@ -75,7 +75,7 @@ class SaveHistory:
         """The timings of a round that ends now, `known` with it."""
         with self._lock:
             save = self._of(current.key, current.world)
-            save.told = save.stall
+            save.recorded = save.stall
             limit = self.disk.bytes_per_second
             return current.staged | known | save.stall | ({} if limit is None else {"disk_bytes_per_second": limit})
 
@@ -92,7 +92,7 @@ class SaveHistory:
         with self._lock:
             save = self._of(current.key, current.world)
             save.round_id, save.checked = current.id, save.checked or checked
-            if save.stall != save.told:  # a rank spoke while the transaction went on
+            if save.stall != save.recorded:  # a rank spoke while the transaction went on
                 save.later |= save.stall
             save.due_at = time.monotonic() + PATIENCE_S
 

@@ -114,7 +114,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         with self._lock:
-            return bool(self._open or self._pending or self.checks.left or self.holds.awaiting)
+            return bool(self._open or self._pending or self.checks.pending or self.holds.awaiting)
 
     @property
     def writing(self) -> bool:
@@ -124,7 +124,7 @@ class Saver:
     @property
     def working(self) -> bool:
         with self._lock:
-            return bool(self._open or self._pending or self.checks.left)
+            return bool(self._open or self._pending or self.checks.pending)
 
     @property
     def sealed(self) -> int:
@@ -224,7 +224,7 @@ class Saver:
             self.holds.keep(*current.key, current.sealed)
         current.release()
         if isinstance(result, CheckpointError):
-            self._ends.tell(current, result, staging)
+            self._ends.report(current, result, staging)
             self._announce(current, result)
             return
         self.history.ended(current, checked=result is None)
@@ -586,7 +586,7 @@ class Saver:
         self._fills.leave(current)
         current.release()
         self._given_up.add(current.key, {*current.participants, *knowing}, error)
-        self._ends.tell(current, error, staging=None)
+        self._ends.report(current, error, staging=None)
         self._announce(current, error)
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
@@ -602,7 +602,7 @@ class Saver:
 
     def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
         if isinstance(result, CheckpointError):
-            self._ends.tell(current, result, Place(*current.key))
+            self._ends.report(current, result, Place(*current.key))
             self._announce(current, result)
             return
         self.checks.add(result)

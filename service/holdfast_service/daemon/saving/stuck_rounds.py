@@ -41,12 +41,12 @@ class OpenSaves(NamedTuple):
         return cls(world, brought, frozenset(RankWait(who.rank, who.newest, who.awaits, who.closing) for who in ranks))
 
     @classmethod
-    def heard(cls, report: Mapping[str, Any]) -> OpenSaves:
+    def from_report(cls, report: Mapping[str, Any]) -> OpenSaves:
         """Decode another node's report."""
         brought = {int(step): frozenset(ranks) for step, ranks in report["brought"].items()}
         return cls(report["world"], brought, frozenset(RankWait(*one) for one in report["ranks"]))
 
-    def said(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Encode for other nodes; equal states have equal reports."""
         ranks = sorted(self.ranks, key=lambda one: (one.rank, one.newest or -1))
         brought = {str(step): sorted(ranks) for step, ranks in self.brought.items()}
@@ -84,7 +84,8 @@ class OpenSaves(NamedTuple):
                 steps.setdefault(one.newest, set()).add(one.rank)
         steps_text = ", ".join(f"step {step} by {_ranks(by)}" for step, by in sorted(steps.items())[:LISTED_MAX])
         return RoundAborted(
-            f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved were {steps_text}",
+            f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved "
+            f"were {steps_text}",
             hint="every rank must save the same steps; on a signal, let them agree on the step first",
         )
 

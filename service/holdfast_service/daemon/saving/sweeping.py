@@ -51,7 +51,7 @@ class Sweeper:
         self._closing.set()
         self._thread.join()
 
-    def look(self) -> list[str]:
+    def sweep(self) -> list[str]:
         """Sweep what is due, and return it."""
         return [
             run for run, declared in self._empty.due().items() if not self._closing.is_set() and self._sweep(run, declared)
@@ -72,7 +72,7 @@ class Sweeper:
     def _run(self) -> None:
         self._try(self._tidy, "deleted runs")
         while not self._closing.wait(self._look_s):
-            self._try(self.look, "empty runs")
+            self._try(self.sweep, "empty runs")
             self._try(self._tidy, "deleted runs")
 
     def _try(self, act: Callable[[], object], what: str) -> None:

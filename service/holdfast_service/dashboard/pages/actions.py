@@ -26,20 +26,20 @@ _FORCES: tuple[str, ...] = get_args(Force)
 async def set_pin(api: Asked, run: str, step: int, form: Posted) -> Response:
     """Pin it, or with `pinned=no` remove the pin."""
     unpin = form.text("pinned") == "no"
-    await api.ask("DELETE" if unpin else "PUT", at(run, step, "pin"))
+    await api.request("DELETE" if unpin else "PUT", at(run, step, "pin"))
     return see(_back(form, run, step), "unpinned" if unpin else "pinned")
 
 
 @router.post(f"{_CHECKPOINT}/labels")
 async def add_label(api: Asked, run: str, step: int, form: Posted) -> Response:
     label = check_label(form.text("label"))
-    await api.ask("PUT", at(run, step, "labels", label))
+    await api.request("PUT", at(run, step, "labels", label))
     return see(to(run, step), "labelled")
 
 
 @router.post(f"{_CHECKPOINT}/labels/{{label}}/remove")
 async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -> Response:
-    await api.ask("DELETE", at(run, step, "labels", check_label(label)))
+    await api.request("DELETE", at(run, step, "labels", check_label(label)))
     return see(to(run, step), "unlabelled")
 
 
@@ -49,7 +49,7 @@ async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> 
     checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     refused: CheckpointError | None = None
     try:
-        await api.ask("DELETE", at(run, step), dry_run="true")
+        await api.request("DELETE", at(run, step), dry_run="true")
     except CheckpointError as error:
         refused = error
     return page(request, "remove.html", run=run, made=checkpoint, refused=refused, forces=_FORCES)
@@ -62,7 +62,7 @@ async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
         raise InvalidRequest(
             f"you typed step {form.text('confirm')!r}, but the checkpoint is step {step}", hint="go back and type the step"
         )
-    await api.ask("DELETE", at(run, step), force=form.text("force"))
+    await api.request("DELETE", at(run, step), force=form.text("force"))
     return see(to(run), "removed")
 
 

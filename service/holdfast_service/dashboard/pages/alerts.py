@@ -33,7 +33,7 @@ async def answer_alert(api: Asked, run: str, code: str, form: Posted) -> Respons
 async def answer_other(api: Asked, code: str, subject: str, form: Posted) -> Response:
     """The same for an alert of a node or a replica; or copy to the replica again."""
     if form.text("do") == "retry":
-        await api.ask("POST", f"/v1/replicas/{_part(subject)}/retry")
+        await api.request("POST", f"/v1/replicas/{_part(subject)}/retry")
         return see("/", "retried")
     return see("/", await _answer(api, f"/v1/alerts/{_part(code)}/{_part(subject)}/acknowledgement", form))
 
@@ -49,7 +49,7 @@ async def mend(api: Asked, run: str, form: Posted) -> Response:
         wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=remedy == "repair"))
         return see(await api.submit(wanted), "job")
     if remedy == "retry-replicas" and form.text("subject"):
-        await api.ask("POST", f"/v1/replicas/{_part(form.text('subject'))}/retry")
+        await api.request("POST", f"/v1/replicas/{_part(form.text('subject'))}/retry")
         return see(to(run), "retried")
     raise InvalidRequest(f"{remedy!r} is nothing that mends an alert", hint="go back and load the page again")
 
@@ -57,23 +57,23 @@ async def mend(api: Asked, run: str, form: Posted) -> Response:
 async def _answer(api: ViewerApi, path: str, form: Form, **params: Any) -> str:
     do = form.text("do")
     if do == "take-back":
-        await api.ask("DELETE", path, **params)
+        await api.request("DELETE", path, **params)
         return "alert-back"
     if do not in ("acknowledge", "snooze"):
         raise InvalidRequest(f"{do!r} is nothing that can be done about an alert", hint="go back and load the page again")
     body = AcknowledgeRequest(for_s=SNOOZE_S if do == "snooze" else None)
-    await api.ask("PUT", path, body=body, **params)
+    await api.request("PUT", path, body=body, **params)
     return "snoozed" if do == "snooze" else "acknowledged"
 
 
 async def _raise_quota(api: ViewerApi, run: str) -> None:
     """Raise it by half, unless the policy changes at the same moment."""
-    answer = await api.ask("GET", at(run) + "/policy")
+    answer = await api.request("GET", at(run) + "/policy")
     policy = RetentionPolicy.model_validate_json(answer.content)
     if policy.quota_bytes is None:
         raise InvalidRequest(f"{run} has no quota", hint="it was lifted meanwhile: go back and load the page again")
     raised = math.ceil(policy.quota_bytes * 1.5 / QUOTA_STEP_BYTES) * QUOTA_STEP_BYTES
-    await api.ask(
+    await api.request(
         "PUT",
         at(run) + "/policy",
         body=policy.model_copy(update={"quota_bytes": raised}),

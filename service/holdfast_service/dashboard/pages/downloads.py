@@ -48,7 +48,7 @@ async def _file(request: Request, api: ViewerApi, table: DownloadTable, path: st
     rows: list[dict[str, Any]] = []
     cursor: str | None = None
     while len(rows) < downloads.ROWS_MAX:
-        answer = (await api.ask("GET", path, **asked, cursor=cursor, limit=LIMIT_MAX)).json()
+        answer = (await api.request("GET", path, **asked, cursor=cursor, limit=LIMIT_MAX)).json()
         rows += map(table.more_of, answer["items"])
         cursor = answer.get("next")
         if cursor is None:

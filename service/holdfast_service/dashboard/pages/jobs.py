@@ -50,5 +50,5 @@ async def show_job(request: Request, api: Asked, job_id: int) -> Response:
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel(api: Asked, job_id: int, _: Posted) -> Response:
-    await api.ask("DELETE", f"/v1/jobs/{job_id}")
+    await api.request("DELETE", f"/v1/jobs/{job_id}")
     return see(f"/jobs/{job_id}", "cancelled")

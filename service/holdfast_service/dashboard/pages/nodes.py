@@ -49,7 +49,7 @@ async def show_nodes(request: Request, api: Asked) -> Response:
 
 @router.post("/nodes/{name}/forget")
 async def forget(api: Asked, name: str, _: Posted) -> Response:
-    await api.ask("DELETE", f"/v1/nodes/{quote(name, safe='')}")
+    await api.request("DELETE", f"/v1/nodes/{quote(name, safe='')}")
     return see("/nodes", "forgotten")
 
 

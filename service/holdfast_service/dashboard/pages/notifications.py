@@ -23,7 +23,7 @@ async def show_notifications(request: Request, api: Asked) -> Response:
 @router.post("/notifications/{name}/test")
 async def send_test(request: Request, api: Asked, name: str, _: Posted) -> Response:
     """Send a test message. The response is the result, not a redirect."""
-    answer = await api.ask("POST", f"/v1/notifications/{quote(name, safe='')}/test")
+    answer = await api.request("POST", f"/v1/notifications/{quote(name, safe='')}/test")
     return await _page(request, api, TestDelivery.model_validate_json(answer.content))
 
 

@@ -36,7 +36,7 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
     """What the policy in the form would keep and remove, with reasons. Nothing changes."""
     policy = as_policy(form)
     tag = _stated_tag(form)
-    answer = await api.ask("PUT", at(run) + "/policy", body=policy, headers={"If-Match": tag}, dry_run="true")
+    answer = await api.request("PUT", at(run) + "/policy", body=policy, headers={"If-Match": tag}, dry_run="true")
     preview = Preview.model_validate_json(answer.content)
     now = await api.get(Preview, at(run) + "/retention")
     return await _page(request, api, run, tag, preview, in_force=now)
@@ -45,7 +45,7 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
 @router.post("/runs/{run}/policy")
 async def put_policy(api: Asked, run: str, form: Posted) -> Response:
     """Set the previewed policy, unless it was changed meanwhile."""
-    await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
+    await api.request("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
     return see(to(run) + "/policy", "policy")
 
 
@@ -93,7 +93,7 @@ def _stated_tag(form: Form) -> str:
 
 async def _tag(api: ViewerApi, run: str) -> str:
     """The value for `If-Match`. It is requested before the preview, so that the change detects a policy set in between."""
-    return str((await api.ask("GET", at(run) + "/policy")).headers["etag"])
+    return str((await api.request("GET", at(run) + "/policy")).headers["etag"])
 
 
 async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:

@@ -15,5 +15,5 @@ router = page_router()
 @router.get("/api")
 async def show_reference(request: Request, api: Asked) -> Response:
     """The browser reads the description itself; asking for it here first sends callers without a token to the sign-in."""
-    await api.ask("GET", "/openapi.json")
+    await api.request("GET", "/openapi.json")
     return page(request, "reference.html")

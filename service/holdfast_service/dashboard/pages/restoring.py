@@ -140,7 +140,8 @@ def _lines(checkpoint: bodies.CheckpointInfo, layout: str, group: str, where: tu
         f"with holdfast.open({name!r}, root={root!r}) as checkpoint:\n"
         f'    shard = checkpoint.shard({layout!r}, rank=0{argument}, framework="torch")\n'
     )
-    address = f"{url.rstrip('/')}{at(checkpoint.run, checkpoint.step, 'shard')}?layout={quote(layout, safe='=,:/')}&rank=0&group={group}"
+    shard = at(checkpoint.run, checkpoint.step, "shard")
+    address = f"{url.rstrip('/')}{shard}?layout={quote(layout, safe='=,:/')}&rank=0&group={group}"
     return Lines(
         f"{command} --all-ranks shards/ --root {shlex.quote(root)}",
         f"{command} --rank 0 --out rank0.safetensors --root {shlex.quote(root)}",

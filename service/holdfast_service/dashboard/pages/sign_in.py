@@ -45,7 +45,7 @@ async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
 async def sign_out(request: Request, api: Asked, _: Posted) -> Response:
     """End the session and delete the cookie; for a proxy login, redirect to the proxy's logout."""
     with suppress(CheckpointError, SignInNeeded):  # it has ended by itself
-        await api.ask("DELETE", "/v1/links")
+        await api.request("DELETE", "/v1/links")
     viewer, logout = viewer_of(request), getattr(request.app.state, "logout", None)
     answer = see(logout if logout is not None and viewer is not None and viewer.by == "login" else "/login")
     answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
@@ -56,7 +56,7 @@ async def _who(api: ViewerApi, token: str | None) -> Whoami | None:
     """The identity of this token, or of a request without one; None if the API refuses it."""
     headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
     try:
-        answer: httpx.Response = await api.ask("GET", "/v1/whoami", headers=headers)
+        answer: httpx.Response = await api.request("GET", "/v1/whoami", headers=headers)
     except SignInNeeded:
         return None
     return Whoami.model_validate_json(answer.content)

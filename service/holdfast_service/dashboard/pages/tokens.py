@@ -33,20 +33,20 @@ async def show_tokens(request: Request, api: Asked, cursor: str | None = None) -
 @router.post("/tokens")
 async def make_token(request: Request, api: Asked, form: Posted) -> Response:
     """Make a token. The response is not a redirect, because the text would be lost."""
-    answer = await api.ask("POST", "/v1/tokens", body=_wanted(form))
+    answer = await api.request("POST", "/v1/tokens", body=_wanted(form))
     return await _page(request, api, None, NewToken.model_validate_json(answer.content))
 
 
 @router.post("/tokens/{name}/rotate")
 async def rotate(request: Request, api: Asked, name: str, _: Posted) -> Response:
     """Give a token a new secret, which is shown once; the old one is accepted for a day."""
-    answer = await api.ask("POST", f"/v1/tokens/{quote(name, safe='')}/rotate", body=RotationRequest())
+    answer = await api.request("POST", f"/v1/tokens/{quote(name, safe='')}/rotate", body=RotationRequest())
     return await _page(request, api, None, NewToken.model_validate_json(answer.content))
 
 
 @router.post("/tokens/{name}/revoke")
 async def revoke(api: Asked, name: str, _: Posted) -> Response:
-    await api.ask("DELETE", f"/v1/tokens/{quote(name, safe='')}")
+    await api.request("DELETE", f"/v1/tokens/{quote(name, safe='')}")
     return see("/tokens", "revoked")
 
 

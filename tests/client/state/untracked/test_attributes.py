@@ -69,8 +69,8 @@ def test_attributes_of_modules_are_found_when_they_change() -> None:
 def test_attributes_of_other_objects_are_found_but_for_some() -> None:
     """Those that are stored otherwise are not looked at; an object without attributes has none."""
     watch, one = made(), Own()
-    watch.see("o", one, {"calls"})
-    watch.see("p", object(), ())
+    watch.record("o", one, {"calls"})
+    watch.record("p", object(), ())
     one.calls, one.flag = 1, True
     assert watch.changed() == {"o.flag": True}
 

@@ -60,17 +60,17 @@ def _steps(form: Form) -> list[int]:
 def _how(api: ViewerApi, run: str, act: str, form: Form, count: int) -> Act:
     if act in ("pin", "unpin"):
         method = "PUT" if act == "pin" else "DELETE"
-        return lambda step: api.ask(method, at(run, step, "pin"))
+        return lambda step: api.request(method, at(run, step, "pin"))
     if act == "label":
         label = check_label(form.text("label"))
-        return lambda step: api.ask("PUT", at(run, step, "labels", label))
+        return lambda step: api.request("PUT", at(run, step, "labels", label))
     if act == "removed":
         if form.number("confirm") != count:
             raise InvalidRequest(
                 f"you typed {form.text('confirm')!r}, but {count} checkpoints would be removed",
                 hint="go back and type their number",
             )
-        return lambda step: api.ask("DELETE", at(run, step))
+        return lambda step: api.request("DELETE", at(run, step))
     raise InvalidRequest(f"{act!r} is nothing that can be done with checkpoints", hint="go back and press a button")
 
 
@@ -88,7 +88,7 @@ async def _confirm(request: Request, api: ViewerApi, run: str, steps: list[int])
 
     async def looked_at(step: int) -> MarkedStep:
         checkpoint = await shown(api.get(bodies.CheckpointInfo, at(run, step)))
-        tried = await shown(api.ask("DELETE", at(run, step), dry_run="true"))
+        tried = await shown(api.request("DELETE", at(run, step), dry_run="true"))
         return MarkedStep(step, checkpoint.value.bytes if checkpoint.value else 0, checkpoint.error or tried.error)
 
     looked = await asyncio.gather(*map(looked_at, steps))

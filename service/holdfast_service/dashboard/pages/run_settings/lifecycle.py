@@ -46,7 +46,7 @@ async def show_about(request: Request, api: Asked, run: str) -> Response:
 
 @router.post("/runs/{run}/about")
 async def set_about(api: Asked, run: str, form: Posted) -> Response:
-    await api.ask("PATCH", at(run), body=filled(RunChange, {"owner": form.text("owner"), "notes": form.lines("notes")}))
+    await api.request("PATCH", at(run), body=filled(RunChange, {"owner": form.text("owner"), "notes": form.lines("notes")}))
     return see(to(run) + "/about", "noted")
 
 
@@ -57,7 +57,7 @@ async def change_life(api: Asked, run: str, form: Posted) -> Response:
     if what not in _DONE:
         raise InvalidRequest(f"{what!r} cannot be done with a run", hint=f"one of {', '.join(_DONE)}")
     change, message = _DONE[what]
-    await api.ask("PATCH", at(run), body=change)
+    await api.request("PATCH", at(run), body=change)
     return see(to(run), message)
 
 
@@ -68,7 +68,7 @@ async def confirm_deletion(request: Request, api: Asked, run: str) -> Response:
     refused: CheckpointError | None = None
     trashed_run: TrashedRun | None = None
     try:
-        answer = await api.ask("DELETE", at(run), dry_run="true")
+        answer = await api.request("DELETE", at(run), dry_run="true")
         trashed_run = TrashedRun.model_validate_json(answer.content)
     except CheckpointError as error:
         refused = error
@@ -79,7 +79,7 @@ async def confirm_deletion(request: Request, api: Asked, run: str) -> Response:
 async def delete(api: Asked, run: str, form: Posted) -> Response:
     """Move it to the trash, if its name was typed once more."""
     _confirmed(form, run)
-    await api.ask("DELETE", at(run), marked="true" if form.text("marked") else None)
+    await api.request("DELETE", at(run), marked="true" if form.text("marked") else None)
     return see("/trash", "deleted")
 
 
@@ -94,7 +94,7 @@ async def rename(api: Asked, run: str, form: Posted) -> Response:
     """Rename it, if its name was typed once more."""
     _confirmed(form, run)
     name = form.text("name")
-    await api.ask("POST", at(run) + "/rename", to=name)
+    await api.request("POST", at(run) + "/rename", to=name)
     return see(to(name), "renamed")
 
 

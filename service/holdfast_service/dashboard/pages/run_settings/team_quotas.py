@@ -40,13 +40,13 @@ async def show_quotas(request: Request, api: Asked) -> Response:
 
 @router.post("/quotas")
 async def set_quota(api: Asked, form: Posted) -> Response:
-    await api.ask("PUT", _at(form.text("pattern")), body=QuotaRequest(quota_bytes=_bytes(form)))
+    await api.request("PUT", _at(form.text("pattern")), body=QuotaRequest(quota_bytes=_bytes(form)))
     return see("/quotas", "team-quota")
 
 
 @router.post("/quotas/{pattern}/remove")
 async def remove_quota(api: Asked, pattern: str, _: Posted) -> Response:
-    await api.ask("DELETE", _at(pattern))
+    await api.request("DELETE", _at(pattern))
     return see("/quotas", "team-quota-removed")
 
 

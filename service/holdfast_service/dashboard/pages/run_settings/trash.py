@@ -23,7 +23,7 @@ async def show_trash(request: Request, api: Asked) -> Response:
 
 @router.post("/runs/{run}/undelete")
 async def undelete(api: Asked, run: str, form: Posted) -> Response:
-    await api.ask("POST", at(run) + "/undelete", entry=form.text("entry"))
+    await api.request("POST", at(run) + "/undelete", entry=form.text("entry"))
     return see(to(run), "undeleted")
 
 
@@ -44,5 +44,5 @@ async def purge(api: Asked, run: str, form: Posted) -> Response:
         raise InvalidRequest(
             f"you typed {form.text('confirm')!r}, but the run is {run!r}", hint="go back and type the run's name"
         )
-    await api.ask("DELETE", at(run) + "/trash", entry=form.text("entry"))
+    await api.request("DELETE", at(run) + "/trash", entry=form.text("entry"))
     return see("/trash", "purged")
