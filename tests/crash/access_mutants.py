@@ -148,7 +148,7 @@ ACCESS = (
     Mutation(
         "members that stand twice",
         f"{_API}/access/bodies.py",
-        "    if len(made) != len(pairs):\n",
+        "    if len(unique) != len(pairs):\n",
         "    if False:\n",
         ("tests/api/access/test_connections.py",),
     ),
@@ -190,7 +190,7 @@ ACCESS = (
     Mutation(
         "whose the socket's directory is",
         "service/holdfast_service/daemon/arena/callers.py",
-        "    if found.st_uid not in (0, os.geteuid()):\n",
+        "    if status.st_uid not in (0, os.geteuid()):\n",
         "    if False:\n",
         (_CALLERS,),
     ),

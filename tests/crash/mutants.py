@@ -160,15 +160,15 @@ MUTATIONS = (
     Mutation(
         "what is newer is left behind",
         "formats/holdfast_formats/lineage.py",
-        "    return {c.step for c in there if not is_on(living, c)} if living else set()\n",
+        "    return {c.step for c in placed_checkpoints if not is_on(living, c)} if living else set()\n",
         "    return set()\n",
         ("tests/formats/test_lineage.py",),
     ),
     Mutation(
         "a save that replaces is not what it replaces",
         "service/holdfast_service/daemon/saving/saver.py",
-        "            committed = self._control.standing.launch(who.run, step) == (who.attempt, awaited[step])\n",
-        "            committed = (self._control.standing.launch(who.run, step) or (0,))[0] == who.attempt\n",
+        "            committed = self._control.committed_steps.launch(who.run, step) == (who.attempt, awaited[step])\n",
+        "            committed = (self._control.committed_steps.launch(who.run, step) or (0,))[0] == who.attempt\n",
         ("tests/daemon/saving/test_adoption.py",),
     ),
     Mutation(
@@ -182,7 +182,7 @@ MUTATIONS = (
     Mutation(
         "digest of any piece",
         "formats/holdfast_formats/disk/verification.py",
-        "    if held == piece.length and found == (expected or piece.digest):\n",
+        "    if held == piece.length and text == (expected or piece.digest):\n",
         "    if held == piece.length:\n",
         (_FLIPS,),
     ),
@@ -245,7 +245,7 @@ MUTATIONS = (
     Mutation(
         "lengths in the check after a commit",
         "service/holdfast_service/daemon/checking/verifier.py",
-        '            verification.check_size(made, name, tier.size(f"{directory}/{name}"))\n',
+        '            verification.check_size(manifest, name, tier.size(f"{directory}/{name}"))\n',
         "            pass\n",
         ("tests/daemon/checking/test_verifier.py",),
     ),
@@ -266,7 +266,7 @@ MUTATIONS = (
     Mutation(
         "digests of large pieces",
         "client/holdfast/read/verified_load.py",
-        "        verification.check_found(piece, held, found.hexdigest())\n",
+        "        verification.check_found(piece, held, running.hexdigest())\n",
         "",
         ("tests/client/read/test_verified_load.py",),
     ),
@@ -329,7 +329,7 @@ MUTATIONS = (
     Mutation(
         "digest of a chunk that comes in",
         "service/holdfast_service/daemon/remote_rank.py",
-        "        if found != chunk.digest:\n",
+        "        if digest_found != chunk.digest:\n",
         "        if False:\n",
         ("tests/daemon/test_remote.py",),
     ),
@@ -350,8 +350,8 @@ MUTATIONS = (
     Mutation(
         "a function that digests otherwise",
         "formats/holdfast_formats/digest.py",
-        "        if all(found(data, len(data)) == number(data) for data in",
-        "        if all(found(data, len(data)) or True for data in",
+        "        if all(function(data, len(data)) == number(data) for data in",
+        "        if all(function(data, len(data)) or True for data in",
         ("tests/formats/test_digest.py",),
     ),
     Mutation(
@@ -399,7 +399,7 @@ MUTATIONS = (
     Mutation(
         "digest of a table of another node",
         "service/holdfast_service/daemon/exchange/mirrors.py",
-        "        if digest(self.slot[self.table.begin : self.table.end]) != said.table_digest:\n",
+        "        if digest(self.slot[self.table.begin : self.table.end]) != report.table_digest:\n",
         "        if False:\n",
         ("tests/daemon/exchange/test_peer_memory.py",),
     ),
@@ -428,14 +428,14 @@ MUTATIONS = (
     Mutation(
         "the blocks where tensors meet",
         "service/holdfast_service/daemon/writing/gathering.py",
-        "            target[:head], target[cut.length - tail :] = there[:head], there[cut.length - tail :]\n",
+        "            target[:head], target[cut.length - tail :] = mapped[:head], mapped[cut.length - tail :]\n",
         "",
         ("tests/daemon/writing/test_writer.py",),
     ),
     Mutation(
         "how a slot lies to the blocks of the disk",
         "service/holdfast_service/daemon/writing/gathering.py",
-        "(there.ctypes.data - cut.start) % alignment == 0 else None",
+        "(mapped.ctypes.data - cut.start) % alignment == 0 else None",
         "True else None",
         ("tests/daemon/writing/test_writer.py",),
     ),
@@ -531,15 +531,15 @@ MUTATIONS = (
     Mutation(
         "a name that another daemon has",
         "service/holdfast_service/control/cluster/membership.py",
-        "set_=values, where=free).returning(NodeRow.name)",
-        "set_=values).returning(NodeRow.name)",
+        "set_=values, where=free).returning(",
+        "set_=values).returning(",
         ("tests/control/cluster/test_membership.py",),
     ),
     Mutation(
         "a duty that another node has",
         "service/holdfast_service/control/cluster/duties.py",
-        "set_=values, where=free).returning(DutyRow.name)",
-        "set_=values).returning(DutyRow.name)",
+        "set_=values, where=free).returning(",
+        "set_=values).returning(",
         ("tests/control/cluster/test_duties.py",),
     ),
     Mutation(
@@ -644,8 +644,8 @@ MUTATIONS = (
     Mutation(
         "a round that is given up as it is made",
         _RENDEZVOUS,
-        "            found = session.scalar(end)\n            if found is not None:",
-        "            found = None\n            if found is not None:",
+        "            tensor = session.scalar(end)\n            if tensor is not None:",
+        "            tensor = None\n            if tensor is not None:",
         (_MEETING,),
     ),
     Mutation(
@@ -707,7 +707,7 @@ MUTATIONS = (
     Mutation(
         "files are looked at before the rename",
         _STORE,
-        "        if found != size:",
+        "        if size_found != size:",
         "        if False:",
         (_SHARES,),
     ),

@@ -333,12 +333,12 @@ def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
 # A shell starts what it puts into the background with SIGINT ignored, and so would this process be, as a test's descendant.
 STARTER = """
 import signal, sys
-from holdfast.rest import delegated
+from holdfast.rest import service_jobs
 from holdfast_formats.rest.offline import DirectoryConversion
 signal.signal(signal.SIGINT, signal.default_int_handler)
-delegated.COMMAND = (sys.executable, "-m", "tests.crash.offline_program", sys.argv[1])
+service_jobs.COMMAND = (sys.executable, "-m", "tests.crash.offline_program", sys.argv[1])
 try:
-    delegated.offline(DirectoryConversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
+    service_jobs.offline(DirectoryConversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
 except KeyboardInterrupt:
     sys.exit(130)
 """

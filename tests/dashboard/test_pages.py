@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -113,7 +114,8 @@ def test_a_page_asks_the_catalog_few_questions(pages: httpx.Client, engine: Engi
     asked: list[str] = []
 
     def note(*given: Any) -> None:
-        asked.append(given[2])
+        if not threading.current_thread().name.startswith("holdfast-job"):  # looks for work, whatever is asked
+            asked.append(given[2])
 
     event.listen(engine, "before_cursor_execute", note)
     try:

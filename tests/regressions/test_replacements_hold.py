@@ -120,7 +120,7 @@ def test_a_save_in_the_place_of_what_was_left_behind_asks_no_sql(monkeypatch: py
         def asked(question: object, wait_s: float) -> None:
             raise AssertionError("a save waits for SQL")
 
-        monkeypatch.setattr(world.control.record_queue, "ask", asked)
+        monkeypatch.setattr(world.control.record_queue, "query", asked)
         (rank,) = world.launch(1)
         for again in (2, 3):
             rank.save(again, intent=Intent(restored=1, turn=1))

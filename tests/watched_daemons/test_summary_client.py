@@ -175,7 +175,7 @@ def test_a_compressed_answer_is_refused() -> None:
 
 def test_a_daemon_that_says_too_much_takes_bounded_memory(lying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would take more memory than one daemon may is not kept; the runs that come first are."""
-    monkeypatch.setattr(summary_client, "SAID_BYTES_MAX", 50_000)
+    monkeypatch.setattr(summary_client, "REPORT_BYTES_MAX", 50_000)
 
     def change(about: dict[str, Any]) -> None:
         about["summary"]["verdict"] = "v" * 200_000

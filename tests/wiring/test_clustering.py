@@ -11,6 +11,7 @@ import pytest
 
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.cluster.duties import UPKEEP
+from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.wiring import clustering
 from holdfast_service.wiring.clustering import DutyThread
 from tests.control.cluster.nodes import Nodes, nodes
@@ -69,10 +70,11 @@ def test_the_address_is_found_once_the_catalog_answers(nodes: Nodes) -> None:
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", nothing)
-        exchange = clustering.party(node, None, stack).exchange
+        holds = MemoryCheckpoints(lambda run, step: None)
+        exchange = clustering.party(node, None, holds, stack).exchange
         assert exchange.url.startswith(f"http://{clustering.LOOPBACK}:")
         patched.setattr(socket, "getaddrinfo", loopback)
         node.membership.start()
         node.membership.beat_soon()
         wait_until(lambda: exchange.url.startswith("http://[::1]:"))
-        assert clustering.party(node, None, stack).exchange.url.startswith("http://[::1]:")
+        assert clustering.party(node, None, holds, stack).exchange.url.startswith("http://[::1]:")

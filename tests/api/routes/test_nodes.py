@@ -56,7 +56,7 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
     changes = {
         "members": here.membership.members,
         "census": here.membership.census,
-        "crews": here.node_ranks.by_node,
+        "node_ranks": here.node_ranks.by_node,
         "forget": here.membership.forget,
         "rotate_secret": here.rotate_secret,
     }

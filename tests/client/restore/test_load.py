@@ -63,7 +63,7 @@ def test_a_group_that_no_checkpoint_has_is_named(how: str, request: pytest.Fixtu
     assert live["epoch"] == 2
 
 
-@pytest.mark.parametrize("options", [{"strict": False}, {"ignore": ["ema/*"]}], ids=str)
+@pytest.mark.parametrize("options", [{"strict": False}, {"exclude": ["ema/*"]}], ids=str)
 @pytest.mark.parametrize("how", ["daemon", "unserved"])
 def test_the_rest_is_restored_where_that_is_asked_for(options: Any, how: str, request: pytest.FixtureRequest) -> None:
     """The newest step with the rest, not the newest of all, and what the group holds stays."""

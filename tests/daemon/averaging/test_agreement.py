@@ -130,7 +130,7 @@ class OfNode:
             self.table.rows[self.node] = vote
             return [row for node, row in self.table.rows.items() if node != self.node]
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         for agreement in self.table.agreements:
             agreement.look()
 
