@@ -134,6 +134,13 @@ def test_what_is_refused(api: Api, service: Served) -> None:
         api.layers("nobody")
 
 
+@pytest.mark.parametrize(("run", "code"), [(RUN, "no-such-checkpoint"), ("none", "no-such-run")])
+def test_a_checkpoint_that_does_not_exist_is_not_found(service: Served, run: str, code: str) -> None:
+    """404 as for every other resource of a checkpoint, not a directory without COMMIT."""
+    answer = httpx.get(f"{service.url}/v1/runs/{run}/checkpoints/0/statistics", trust_env=False)
+    assert (answer.status_code, answer.json()["code"]) == (404, code)
+
+
 def test_layers(api: Api) -> None:
     """A row a layer, a cell a step."""
     shown = api.layers(RUN)
