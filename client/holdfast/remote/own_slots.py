@@ -100,7 +100,7 @@ class OwnSegment:
 
 
 class OwnSave:
-    """A save in an own slot, until its outcome is known (`told`) and its slot is filled (not `staging`)."""
+    """A save in an own slot, until its outcome is known (`reported`) and its slot is filled (not `staging`)."""
 
     def __init__(self, run: str, number: int, wanted: SlotRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot

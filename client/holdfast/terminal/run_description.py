@@ -29,7 +29,7 @@ def lines(metadata: RunAbout) -> Iterator[Text]:
         facts["archived"] = console.human_age(metadata.archived)
     if metadata.acknowledged:
         when = f", {console.human_age(metadata.acknowledged_at)}" if metadata.acknowledged_at else ""
-        facts["death seen"] = f"by {metadata.acknowledged_by or 'somebody'}{when}"
+        facts["death seen"] = f"by {metadata.acknowledged_by or 'an unknown user'}{when}"
     for name, value in facts.items():
         yield Text(f"{name:<11} {value}")
     for launch in metadata.launches[:LAUNCHES_SHOWN]:

@@ -1,1 +1,1 @@
-"""Decisions: plans, saves, commits, retention, and the catalog that records them. No tensor bytes here."""
+"""Plans, saves, commits, retention, and the catalog that records them. No tensor bytes here."""

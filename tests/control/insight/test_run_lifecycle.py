@@ -88,7 +88,7 @@ def test_verdicts_say_what_to_do() -> None:
     assert summarise(ahead).verdict.startswith("Died: its ranks")  # the clock was set back: nobody knows when
     assert "A new launch takes it back" in summarise(facts("ended", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
-    assert "somebody has seen that" in summarise(facts("lost", SEEN, every=60.0)).verdict
+    assert "an unknown user has seen that" in summarise(facts("lost", SEEN, every=60.0)).verdict
     assert "ann has seen that" in summarise(facts("lost", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
 
 

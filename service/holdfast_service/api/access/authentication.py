@@ -141,4 +141,4 @@ def _is_address(host: str) -> bool:
 
 def peer_of(scope: Scope) -> str:
     client = scope.get("client")
-    return client[0] if client else "somebody"
+    return client[0] if client else "unknown"

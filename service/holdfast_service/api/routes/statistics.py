@@ -10,7 +10,8 @@ import numpy as np
 from fastapi import APIRouter, Query, Request
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource, NotCommitted
+from holdfast_formats import naming
+from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
 from holdfast_formats.rest.measurements import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
@@ -84,8 +85,10 @@ def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length
 def _held(services: Services, opened: OpenedCheckpoints, run: str, step: str) -> Contents:
     """The checkpoint; the catalog is asked for one that is named by a selector, or why there is none of this number."""
     if re.fullmatch(r"[0-9]{1,18}", step):
-        with suppress(NotCommitted, InvalidRequest):
-            return opened.open(run, int(step))
+        with suppress(InvalidRequest):
+            commit = f"{naming.checkpoint_path(run, int(step))}/{naming.COMMIT}"
+            if services.tier.size(commit) is not None:  # opening one that does not exist would register a reader of it
+                return opened.open(run, int(step))
     return opened.open(run, open_checkpoints.find(services, run, step).step)
 
 

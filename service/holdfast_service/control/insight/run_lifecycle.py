@@ -92,7 +92,7 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
     if facts.life == "running":
         return f"Idle: its ranks are connected, but none has begun a save{since}. Look whether the trainer hangs."
     seen = death_seen(facts) if facts.life == "lost" else None
-    died = "" if seen is None else f" It died, and {seen.by or 'somebody'} has seen that."
+    died = "" if seen is None else f" It died, and {seen.by or 'an unknown user'} has seen that."
     return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
 
 

@@ -69,7 +69,7 @@ def stage_compact(
     """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; returns its manifest.
 
     Raises `StateMismatch` if that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or were not written
-    correctly, `CopyStopped`, and what `second_names` raise.
+    correctly, `CopyStopped`, and what `hard_links` raises.
     """
     full, directory = pair.manifest, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)

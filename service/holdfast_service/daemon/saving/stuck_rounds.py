@@ -1,6 +1,6 @@
 """Finds saves that can never complete, because their missing ranks wait for other saves, or close.
 
-With several nodes, each reports its ranks' parts and waits (`ranks_exchange`). All nodes find the same.
+With several nodes, each reports its ranks' parts and waits (`rank_report_exchange`). All nodes find the same.
 """
 
 from __future__ import annotations
