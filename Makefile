@@ -72,7 +72,7 @@ e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e
 
 browser: $(READY) ## the dashboard in a real Chromium, while a training run saves
-	$(BIN)/python -m pytest -m browser tests/dashboard
+	$(BIN)/python -m pytest -m browser tests/wings/console
 
 engine: $(READY) ## run what deploy/ has: images and Compose files with a real engine (root, docker.io, docker-compose, debootstrap), Slurm's script
 	$(BIN)/python -m pytest -m engine tests/containers tests/cluster/test_slurm.py

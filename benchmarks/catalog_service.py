@@ -161,7 +161,7 @@ def _read(pauses: Path, since: float) -> dict[str, dict[str, float]]:
 
 
 def _trainer(daemon: RunningDaemon, run: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.dashboard.training", str(daemon.socket), run]
+    command = [sys.executable, "-m", "tests.wings.console.training", str(daemon.socket), run]
     return subprocess.Popen(command, cwd=_PROJECT)
 
 

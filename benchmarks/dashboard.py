@@ -25,8 +25,8 @@ from sqlalchemy import insert
 from holdfast_formats import naming
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
-from tests.dashboard.chromium import chromium, window
 from tests.serving import Served, served
+from tests.wings.console.chromium import chromium, window
 
 RUNS, CHECKPOINTS = 1000, 100
 BAR_S, BAR_SHARE = 1.0, 0.05

@@ -26,10 +26,10 @@ from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
 from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
-from holdfast_service.daemon.exchange.fetching import Peer
-from holdfast_service.daemon.exchange.holders import HoldingNode
-from holdfast_service.daemon.exchange.peer_memory import PeerMemory
-from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.exchange.fetching import Peer
+from holdfast_service.wings.cluster.exchange.holders import HoldingNode
+from holdfast_service.wings.cluster.exchange.peer_memory import PeerMemory
+from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 
 STEP = MemoryStep("run", 1, 1, 0, 2)
 BATCH_BYTES = 2**25  # as ranks ask for

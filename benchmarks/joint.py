@@ -29,8 +29,8 @@ import torch
 from holdfast import Checkpointer, Fragment
 from holdfast.launch import Launch, assigned
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.daemon.exchange.fetching import Peer
-from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.exchange.fetching import Peer
+from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from tests.databases import running_postgres
 from tests.regressions.test_many_daemons import Daemon
 

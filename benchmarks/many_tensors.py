@@ -25,7 +25,7 @@ from benchmarks.catalog_service import worked_ms
 from benchmarks.dashboard import BAR_S, paint
 from holdfast import Api
 from tests.daemons import running, wait_until
-from tests.dashboard.chromium import chromium, window
+from tests.wings.console.chromium import chromium, window
 
 TENSORS = 200_000
 RUN, STEPS, GROUPS = "many", (10, 20, 30), ("model", "ema")

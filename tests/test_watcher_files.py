@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from holdfast_service.config import Config, parse
-from holdfast_service.notifications.targets import read_targets
-from holdfast_service.watched_daemons.watched import check_address, read_tokens
-from tests.notifications.receivers import secret
+from holdfast_service.wings.notify.targets import read_targets
+from holdfast_service.wings.notify.watched_daemons.watched import check_address, read_tokens
+from tests.wings.notify.receivers import secret
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 COMPOSE_FILE = DEPLOY / "compose" / "watcher.yml"

@@ -22,7 +22,7 @@ from holdfast.rest.tokens import RootTokens, ServiceTokens
 from holdfast_formats.rest.operations import TokenRequest
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running
-from tests.dashboard.chromium import FLAGS, PROGRAM
+from tests.wings.console.chromium import FLAGS, PROGRAM
 
 pytestmark = [pytest.mark.attack, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
 

@@ -24,11 +24,9 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.checking.check_shares import WrittenSpan
-from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
 from holdfast_service.daemon.saving.joined_round import Result
 from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
@@ -36,8 +34,10 @@ from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritt
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage import MemoryTier, Tier
-from tests.control.cluster.nodes import Nodes
+from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from tests.daemon.writing.test_path import Shards
+from tests.wings.cluster.nodes import Nodes
 
 RUN = "r"  # that of `Shards`
 SIZES = (90_000, 50_000)  # of the columns of three rows

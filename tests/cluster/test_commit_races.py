@@ -14,13 +14,13 @@ from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import planner
-from holdfast_service.control.cluster.membership import now
 from holdfast_service.control.database.schema import JointRoundRow
 from holdfast_service.daemon.checking.verifier import verify
-from tests.control.cluster.nodes import nodes
+from holdfast_service.wings.cluster.membership import now
 from tests.daemon.writing.test_part_writer import CREATED, columns
 from tests.daemon.writing.test_part_writer import Site as Shares
 from tests.regressions.test_daemons_that_share_a_root import Node, pair
+from tests.wings.cluster.nodes import nodes
 
 __all__ = ["nodes", "pair"]
 pytestmark = pytest.mark.cluster

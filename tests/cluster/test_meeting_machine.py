@@ -16,17 +16,17 @@ from sqlalchemy import select, update
 
 from holdfast_formats import naming
 from holdfast_formats.staging.plan import decode_receipt
-from holdfast_service.control.cluster.membership import later
-from holdfast_service.control.cluster.round_bodies import unpack
 from holdfast_service.control.database.schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving import awaited_nodes, joint_writing
 from holdfast_service.daemon.saving.rounds import RoundKey
 from holdfast_service.storage import MemoryTier, PosixStore
+from holdfast_service.wings.cluster.membership import later
+from holdfast_service.wings.cluster.round_bodies import unpack
 from tests.cluster import meeting_nodes as meeting
 from tests.cluster.meeting_nodes import CLOCK, RUN, MeetingNode, content
-from tests.control.cluster.nodes import Nodes
 from tests.databases import Postgres
+from tests.wings.cluster.nodes import Nodes
 
 NAMES = "abcde"
 STEPS = (1, 2, 3)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_service.control.cluster.membership import members
 from holdfast_service.control.database.database import Database
+from holdfast_service.wings.cluster.membership import members
 from tests.daemons import free_port, wait_until
 from tests.databases import Postgres
 from tests.regressions.test_many_daemons import steps

@@ -119,10 +119,10 @@ ACCESS = (
     ),
     Mutation(
         "the runs of a token, of watched daemons",
-        "service/holdfast_service/watched_daemons/watched.py",
+        "service/holdfast_service/wings/notify/watched_daemons/watched.py",
         "(one for one in merged if sees(one[0].summary.run))",
         "iter(merged)",
-        ("tests/watched_daemons/test_watched.py",),
+        ("tests/wings/notify/watched_daemons/test_watched.py",),
     ),
     Mutation(
         "the limit of a token",

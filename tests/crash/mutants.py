@@ -7,9 +7,9 @@ from typing import NamedTuple
 _POSIX = "service/holdfast_service/storage/posix.py"
 _CUT = "tests/crash/test_power_cut.py"
 _REPAIRS = "tests/crash/test_repairs.py"
-_RENDEZVOUS = "service/holdfast_service/control/cluster/rendezvous.py"
-_ARRIVALS = "service/holdfast_service/control/cluster/round_parts.py"
-_MEETING = "tests/control/cluster/test_rendezvous.py"
+_RENDEZVOUS = "service/holdfast_service/wings/cluster/rendezvous.py"
+_ARRIVALS = "service/holdfast_service/wings/cluster/round_parts.py"
+_MEETING = "tests/wings/cluster/test_rendezvous.py"
 _STORE = "service/holdfast_service/storage/posix_store.py"
 _STORES = "tests/storage/test_posix_store.py::TestPosixStoreInMemory"
 _PUBLISHED = "tests/control/checkpoints/test_commit.py"
@@ -387,21 +387,21 @@ MUTATIONS = (
         "service/holdfast_service/daemon/arena/memory_checkpoints.py",
         "            return self._is_held() and self._part.header == self._header\n",
         "            return True\n",
-        ("tests/daemon/exchange/test_peer_memory.py",),
+        ("tests/wings/cluster/exchange/test_peer_memory.py",),
     ),
     Mutation(
         "which save a lent slot is of",
         "service/holdfast_service/daemon/arena/memory_checkpoints.py",
         "            if hold is None or hold.of != of:\n",
         "            if hold is None:\n",
-        ("tests/daemon/exchange/test_peer_memory.py",),
+        ("tests/wings/cluster/exchange/test_peer_memory.py",),
     ),
     Mutation(
         "digest of a table of another node",
-        "service/holdfast_service/daemon/exchange/mirrors.py",
+        "service/holdfast_service/wings/cluster/exchange/mirrors.py",
         "        if digest(self.slot[self.table.begin : self.table.end]) != report.table_digest:\n",
         "        if False:\n",
-        ("tests/daemon/exchange/test_peer_memory.py",),
+        ("tests/wings/cluster/exchange/test_peer_memory.py",),
     ),
     Mutation(
         "votes of one node one after the other",
@@ -530,24 +530,24 @@ MUTATIONS = (
     # what several nodes have to ask each other about (I16)
     Mutation(
         "a name that another daemon has",
-        "service/holdfast_service/control/cluster/membership.py",
+        "service/holdfast_service/wings/cluster/membership.py",
         "set_=values, where=free).returning(",
         "set_=values).returning(",
-        ("tests/control/cluster/test_membership.py",),
+        ("tests/wings/cluster/test_membership.py",),
     ),
     Mutation(
         "a duty that another node has",
-        "service/holdfast_service/control/cluster/duties.py",
+        "service/holdfast_service/wings/cluster/duties.py",
         "set_=values, where=free).returning(",
         "set_=values).returning(",
-        ("tests/control/cluster/test_duties.py",),
+        ("tests/wings/cluster/test_duties.py",),
     ),
     Mutation(
         "duties of a node whose lease has ended",
-        "service/holdfast_service/control/cluster/duties.py",
+        "service/holdfast_service/wings/cluster/duties.py",
         "if not self._membership.is_live(session, me.name, me.boot):",
         "if False:",
-        ("tests/control/cluster/test_duties.py",),
+        ("tests/wings/cluster/test_duties.py",),
     ),
     Mutation(
         "readers of other nodes",
@@ -558,10 +558,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the order of a reader and a removal on two nodes",
-        "service/holdfast_service/control/cluster/cluster.py",
+        "service/holdfast_service/wings/cluster/cluster.py",
         "with self._locks.session(deciding(run), shared=True, insists=True) as session:",
         "with self._database.apart() as session:",
-        ("tests/control/cluster/test_cluster.py",),
+        ("tests/wings/cluster/test_cluster.py",),
     ),
     Mutation(
         "a look at the lock after a removal",
@@ -572,10 +572,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a lock that a node which stands still has",
-        "service/holdfast_service/control/cluster/duties.py",
+        "service/holdfast_service/wings/cluster/duties.py",
         "            session.execute(select(func.pg_terminate_backend(pid)))\n",
         "            pass\n",
-        ("tests/control/cluster/test_duties.py",),
+        ("tests/wings/cluster/test_duties.py",),
     ),
     Mutation(
         "a change of the run file on two nodes",
@@ -671,10 +671,10 @@ MUTATIONS = (
     ),
     Mutation(
         "slots that are withdrawn get no digest",
-        "service/holdfast_service/daemon/exchange/server.py",
+        "service/holdfast_service/wings/cluster/exchange/server.py",
         "lambda rank: exchange.still_offers(offered)",
         "lambda rank: True",
-        ("tests/daemon/exchange/test_server.py",),
+        ("tests/wings/cluster/exchange/test_server.py",),
     ),
     Mutation(
         "the round in the path",

@@ -7,8 +7,8 @@ import threading
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-from holdfast_service.daemon.exchange.node_connection import NodeConnection
-from holdfast_service.daemon.exchange.server import STRANGERS_MAX, ExchangeServer
+from holdfast_service.wings.cluster.exchange.node_connection import NodeConnection
+from holdfast_service.wings.cluster.exchange.server import STRANGERS_MAX, ExchangeServer
 from tests.daemons import wait_until
 
 

@@ -18,12 +18,12 @@ from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
-from holdfast_service.control.cluster.cluster import NodeRanks, changing
 from holdfast_service.control.opening import open_control
 from holdfast_service.control.root_maintenance import RootMaintenance
 from holdfast_service.storage.posix import PosixTier
-from tests.control.cluster.nodes import Nodes, nodes
+from holdfast_service.wings.cluster.cluster import NodeRanks, changing
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 RUN = "run"

@@ -17,10 +17,10 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.database import engines
 from holdfast_service.storage.posix import PosixTier
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.databases import Postgres
 from tests.in_memory import tmp_path
 from tests.regressions.test_daemons_that_share_a_root import RUN, Node, committed, steps
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes", "tmp_path"]
 

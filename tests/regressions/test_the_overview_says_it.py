@@ -15,9 +15,9 @@ from holdfast.rest import summaries
 from holdfast.rest.api import Api
 from tests.crash.disks import memory_disk
 from tests.daemons import RunningDaemon, running, wait_until
-from tests.dashboard.reading import Page
 from tests.forked import Forked
 from tests.in_memory import tmp_path
+from tests.wings.console.reading import Page
 
 __all__ = ["tmp_path"]
 
@@ -34,7 +34,7 @@ MESSAGES = (
 
 def trainer(stack: ExitStack, daemon: RunningDaemon, run: str, fate: str) -> Forked:
     """A real trainer, which is killed at the end of the test at the latest."""
-    made = Forked(["-m", "tests.dashboard.fates", daemon.socket, run, fate])
+    made = Forked(["-m", "tests.wings.console.fates", daemon.socket, run, fate])
     stack.enter_context(made)  # closes what it says
     stack.callback(made.kill)
     return made

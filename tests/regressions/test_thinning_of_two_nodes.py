@@ -14,14 +14,14 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
-from holdfast_service.control.cluster.duties import THINNING
 from holdfast_service.control.database import engines
 from holdfast_service.daemon.copying.thinner import Thinner
+from holdfast_service.wings.cluster.duties import THINNING
 from tests.checkpoints import build_root, trained_arrays
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.control.published import mark_verified
 from tests.regressions.test_daemons_that_share_a_root import Node
 from tests.regressions.test_nodes_that_stand_still import WAITS_S, Still, Stopping
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 RUN, STEPS = "tiny", (5, 10, 15)

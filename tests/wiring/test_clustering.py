@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.cluster.duties import UPKEEP
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
+from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.duties import UPKEEP
 from holdfast_service.wiring import clustering
 from holdfast_service.wiring.clustering import DutyThread
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemons import wait_until
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 

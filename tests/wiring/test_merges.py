@@ -30,8 +30,8 @@ from holdfast_formats.rest.jobs import MergeJob
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import importing, target_bytes
-from holdfast_service.daemon.merging import merged_tensor
 from holdfast_service.storage import PosixTier
+from holdfast_service.wings.merge import merged_tensor
 from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.merges import Merger
 from holdfast_service.wiring.progress import Quiet

@@ -25,13 +25,13 @@ from holdfast_formats.rest.operations import NewToken
 from holdfast_service.config import parse
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.insight import alerts
-from holdfast_service.watched_daemons.watched import DaemonWatch
+from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 from holdfast_service.wiring.notification_setup import event_commands, watched
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
-from tests.dashboard.reading import Page
 from tests.forked import Forked
-from tests.notifications.receivers import Web, secret, serving
+from tests.wings.console.reading import Page
+from tests.wings.notify.receivers import Web, secret, serving
 
 HIDDEN = "services/T0/B0/verysecret"
 

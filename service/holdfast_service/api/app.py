@@ -7,7 +7,6 @@ from pkgutil import iter_modules
 
 from fastapi import APIRouter, FastAPI
 
-from holdfast_service import dashboard
 from holdfast_service.api import problems, routes
 from holdfast_service.api.access import bodies
 from holdfast_service.api.access.admission import ByteBudget, StallLimit
@@ -21,6 +20,7 @@ from holdfast_service.api.content.shard_streams import ShardStreams
 from holdfast_service.api.read_protection import HeldWhileSending
 from holdfast_service.api.request_metrics import Observed, Requests
 from holdfast_service.api.routes import events, summaries, uploads
+from holdfast_service.wings import console
 
 from .metrics import Collected
 from .services import Services
@@ -57,9 +57,9 @@ ROUTERS: list[APIRouter] = [
     import_module(f"{routes.__name__}.{module.name}").router for module in iter_modules(routes.__path__)
 ]
 _PAGES = APIRouter()
-_PAGES.include_router(dashboard.router, dependencies=needs("read", "viewer", bodies.FORM))
-_PAGES.include_router(dashboard.sign_in_router, dependencies=needs(None, "none", bodies.FORM, act="signed-in"))
-_PAGES.include_router(dashboard.static_router, dependencies=needs(None, "none", bodies.FORM))
+_PAGES.include_router(console.router, dependencies=needs("read", "viewer", bodies.FORM))
+_PAGES.include_router(console.sign_in_router, dependencies=needs(None, "none", bodies.FORM, act="signed-in"))
+_PAGES.include_router(console.static_router, dependencies=needs(None, "none", bodies.FORM))
 # For every app the same: `include_router` in an app would build each route again, which takes longer than all else there.
 _ROUTES = [route for router in (*ROUTERS, _PAGES) for route in router.routes]
 

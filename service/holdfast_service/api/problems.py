@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource, Unavailable
 from holdfast_service.api.read_protection import met
-from holdfast_service.dashboard.rendering import problem_page
+from holdfast_service.wings.console.rendering import problem_page
 
 log = logging.getLogger(__name__)
 

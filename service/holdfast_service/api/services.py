@@ -24,7 +24,6 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints.run_metadata import RunMetadata
-from holdfast_service.control.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
 from holdfast_service.control.jobs.runner import JobRunner
@@ -32,10 +31,11 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.notifications.event_commands import EventCommands
-from holdfast_service.notifications.notifier import Notifier
 from holdfast_service.storage import PosixStore, Store, Tier
-from holdfast_service.watched_daemons.watched import DaemonWatch
+from holdfast_service.wings.cluster.membership import ONE_ALONE, Census, ClusterNode
+from holdfast_service.wings.notify.event_commands import EventCommands
+from holdfast_service.wings.notify.notifier import Notifier
+from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 
 LIMIT_MAX = 1000
 

@@ -20,8 +20,6 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.checkpoints.run_metadata import RunMetadata
-from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
-from holdfast_service.control.cluster.duties import THINNING, UPKEEP
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight import run_figures
@@ -35,6 +33,8 @@ from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
 from holdfast_service.storage import PosixStore, Store, Tier
+from holdfast_service.wings.cluster.cluster import Cluster, changing, deciding
+from holdfast_service.wings.cluster.duties import THINNING, UPKEEP
 
 NAMES_S = 90.0  # network file systems' clients cache names for no longer by default
 

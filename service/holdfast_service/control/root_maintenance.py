@@ -13,9 +13,9 @@ from holdfast_formats.timestamps import span, utc_now
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots
-from holdfast_service.control.cluster.cluster import Cluster, deciding
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.storage import Store, Tier
+from holdfast_service.wings.cluster.cluster import Cluster, deciding
 
 log = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, ShareHolder, ShareRequester
 from holdfast_service.daemon.averaging.averages import Averages
-from holdfast_service.daemon.exchange.peer_memory import Borrower, PeerMemory
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.serving import Serving
+from holdfast_service.wings.cluster.exchange.peer_memory import Borrower, PeerMemory
 
 log = logging.getLogger(__name__)
 

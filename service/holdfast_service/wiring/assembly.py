@@ -33,9 +33,6 @@ from holdfast_service.config import (
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
-from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.cluster.membership import ONE_ALONE
-from holdfast_service.control.cluster.remote_memory import HOLDS, held_name
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
@@ -58,7 +55,6 @@ from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
@@ -70,11 +66,15 @@ from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.tied_command import Command
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
-from holdfast_service.notifications.event_commands import EventCommands
 from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
+from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.membership import ONE_ALONE
+from holdfast_service.wings.cluster.remote_memory import HOLDS, held_name
+from holdfast_service.wings.notify.event_commands import EventCommands
 from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.notification_setup import event_commands, notifier, watched

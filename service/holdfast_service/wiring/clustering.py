@@ -12,19 +12,19 @@ from typing import Any
 from sqlalchemy.engine import URL
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RootBusy
-from holdfast_service.control.cluster.cluster import Cluster, NodeRanks
-from holdfast_service.control.cluster.duties import UPKEEP
-from holdfast_service.control.cluster.notify_listener import NotifyListener
-from holdfast_service.control.cluster.remote_memory import holders
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
-from holdfast_service.daemon.exchange.holders import HoldingNode
-from holdfast_service.daemon.exchange.peer_memory import PeerMemory
-from holdfast_service.daemon.exchange.server import ExchangeServer
 from holdfast_service.daemon.saving.joint_saves import JointParty
 from holdfast_service.daemon.saving.saver import Saver
+from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
+from holdfast_service.wings.cluster.duties import UPKEEP
+from holdfast_service.wings.cluster.exchange.holders import HoldingNode
+from holdfast_service.wings.cluster.exchange.peer_memory import PeerMemory
+from holdfast_service.wings.cluster.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.notify_listener import NotifyListener
+from holdfast_service.wings.cluster.remote_memory import holders
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
-from holdfast_service.control.cluster.membership import Membership
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
 from holdfast_service.control.opening import Control
@@ -21,6 +20,7 @@ from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.membership import Membership
 from holdfast_service.wiring.transfers import Transfers
 
 MOST_CHANGED = 100  # tensors that a comparison names

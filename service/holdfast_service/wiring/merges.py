@@ -12,10 +12,10 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.jobs import MergeJob
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.merging.planning import names_of, plan_merge
-from holdfast_service.daemon.merging.recipe import MergeRecipe, read_recipe
-from holdfast_service.daemon.merging.sources import ModelPlace, read_sources
 from holdfast_service.storage import Tier
+from holdfast_service.wings.merge.planning import names_of, plan_merge
+from holdfast_service.wings.merge.recipe import MergeRecipe, read_recipe
+from holdfast_service.wings.merge.sources import ModelPlace, read_sources
 from holdfast_service.wiring.imports import Importer
 from holdfast_service.wiring.progress import Progress
 

@@ -11,13 +11,13 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.measurements import Attention
 from holdfast_service.config import Config, command_words, plain_environment
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.cluster.duties import Duties
 from holdfast_service.daemon.tied_command import Command
-from holdfast_service.notifications.alerts import AlertSources
-from holdfast_service.notifications.delivery_records import DeliveryRecords
-from holdfast_service.notifications.event_commands import EventCommands
-from holdfast_service.notifications.notifier import DUTY, Notifier, NotifierContext
-from holdfast_service.watched_daemons.watched import DaemonWatch, read_tokens
+from holdfast_service.wings.cluster.duties import Duties
+from holdfast_service.wings.notify.alerts import AlertSources
+from holdfast_service.wings.notify.delivery_records import DeliveryRecords
+from holdfast_service.wings.notify.event_commands import EventCommands
+from holdfast_service.wings.notify.notifier import DUTY, Notifier, NotifierContext
+from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch, read_tokens
 
 if TYPE_CHECKING:
     from holdfast_service.api.services import Services

@@ -17,12 +17,12 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.api.routes.nodes import _Record
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.cluster.cluster import NodeRanks
-from holdfast_service.dashboard.pages.nodes import behind
+from holdfast_service.wings.cluster.cluster import NodeRanks
+from holdfast_service.wings.console.pages.nodes import behind
 from tests.checkpoints import build_root
-from tests.control.cluster.nodes import Nodes, nodes
-from tests.dashboard.reading import Page
 from tests.serving import served
+from tests.wings.cluster.nodes import Nodes, nodes
+from tests.wings.console.reading import Page
 
 __all__ = ["nodes"]
 

@@ -15,9 +15,9 @@ from holdfast_service.control.findings.check_claims import CheckClaims, duty_of
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import Scrub, ScrubPlan
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemon.checking.spread_world import RUN, SpreadNode, SpreadWorld
 from tests.daemons import wait_until
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 STEPS = range(1, 7)

@@ -11,12 +11,12 @@ from sqlalchemy import update
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, PortionPlan
-from holdfast_service.control.cluster.membership import later
 from holdfast_service.control.database.schema import PortionRow, SharedCheckRow
 from holdfast_service.control.findings.shared_checks import SharedChecks
-from tests.control.cluster.nodes import Nodes, nodes
+from holdfast_service.wings.cluster.membership import later
 from tests.control.published import a_manifest, put_checkpoint
 from tests.regressions.test_daemons_that_share_a_root import RUN, Node
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 OF = CheckedCheckpoint(RUN, 1, "a" * 64, None, True)

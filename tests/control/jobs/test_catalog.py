@@ -13,8 +13,8 @@ from holdfast_formats.rest.jobs import ExportJob, VerifyJob
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.databases import sqlite_url
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 VERIFY = VerifyJob(run="a", step=1)

@@ -64,7 +64,7 @@ def _is_noted_third(memory: Any, number: int, chunks: int) -> bool:
 
 _FOLDING = "holdfast_service.daemon.averaging.folding"
 _SAVED = "holdfast_service.daemon.averaging.saved_average"
-_RENDEZVOUS = "holdfast_service.control.cluster.rendezvous"
+_RENDEZVOUS = "holdfast_service.wings.cluster.rendezvous"
 
 POINTS = {
     # in a rank
@@ -96,18 +96,20 @@ POINTS = {
     "freed": Point("holdfast_service.daemon.arena.average_segment", "AverageSegment.free", after=True),
     "before an average is saved": Point(_SAVED, "put"),
     "average in the slot": Point(_SAVED, "tell"),
-    "before voting": Point("holdfast_service.control.cluster.average_votes", "AverageVotes.cast"),
-    "voted": Point("holdfast_service.control.cluster.average_votes", "AverageVotes.cast", after=True),
+    "before voting": Point("holdfast_service.wings.cluster.average_votes", "AverageVotes.cast"),
+    "voted": Point("holdfast_service.wings.cluster.average_votes", "AverageVotes.cast", after=True),
     # in a daemon that saves with those of other nodes
     "before arriving": Point(_RENDEZVOUS, "Rendezvous.arrive"),
     "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),
     "before the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal"),
     "the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal", after=True),
     "before planning": Point("holdfast_service.control.checkpoints.share_planner", "plan_share"),
-    "bytes brought": Point("holdfast_service.daemon.exchange.fetching", "Peer.fetch", after=True),
+    "bytes brought": Point("holdfast_service.wings.cluster.exchange.fetching", "Peer.fetch", after=True),
     "mid share": Point("holdfast_service.daemon.writing.part_writer", "_write_all"),
-    "bytes asked for": Point("holdfast_service.daemon.exchange.fetching", "Peer._once"),
-    "bytes sent without their digest": Point("holdfast_service.daemon.exchange.server", "ExchangeServer.still_offers"),
+    "bytes asked for": Point("holdfast_service.wings.cluster.exchange.fetching", "Peer._once"),
+    "bytes sent without their digest": Point(
+        "holdfast_service.wings.cluster.exchange.server", "ExchangeServer.still_offers"
+    ),
     "share written": Point("holdfast_service.daemon.writing.part_writer", "write_share", after=True),
     "before delivering": Point(_RENDEZVOUS, "Rendezvous.deliver"),
     "delivered": Point(_RENDEZVOUS, "Rendezvous.deliver", after=True),

@@ -23,9 +23,9 @@ from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.memory_checkpoints import HELD_S, MemoryCheckpoints
 from holdfast_service.daemon.arena.peer import PeerProcess
 from holdfast_service.daemon.arena.segment import ArenaSegment
-from tests.daemon.exchange.holding_nodes import SIZE as PART_BYTES
-from tests.daemon.exchange.holding_nodes import STEP, Holding
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
+from tests.wings.cluster.exchange.holding_nodes import SIZE as PART_BYTES
+from tests.wings.cluster.exchange.holding_nodes import STEP, Holding
 
 GEOMETRY = formats.geometry(2, SIZE, 4096)
 WORLD = 2

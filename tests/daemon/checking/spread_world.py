@@ -15,9 +15,9 @@ from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.checking.distributed_checks import DistributedChecks
 from holdfast_service.storage import Tier
 from tests.checkpoints import Built, build
-from tests.control.cluster.nodes import Nodes
 from tests.daemons import wait_until
 from tests.regressions.test_daemons_that_share_a_root import Node
+from tests.wings.cluster.nodes import Nodes
 
 RUN = "run"
 WAIT_S = 60.0

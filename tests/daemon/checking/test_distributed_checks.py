@@ -13,14 +13,14 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
-from holdfast_service.control.cluster.cluster import replica_duty
 from holdfast_service.control.findings import shared_checks
 from holdfast_service.daemon.checking import distributed_checks
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.cluster import replica_duty
 from tests.checkpoints import flip
-from tests.control.cluster.nodes import Nodes, nodes
 from tests.daemon.checking.spread_world import RUN, SpreadWorld, tensors
 from tests.daemons import wait_until
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast_formats.staging.messages import PassedStep
-from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.rank_report_exchange import LocalRanks, RankReportExchange
 from holdfast_service.daemon.saving.rounds import LaunchKey, Participant
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
-from tests.control.cluster.nodes import Nodes, nodes
+from holdfast_service.wings.cluster.cluster import Cluster
 from tests.daemons import wait_until
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 KEY = LaunchKey("run", 1)

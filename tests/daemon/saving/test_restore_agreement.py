@@ -12,13 +12,13 @@ import pytest
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.control.cluster.cluster import Cluster
-from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Trouble
 from holdfast_service.daemon.saving import restore_agreement
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import Participant
-from tests.control.cluster.nodes import Nodes, nodes
+from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.rendezvous import Rendezvous
+from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 

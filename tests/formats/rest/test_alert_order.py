@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast_formats.rest.alert_order import ALERT_CODES, danger
 from holdfast_formats.rest.measurements import Attention
-from holdfast_service.dashboard.alert_actions import TITLES
+from holdfast_service.wings.console.alert_actions import TITLES
 
 
 def alert(code: str, level: str) -> Attention:

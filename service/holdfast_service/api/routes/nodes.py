@@ -15,8 +15,8 @@ from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.cluster.duties import UPKEEP
-from holdfast_service.control.cluster.membership import ClusterNode
+from holdfast_service.wings.cluster.duties import UPKEEP
+from holdfast_service.wings.cluster.membership import ClusterNode
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
 

@@ -12,7 +12,7 @@ from holdfast_formats.rest.notifications import NotificationTarget, TestDelivery
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Wired
-from holdfast_service.notifications.notifier import Notifier
+from holdfast_service.wings.notify.notifier import Notifier
 
 router = APIRouter(prefix="/v1", tags=["notifications"], responses=problems.RESPONSES)
 

@@ -14,7 +14,7 @@ from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
 from holdfast_service.control.insight.run_orders import WantedRuns
-from holdfast_service.watched_daemons.watched import DaemonWatch
+from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
 

@@ -37,9 +37,9 @@ from holdfast_service.control.catalog.attempts import (
     read,
 )
 from holdfast_service.control.catalog.catalog import lock_run
-from holdfast_service.control.cluster.cluster import Cluster, NodeRanks
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow, SpeakerRow
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class SharedAttempts(Attempts):
             return False
 
     def _live(self, session: Session) -> list[str]:
-        from holdfast_service.control.cluster.membership import members
+        from holdfast_service.wings.cluster.membership import members
 
         return [member.name for member in members(session) if member.live]
 

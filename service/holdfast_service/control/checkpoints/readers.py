@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
-from holdfast_service.control.cluster.cluster import SharedHolds
 from holdfast_service.control.signals import Signal
+from holdfast_service.wings.cluster.cluster import SharedHolds
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
 OPENED = "HTTP"  # it opens files before it answers, and reads on whatever replaces them

@@ -28,11 +28,11 @@ from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import commit, removal, roots
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
-from holdfast_service.control.cluster.cluster import repairing
-from holdfast_service.control.cluster.duties import ClusterLocks
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
 from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.wings.cluster.cluster import repairing
+from holdfast_service.wings.cluster.duties import ClusterLocks
 
 log = logging.getLogger(__name__)
 

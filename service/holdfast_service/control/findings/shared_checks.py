@@ -25,11 +25,11 @@ from holdfast_formats.staging.shared_check import (
     PortionPlan,
     Span,
 )
-from holdfast_service.control.cluster.cluster import REPLICA
-from holdfast_service.control.cluster.membership import Membership, later, now
-from holdfast_service.control.cluster.notify_listener import CHANNEL, CHECKS
 from holdfast_service.control.database.schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
 from holdfast_service.control.findings.checks import Findings
+from holdfast_service.wings.cluster.cluster import REPLICA
+from holdfast_service.wings.cluster.membership import Membership, later, now
+from holdfast_service.wings.cluster.notify_listener import CHANNEL, CHECKS
 
 log = logging.getLogger(__name__)
 

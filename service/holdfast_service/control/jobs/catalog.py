@@ -24,9 +24,9 @@ from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.rest.operations import Job, JobKind, JobState
 from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
-from holdfast_service.control.cluster.membership import Membership
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow, NodeRow
+from holdfast_service.wings.cluster.membership import Membership
 
 TRIES_MAX = 3
 LOST_S = 300.0

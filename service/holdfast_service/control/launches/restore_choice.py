@@ -16,13 +16,13 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
-from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.committed_steps import CommittedSteps
 from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Store
+from holdfast_service.wings.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
 

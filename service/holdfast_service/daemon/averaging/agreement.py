@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.daemon.averaging.rank_set import RankSetKey
+from holdfast_service.wings.cluster.average_votes import AverageVotes
 
 log = logging.getLogger(__name__)
 

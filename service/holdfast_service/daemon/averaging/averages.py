@@ -23,7 +23,6 @@ from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.average import AverageRecord, AverageRule
 from holdfast_formats.staging.average_history import history_after
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.cluster.average_votes import AverageVotes
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot, memfd
@@ -33,6 +32,7 @@ from holdfast_service.daemon.averaging.agreement import Agreement
 from holdfast_service.daemon.averaging.folding import fold
 from holdfast_service.daemon.averaging.rank_set import RETURN_S, AveragingRanks, Filled, PendingFill, RankSetKey
 from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.wings.cluster.average_votes import AverageVotes
 
 log = logging.getLogger(__name__)
 

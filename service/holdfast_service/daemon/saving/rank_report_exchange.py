@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import CatalogUnavailable
-from holdfast_service.control.cluster.rank_reports import RankReports
 from holdfast_service.daemon.saving.rounds import LaunchKey
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves, held_together
+from holdfast_service.wings.cluster.rank_reports import RankReports
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.wings.cluster.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,0 @@
-"""The admin pages at `/`: rendered on the server, from the public API only, which they call as the viewer."""
-
-from .pages import router
-from .pages.sign_in import sign_in_router
-from .static import router as static_router
-
-__all__ = ["router", "sign_in_router", "static_router"]

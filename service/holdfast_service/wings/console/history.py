@@ -1,0 +1,129 @@
+"""A run's saves as the plots need them: one entry per save, with its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.measurements import SaveTimes
+from holdfast_service.wings.console.formatting import stamp
+
+# The possible outcomes of a save, in the order of the timeline's lanes from the top.
+OUTCOMES = (
+    "pinned",
+    "verified",
+    "committed",
+    "unhealthy",
+    "abandoned",
+    "damaged",
+    "removed",
+    "dropped",
+    "aborted",
+    "under way",
+)
+_PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
+
+
+def saves(
+    checkpoints: Sequence[bodies.CheckpointInfo], rounds: Sequence[bodies.Round], pinned: set[int], complete: bool = False
+) -> list[dict[str, Any]]:
+    """Every save of which there is a round or a checkpoint, oldest first.
+
+    Rounds are known only for the newest saves. For a checkpoint without one, only the time of its commit is known. If the
+    checkpoints are `complete`, a committed step that is not among them was removed, however old it is. If several rounds
+    committed a step, the last one's checkpoint replaced the others.
+    """
+    by_step = {round_.step: round_ for round_ in checkpoints}
+    last = {round_.step: round_.id for round_ in sorted(rounds, key=lambda round_: round_.id) if round_.state == "committed"}
+    steps: set[int] = set()
+    oldest_listed = min(by_step, default=0)
+    saves_shown = []
+    for round_ in rounds:
+        checkpoint = by_step.get(round_.step) if round_.state == "committed" else None
+        if round_.state == "committed":
+            if checkpoint is None and round_.step < oldest_listed and not complete:
+                continue  # not removed, only not requested
+            steps.add(round_.step)
+            checkpoint = checkpoint if last[round_.step] == round_.id else None
+        saves_shown.append(_of_round(round_, checkpoint, pinned))
+    saves_shown += [_of_checkpoint(round_, pinned) for round_ in checkpoints if round_.step not in steps]
+    return sorted(saves_shown, key=lambda save: (save["at"], save["step"]))
+
+
+METRICS_DRAWN = 12
+
+
+class MetricExtremes(NamedTuple):
+    """A metric of a run's checkpoints: its lowest and its highest value, and their steps."""
+
+    name: str
+    low: float
+    low_step: int
+    high: float
+    high_step: int
+
+
+def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes]:
+    """The trainer's metrics, those of most checkpoints first, without infinite values, and without damaged, unhealthy or
+    abandoned checkpoints.
+    """
+    metrics_by_name: dict[str, list[tuple[float, int]]] = {}
+    for checkpoint in checkpoints:
+        for name, value in checkpoint.metrics.items():
+            if isfinite(value) and checkpoint.state in ("committed", "verified"):
+                metrics_by_name.setdefault(name, []).append((value, checkpoint.step))
+    drawn = sorted(metrics_by_name, key=lambda name: (-len(metrics_by_name[name]), name))[:METRICS_DRAWN]
+    return [MetricExtremes(name, *min(metrics_by_name[name]), *max(metrics_by_name[name])) for name in drawn]
+
+
+def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
+    times = SaveTimes.model_validate(save.measured or {})
+    phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
+    opened = stamp(save.opened)
+    ended = None if save.ended is None else stamp(save.ended)
+    durable = sum(phases) if phases else None if ended is None else ended - opened
+    size = times.bytes if times.bytes is not None else checkpoint.bytes if checkpoint else None
+    return {
+        "at": ended or opened,
+        "step": save.step,
+        "attempt": save.attempt,
+        "outcome": _outcome(save, checkpoint, pinned),
+        "why": save.code,
+        "stall": times.stall_s,
+        "durable": durable if save.state == "committed" else None,
+        "rate": size / times.write_s if size and times.write_s else None,
+        "limit": times.disk_bytes_per_second,
+        "bytes": size,
+        "metrics": _finite(checkpoint),
+    }
+
+
+def _of_checkpoint(checkpoint: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, Any]:
+    outcome = "pinned" if checkpoint.step in pinned and checkpoint.state in ("verified", "committed") else checkpoint.state
+    nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
+    known = {
+        "at": stamp(checkpoint.created),
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+        "outcome": outcome,
+        "bytes": checkpoint.bytes,
+    }
+    return known | nothing | {"metrics": _finite(checkpoint)}
+
+
+def _finite(checkpoint: bodies.CheckpointInfo | None) -> dict[str, float]:
+    return {} if checkpoint is None else {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
+
+
+def _outcome(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:
+    if save.state in ("aborted", "dropped"):
+        return save.state
+    if save.state != "committed":
+        return "under way"
+    if checkpoint is None:
+        return "removed"
+    if save.step in pinned and checkpoint.state in ("verified", "committed"):
+        return "pinned"
+    return checkpoint.state

@@ -1,0 +1,175 @@
+"""Compares two checkpoints of a run, tensor by tensor. Digests prove equality; distances are computed from bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import lru_cache, partial
+from typing import Annotated, NamedTuple, get_args
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.rest import bodies, comparing
+from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.jobs import CompareArguments, CompareJob
+from holdfast_formats.rest.measurements import Difference, DifferenceState
+from holdfast_formats.rest.operations import Job
+from holdfast_service.wings.console import manifest_view
+from holdfast_service.wings.console.manifest_view import ManifestView, MeasuredTensor
+from holdfast_service.wings.console.rendering import page, see
+from holdfast_service.wings.console.routing import Posted, page_router
+from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, at, shown, to
+
+router = page_router()
+
+SHOWN = 100
+COMPARED_MAX = 1  # each holds both manifests
+STEPS_OFFERED = 200
+JOBS_LOOKED_AT = 200
+STATES: tuple[str, ...] = get_args(DifferenceState)
+SORTS = ("bytes", "norm_b", "relative")
+Text = Annotated[str, Query(max_length=200)]
+Known = dict[tuple[str, str], MeasuredTensor]
+
+
+def _asked(
+    a: Text = "", b: Text = "", q: Text = "", state: Text = "", sort: Text = "name", exact: Text = ""
+) -> dict[str, str]:
+    return {"a": a, "b": b, "q": q, "state": state, "sort": sort, "exact": exact}
+
+
+Wanted = Annotated[dict[str, str], Depends(_asked)]
+
+
+@router.get("/runs/{run}/compare")
+async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
+    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads the bytes of shown
+    tensors.
+    """
+    listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
+    render = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
+    if not (asked["a"] and asked["b"]):
+        return render(compared=None)
+    checkpoints = [await api.get(bodies.CheckpointInfo, at(run, asked[side])) for side in ("a", "b")]
+    one, other = [await manifest_view.held(api, run, pairs_found.step) for pairs_found in checkpoints]
+    known = [(await manifest_view.statistics(api, held)).value or {} for held in (one, other)]
+    compared = await asyncio.to_thread(compare, one, other)
+    values = Values(one.manifest.step, known[0], known[1])
+    pairs_found = await asyncio.to_thread(matching, compared, values, asked)
+    begin = min(max(first, 0), max(len(pairs_found) - 1, 0) // SHOWN * SHOWN)
+    job = await _job(api, run, one.manifest.step, other.manifest.step)
+    part = _by_the_job([values.difference(pair) for pair in pairs_found[begin : begin + SHOWN]], job)
+    too_much: CheckpointError | None = None
+    if asked["exact"]:
+        part, too_much = await _measured(api, run, asked, part)
+    return render(
+        compared=checkpoints,
+        counts=compared.counts,
+        bytes_changed=compared.bytes_changed,
+        measured=bool(known[0] and known[1]),
+        too_much=too_much,
+        job=job,
+        found=len(pairs_found),
+        shown=part,
+        first=begin,
+        shown_at_once=SHOWN,
+    )
+
+
+@router.post("/runs/{run}/compare")
+async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
+    """Compare all changed bytes in a job, which has progress, can be cancelled, and keeps its result."""
+    a, b = [(await api.get(bodies.CheckpointInfo, at(run, form.text(side) or "latest"))).step for side in ("a", "b")]
+    await api.submit(CompareJob(run=run, step=a, arguments=CompareArguments(other=str(b))))
+    return see(f"{to(run)}/compare", "comparing", a=str(a), b=str(b))
+
+
+async def _job(api: ViewerApi, run: str, a: int, b: int) -> Job | None:
+    """The newest job that compares these two, a running one before failed ones."""
+    jobs = await shown(api.page(Job, "/v1/jobs", kind="compare", run=run, limit=JOBS_LOOKED_AT))
+    listed = jobs.value.items if jobs.value else []
+    return next((job for job in listed if job.step == a and str(job.arguments.get("with")) in (str(b), f"{run}@{b}")), None)
+
+
+def _by_the_job(part: list[Difference], job: Job | None) -> list[Difference]:
+    """The same tensors, with the distances that the job has computed for those that changed most."""
+    if job is None or job.state != "done" or not job.result:
+        return part
+    known = {(one["group"], one["name"]): Difference.model_validate(one) for one in job.result.get("most", ())}
+    return [known.get((one.group, one.name), one) for one in part]
+
+
+class Compared(NamedTuple):
+    """Every tensor of either checkpoint, in the order of the lists, with its state, and the number in each state."""
+
+    pairs: list[tuple[Pair, DifferenceState]]
+    counts: dict[str, int]
+    bytes_changed: int
+
+
+class Values(NamedTuple):
+    """The statistics of tensors in both saves: of the older step, and of the newer one."""
+
+    step: int
+    before: Known
+    after: Known
+
+    def difference(self, pair: Pair) -> Difference:
+        made = comparing.difference(pair)
+        before, after = (side.get((made.group, made.name)) for side in (self.before, self.after))
+        made.norm_a = before.norm if before and not before.nonfinite else None
+        made.norm_b = after.norm if after and not after.nonfinite else None
+        sick = any(side and side.nonfinite for side in (before, after))
+        if made.change is None and not sick and after is not None and after.changed_from == self.step:
+            made.change = after.change
+            made.relative = after.change / made.norm_a if after.change is not None and made.norm_a else None
+        return made
+
+
+@lru_cache(maxsize=COMPARED_MAX)
+def compare(one: ManifestView, other: ManifestView) -> Compared:
+    """Compare two checkpoints. The newest result is cached for sorting, searching and paging."""
+    pairs = [(pair, pair.state) for pair in comparing.pairs(one.manifest, other.manifest)]
+    counted = Counter[str](state for _, state in pairs)
+    changed = sum(pair.entry.nbytes for pair, state in pairs if state == "changed")
+    return Compared(pairs, {name: counted[name] for name in STATES}, changed)
+
+
+def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[Pair]:
+    """The tensors whose names contain every word of the search, sorted: the largest first, unknown values last."""
+    words, sort = asked["q"].casefold().split(), asked["sort"]
+    matching_pairs = [
+        pair
+        for pair, state in compared.pairs
+        if asked["state"] in ("", state) and all(word in pair.name.casefold() for word in words)
+    ]
+    if sort == "bytes":
+        return sorted(matching_pairs, key=lambda pair: -pair.entry.nbytes)
+    if sort not in SORTS or not (values.before or values.after):
+        return matching_pairs
+
+    def key(pair: Pair) -> tuple[bool, float]:
+        sides = (side.get((pair.group, pair.name)) for side in (values.before, values.after))
+        return not any(side and side.nonfinite for side in sides), -(getattr(values.difference(pair), sort) or 0)
+
+    return sorted(matching_pairs, key=key)
+
+
+async def _measured(
+    api: ViewerApi, run: str, asked: dict[str, str], part: list[Difference]
+) -> tuple[list[Difference], CheckpointError | None]:
+    """The same tensors with their bytes compared, or the error that they are too many for one page."""
+
+    async def measured(one: Difference) -> Difference:
+        if one.state not in ("changed", "unknown"):
+            return one
+        path = at(run) + "/compare"
+        differences = await api.page(Difference, path, a=asked["a"], b=asked["b"], group=one.group, q=one.name, exact="true")
+        return next((other for other in differences.items if other.name == one.name), one)
+
+    try:
+        return list(await asyncio.gather(*map(measured, part))), None
+    except CheckpointError as error:
+        return part, error

@@ -1,0 +1,72 @@
+"""Events: a page of the newest ones, which a script continues as new ones happen."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import EVENTS, Event
+from holdfast_service.wings.console.rendering import link, page
+from holdfast_service.wings.console.routing import page_router
+from holdfast_service.wings.console.viewer_api import Asked, shown
+
+router = page_router()
+
+EVENTS_SHOWN = 100
+Text = Annotated[str, Query(max_length=200)]
+
+
+Order = Literal["save", "time"]
+_WORST = ("error", "warning", "info")
+
+
+class EventGroup(NamedTuple):
+    """The events of one save, or of one run apart from its saves; newest first."""
+
+    run: str | None
+    step: int | None
+    level: str
+    events: list[Event]
+
+
+def grouped(events: list[Event]) -> list[EventGroup]:
+    """The events of each save together: first what has errors, then warnings, and the newest first among equals."""
+    by_place: dict[tuple[str | None, int | None], list[Event]] = {}
+    for event in events:
+        by_place.setdefault((event.run, event.step), []).append(event)
+    groups = [EventGroup(*key, min((e.level for e in these), key=_WORST.index), these) for key, these in by_place.items()]
+    return sorted(groups, key=lambda group: (_WORST.index(group.level), -group.events[0].id))
+
+
+def _asked(run: Text = "", kind: Text = "", level: Text = "", order: Order = "save") -> dict[str, str]:
+    return {"run": run, "kind": kind, "level": level, "order": order}
+
+
+Wanted = Annotated[dict[str, str], Depends(_asked)]
+
+
+@router.get("/events")
+async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str | None = None) -> Response:
+    """Show events, grouped by save or as they happened. The API filters by `run` and `kind`; `level` hides others of a
+    page.
+    """
+    run, kind, level = asked["run"], asked["kind"], asked["level"]
+    events = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
+    listed = events.value or bodies.Page[Event](items=[])
+    listed_events = [event for event in listed.items if level in ("", event.level)]
+    return page(
+        request,
+        "events.html",
+        found=events,
+        events=listed_events,
+        groups=grouped(listed_events) if asked["order"] == "save" else None,
+        newest=listed.items[0].id if listed.items else 0,
+        next=listed.next,
+        first=cursor is None,
+        asked=asked,
+        kinds=EVENTS,
+        stream=link("/v1/events", run=run, kind=kind),
+    )

@@ -1,0 +1,54 @@
+"""Jobs: the progress of each, and a button that stops it."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job, JobKind
+from holdfast_service.wings.console.rendering import page, see
+from holdfast_service.wings.console.routing import Posted, page_router
+from holdfast_service.wings.console.viewer_api import Asked, shown
+
+router = page_router()
+
+JOBS_SHOWN = 50
+Text = Annotated[str, Query(max_length=128)]
+STATES = ("queued", "running", "done", "failed", "cancelled")
+GOING_ON = ("queued", "running")
+
+
+@router.get("/jobs")
+async def show_jobs(
+    request: Request, api: Asked, state: Text = "", kind: Text = "", run: Text = "", cursor: str | None = None
+) -> Response:
+    """A page of jobs, the newest first."""
+    jobs = await shown(api.page(Job, "/v1/jobs", state=state, kind=kind, run=run, cursor=cursor, limit=JOBS_SHOWN))
+    listed = jobs.value or bodies.Page[Job](items=[])
+    return page(
+        request,
+        "jobs.html",
+        jobs=jobs,
+        listed=listed.items,
+        next=listed.next,
+        first=cursor is None,
+        state=state,
+        asked={"state": state, "kind": kind, "run": run},
+        kinds=get_args(JobKind),
+        states=STATES,
+        going_on=GOING_ON,
+    )
+
+
+@router.get("/jobs/{job_id}")
+async def show_job(request: Request, api: Asked, job_id: int) -> Response:
+    return page(request, "job.html", job=await api.get(Job, f"/v1/jobs/{job_id}"), going_on=GOING_ON)
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel(api: Asked, job_id: int, _: Posted) -> Response:
+    await api.request("DELETE", f"/v1/jobs/{job_id}")
+    return see(f"/jobs/{job_id}", "cancelled")

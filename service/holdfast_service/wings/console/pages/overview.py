@@ -1,0 +1,158 @@
+"""The overview: a summary sentence, what needs attention, and every run on a line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple
+
+from fastapi import Depends, Query, Request
+from markupsafe import Markup
+from starlette.responses import Response
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.measurements import RUN_SORTS, Alert, Overview, RunSummary
+from holdfast_formats.rest.operations import EVENTS
+from holdfast_service.wings.console import alert_actions, refreshed_parts, run_status
+from holdfast_service.wings.console.rendering import may_of, page
+from holdfast_service.wings.console.routing import page_router
+from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, shown
+
+router = page_router()
+
+RUNS_SHOWN = 50
+ALERTS_SHOWN = 200
+UNFOLDED = 4  # alerts of a group
+BACK = "overview"
+# Events after which nothing on a page of runs is different.
+KINDS = [kind for kind in EVENTS if kind not in ("request-refused", "token-changed", "commit-command-started")]
+# The orders that the form offers, in words; the table's head has all of them.
+SORTS = {
+    "attention": "attention first",
+    "name": "by name",
+    "state": "by state, died first",
+    "age": "newest checkpoint first",
+    "-age": "oldest checkpoint first",
+    "-exposed": "costliest crash first",
+    "-stall": "longest stall first",
+    "goodput": "lowest goodput first",
+    "-storage": "most storage first",
+}
+METRIC = "metric:"
+Text = Annotated[str, Query(max_length=128)]
+Sort = Annotated[str, Query(max_length=256)]
+
+
+class WantedBoard(NamedTuple):
+    """The board's search, order, and shown metric."""
+
+    q: str
+    sort: str
+    metric: str
+
+    @property
+    def sorts(self) -> dict[str, str]:
+        if not self.metric:
+            return SORTS
+        own = METRIC + self.metric
+        return {**SORTS, own: f"lowest {self.metric} first", f"-{own}": f"highest {self.metric} first"}
+
+
+def _wanted(q: Text = "", sort: Sort = "attention", metric: Text = "") -> WantedBoard:
+    """Parsed parameters; an unknown order becomes need for attention."""
+    column = sort.removeprefix("-")
+    if column.startswith(METRIC):
+        metric = column.removeprefix(METRIC)
+        return WantedBoard(q, sort if metric else "attention", metric)
+    return WantedBoard(q, sort if column in RUN_SORTS else "attention", metric)
+
+
+class AlertGroup(NamedTuple):
+    """Alerts of one code."""
+
+    code: str
+    title: str
+    level: str
+    alerts: list[Alert]
+
+    @property
+    def hint(self) -> str | None:
+        """The hint, if all of them have the same one."""
+        hints = {one.hint for one in self.alerts}
+        return hints.pop() if len(hints) == 1 else None
+
+
+class ShownGroup(NamedTuple):
+    """A group with its first alerts, and the others on request."""
+
+    group: AlertGroup
+    hint: str | None
+    shown: list[Markup]
+    folded: list[Markup]
+
+
+@router.get("/")
+async def show_overview(
+    request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
+) -> Response:
+    """Lines of a page of runs, those that need attention first; above them their alerts. Runs that failed to start are shown
+    on request.
+    """
+    failed = str(bool(wanted.q) or wanted.sort == "state").lower()
+    asking = api.page(
+        RunSummary, "/v1/summaries", q=wanted.q, sort=wanted.sort, failed=failed, cursor=cursor, limit=RUNS_SHOWN
+    )
+    summed, overview, alerts, health, nodes, going_on = await asyncio.gather(
+        asking,
+        api.get(Overview, "/v1/overview"),
+        api.page(Alert, "/v1/alerts", limit=ALERTS_SHOWN),
+        api.get(bodies.Health, "/healthz"),
+        shown(api.page(bodies.Node, "/v1/nodes")),
+        shown(_under_way(api)),
+    )
+    may = may_of(request)
+    return page(
+        request,
+        "overview.html",
+        asked=wanted,
+        keep=wanted._asdict(),
+        metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
+        lines=[refreshed_parts.run_line(summary, wanted.metric) for summary in summed.items],
+        next=summed.next,
+        first=cursor is None,
+        overview=overview,
+        strip=run_status.strip(overview),
+        groups=[_shown(group, may) for group in grouped(alerts.items)],
+        seen=[refreshed_parts.alert(one, BACK, may) for one in alerts.items if one.acknowledged is not None],
+        more=alerts.next is not None,
+        kinds=" ".join(KINDS),
+        alerts_open=overview.errors + overview.warnings,
+        health=health,
+        nodes=nodes.value.items if nodes.value else [],
+        rounds=going_on.value or [],
+    )
+
+
+def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
+    """Alerts that are not acknowledged, by code, the most dangerous first; a code is as severe as its worst."""
+    groups: dict[str, AlertGroup] = {}
+    for one in alerts:
+        if one.acknowledged is not None:
+            continue
+        known = groups.setdefault(one.code, AlertGroup(one.code, alert_actions.title(one.code), one.level, []))
+        known.alerts.append(one)
+    return sorted(groups.values(), key=lambda group: min(danger(one) for one in group.alerts))
+
+
+def _shown(group: AlertGroup, may: Callable[..., bool]) -> ShownGroup:
+    hint = group.hint
+    parts = [refreshed_parts.alert(one, BACK, may, hint=hint is None) for one in group.alerts]
+    return ShownGroup(group, hint, parts[:UNFOLDED], parts[UNFOLDED:])
+
+
+async def _under_way(api: ViewerApi) -> list[bodies.Round]:
+    pages = await asyncio.gather(
+        *(api.page(bodies.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
+    )
+    return [item for page in pages for item in page.items]

@@ -1,0 +1,70 @@
+"""Quotas of teams: their use, and a form for viewers that may change them."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import NamedTuple
+from urllib.parse import quote
+
+from fastapi import Request
+from starlette.responses import Response
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest.access import Quota, QuotaRequest
+from holdfast_service.wings.console.rendering import page, see
+from holdfast_service.wings.console.routing import Form, Posted, page_router
+from holdfast_service.wings.console.viewer_api import Asked, shown
+
+router = page_router()
+
+NEARLY_FULL = 0.9
+BYTES_MAX = 2**62
+
+
+class QuotaLine(NamedTuple):
+    """A quota, its use, and a label for that."""
+
+    quota: Quota
+    share: float
+    level: str  # error, warning or fine
+    says: str
+
+
+@router.get("/quotas")
+async def show_quotas(request: Request, api: Asked) -> Response:
+    """The fullest first."""
+    quotas = await shown(api.page(Quota, "/v1/quotas"))
+    lines = sorted(map(_line, quotas.value.items if quotas.value else []), key=lambda one: (-one.share, one.quota.pattern))
+    return page(request, "quotas.html", found=quotas, lines=lines)
+
+
+@router.post("/quotas")
+async def set_quota(api: Asked, form: Posted) -> Response:
+    await api.request("PUT", _at(form.text("pattern")), body=QuotaRequest(quota_bytes=_bytes(form)))
+    return see("/quotas", "team-quota")
+
+
+@router.post("/quotas/{pattern}/remove")
+async def remove_quota(api: Asked, pattern: str, _: Posted) -> Response:
+    await api.request("DELETE", _at(pattern))
+    return see("/quotas", "team-quota-removed")
+
+
+def _line(quota: Quota) -> QuotaLine:
+    share = quota.used_bytes / quota.quota_bytes
+    if share >= 1.0:
+        return QuotaLine(quota, share, "error", "full: saves are refused")
+    return QuotaLine(quota, share, *(("warning", "nearly full") if share >= NEARLY_FULL else ("fine", "has room")))
+
+
+def _at(pattern: str) -> str:
+    if not pattern:
+        raise InvalidRequest("a quota needs the runs that it is for", hint="a name, a prefix ending in *, or * for all")
+    return f"/v1/quotas/{quote(pattern, safe='*')}"
+
+
+def _bytes(form: Form) -> int:
+    gigabytes = form.real("gigabytes")
+    if gigabytes is None or not isfinite(gigabytes) or not 1 <= gigabytes * 1e9 <= BYTES_MAX:
+        raise InvalidRequest("gigabytes: a quota is a number above 0", hint="go back and change the field")
+    return round(gigabytes * 1e9)

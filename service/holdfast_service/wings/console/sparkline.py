@@ -1,0 +1,64 @@
+"""A run's newest saves as a word-sized chart: a bar for each stall, and the goodput above them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from markupsafe import Markup
+
+from holdfast_formats.rest.measurements import Trend
+from holdfast_service.wings.console.formatting import percent_text, seconds_text
+
+WIDTH, HEIGHT = 100, 24
+KEPT = 1000  # drawings
+_FAILED = ("aborted", "dropped")
+Values = tuple["float | None", ...]
+
+
+def sparkline(trend: Trend) -> Markup:
+    """The chart as SVG, with a text alternative; empty if no save has ended."""
+    return _drawn(tuple(trend.states), tuple(trend.stall_s), tuple(trend.goodput), newest(trend))
+
+
+@lru_cache(KEPT)  # an overview is drawn again every other second, and most runs have saved nothing new
+def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cost: str) -> Markup:
+    count = len(states)
+    if not count:
+        return Markup('<span class="quiet">–</span>')
+    slot = WIDTH / count
+    most = max((stall for stall in stall_s if stall is not None), default=0.0)
+    bars = "".join(  # numbers and our own words: with Markup.format for each bar, bars were half of the overview's time
+        _bar(number * slot, slot, 1.0 if state in _FAILED else (stall or 0.0) / most if most else 0.0, state)
+        for number, (stall, state) in enumerate(zip(stall_s, states, strict=True))
+    )
+    points = [(number, value) for number, value in enumerate(goodput) if value is not None]
+    line = Markup("")
+    if len(points) > 1:
+        lowest = min(min(value for _, value in points), 0.99)
+        at = " ".join(f"{(n + 0.5) * slot:.1f},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.1f}" for n, v in points)
+        line = Markup('<polyline points="{}"/>').format(at)
+    title = _said(states, newest_cost)
+    drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
+    return drawn.format(WIDTH, HEIGHT, title, Markup(bars), line)
+
+
+def newest(trend: Trend) -> str:
+    """Stall and goodput of the newest save that has them."""
+    stall = next((value for value in reversed(trend.stall_s) if value is not None), None)
+    goodput = next((value for value in reversed(trend.goodput) if value is not None), None)
+    parts = [seconds_text(stall)] if stall is not None else []
+    return " · ".join(parts + ([percent_text(goodput)] if goodput is not None else []))
+
+
+def _bar(left: float, width: float, share: float, state: str) -> str:
+    height = max(share * 12, 1.0)
+    kind = "bad" if state in _FAILED else "bar"
+    at = f'x="{left + width * 0.15:.1f}" y="{HEIGHT - height:.1f}" width="{width * 0.7:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {at}/>'
+
+
+def _said(states: tuple[str, ...], newest_cost: str) -> str:
+    failed = sum(state in _FAILED for state in states)
+    title = f"the newest {len(states)} saves"
+    title += f": {failed} of them failed or were dropped" if failed else ""
+    return f"{title}; stall and goodput of the last: {newest_cost}" if newest_cost else title

@@ -1,0 +1,198 @@
+"""Plans a merge as an import of a listing with computed tensors: names, shapes and dtypes are compared first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import NoSuchResource, StateMismatch
+from holdfast_formats.exports import hugging_face
+from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
+from holdfast_service.daemon.copying import importing
+from holdfast_service.daemon.copying.importing import Goal, PlannedImport
+from holdfast_service.daemon.copying.mapping import MappedListing
+from holdfast_service.wings.merge import lora, lora_config
+from holdfast_service.wings.merge.identical import identical
+from holdfast_service.wings.merge.merged_tensor import merged
+from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe, ModelName
+from holdfast_service.wings.merge.recipe_document import nearest
+from holdfast_service.wings.merge.scanning import Workspaces
+from holdfast_service.wings.merge.settings import depths
+from holdfast_service.wings.merge.sources import MergeSource, MergeSources
+
+KIND = "merge"
+FLOATS = frozenset(DTYPES.values())
+NAMED_MAX = 3
+_ADAPTER_GROUPS = ("adapter", "adapter_model")
+_CALLED = {safe: name for name, safe in DTYPES.items()}
+_INTEGERS = frozenset({"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"})
+
+
+class Model(NamedTuple):
+    """A model that is merged: its weights by name, and the dtypes that they are stored in."""
+
+    name: str
+    tensors: Mapping[str, ForeignTensor]
+    stored: Mapping[str, str]
+
+
+def names_of(recipe: MergeRecipe) -> list[str]:
+    """Every model and adapter that a recipe reads; the result gets the small files of the first."""
+    named = [recipe.assets_of, *recipe.inputs]
+    names = [one.model for one in named] + [one.adapter for one in named if one.adapter is not None]
+    return list(dict.fromkeys(names))
+
+
+def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> PlannedImport:
+    """Plan a merge, without reading tensors.
+
+    Raises `StateMismatch` and `InvalidRequest`, by tensor and model, for what does not fit the other models or the recipe.
+    """
+    models = [_model(name, sources, recipe.group) for name in recipe.inputs]
+    reference = models[[one.same(recipe.assets_of) for one in recipe.inputs].index(True)]
+    for other in models:
+        _check_fits(reference, other, recipe)
+    if recipe.group in _ADAPTER_GROUPS:
+        adapters = {
+            name.model: lora.AdapterParts(_config(sources.source(name.model), sources), model.tensors)
+            for name, model in zip(recipe.inputs, models, strict=True)
+        }
+        lora.check_alike(adapters, recipe.assets_of.model)
+    notes = list(_notes(recipe, sources, list(reference.tensors)))
+    tensors = _merged(recipe, models, reference)
+    sources.joined.plain = sources.source(recipe.assets_of.model).number
+    listing = _listing(recipe, sources, tensors, notes)
+    wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
+    planned = importing.planned(sources.watched, listing, wanted, goal)
+    return planned._replace(about=_about(recipe, sources))
+
+
+def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
+    source = sources.source(name.model)
+    asked = _ADAPTER_GROUPS if group in _ADAPTER_GROUPS else (group,)
+    tensors = {key: one for key, one in source.tensors(*asked).items() if not is_of_rank(key)}
+    if not tensors:
+        groups = sorted({key.group for key in source.listing.tensors})
+        raise NoSuchResource(f"{name.model} has no group {group!r}", hint=f"groups: {', '.join(groups) or 'none'}")
+    stored = {key: one.spec.dtype for key, one in tensors.items()}
+    if name.adapter is not None:
+        adapter = sources.source(name.adapter)
+        tensors = lora.adapted(tensors, _adapter(adapter), _config(adapter, sources), name.adapter)
+    return Model(str(name), tensors, stored)
+
+
+def _adapter(source: MergeSource) -> dict[str, ForeignTensor]:
+    tensors = {key: one for key, one in source.tensors(*_ADAPTER_GROUPS).items() if not is_of_rank(key)}
+    if not tensors:
+        groups = sorted({key.group for key in source.listing.tensors})
+        raise NoSuchResource(f"{source.name} has no adapter", hint=f"groups: {', '.join(groups) or 'none'}")
+    return tensors
+
+
+def _config(source: MergeSource, sources: MergeSources) -> bytes:
+    config_bytes = source.listing.made_assets.get(lora_config.NAME)
+    if config_bytes is not None:
+        return config_bytes
+    if lora_config.NAME not in source.listing.assets:
+        raise NoSuchResource(
+            f"{source.name} has no {lora_config.NAME}, which says how its adapter is added",
+            hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
+        )
+    return sources.watched.read(f"{source.number}/{lora_config.NAME}", 0, lora_config.BYTES_MAX)
+
+
+def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
+    """`StateMismatch`, with the nearest names, unless the other model has the same tensors as the first."""
+    for here, second in ((first, other), (other, first)):
+        missing = sorted(here.tensors.keys() - second.tensors.keys(), key=natural_key)
+        if missing:
+            left = second.tensors.keys() - here.tensors.keys()
+            hint = nearest(missing[0], left) or "models of one architecture have the same names; a mapping program renames"
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StateMismatch(
+                f"{second.name} has no tensor {missing[0]!r}{more}, which {here.name} has", hint=hint, tensor=missing[0]
+            )
+    for name, tensor in first.tensors.items():
+        shape, others = tensor.spec.shape, other.tensors[name].spec.shape
+        if shape != others:
+            what = f"tensor {name!r} has shape {list(shape)} in {first.name}, and {list(others)} in {other.name}"
+            raise StateMismatch(what, hint="merge models of the same sizes and the same vocabulary", tensor=name)
+        kinds = first.stored[name], other.stored[name]
+        loose = recipe.dtype is not None and set(kinds) <= FLOATS
+        if kinds[0] != kinds[1] and not loose:
+            what = f"tensor {name!r} is {kinds[0]} in {first.name}, and {kinds[1]} in {other.name}"
+            raise StateMismatch(what, hint="say `dtype` in the recipe, if all are floating-point numbers", tensor=name)
+
+
+def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
+    merged_tensors, spaces = {}, Workspaces()
+    depth = depths(reference.tensors)
+    for name, tensor in reference.tensors.items():
+        key, dtype = TensorKey(recipe.out_group, name), reference.stored[name]
+        inputs = tuple(model.tensors[name] for model in models)
+        if dtype in FLOATS:
+            terms = recipe.terms(name, depth[name])
+            merged_tensors[key] = merged(key, recipe.dtype or dtype, inputs, terms, spaces)
+        elif dtype in _INTEGERS or not prod(tensor.spec.shape):
+            merged_tensors[key] = identical(key, [model.name for model in models], inputs)
+        else:
+            raise StateMismatch(
+                f"tensor {name!r} is {dtype}; models of {', '.join(sorted(FLOATS))} are merged",
+                hint="quantised weights are merged before they are quantised",
+                tensor=name,
+            )
+    return merged_tensors
+
+
+def _listing(
+    recipe: MergeRecipe, sources: MergeSources, tensors: Mapping[TensorKey, ForeignTensor], notes: list[str]
+) -> ForeignListing:
+    """The listing of the merged checkpoint: computed tensors, and the small files of the base."""
+    base = sources.source(recipe.assets_of.model).listing
+    left = () if recipe.out_group in _ADAPTER_GROUPS else (lora_config.NAME,)
+    assets = tuple(name for name in base.assets if name not in left)
+    assets_made = {name: data for name, data in base.made_assets.items() if name not in left}
+    config = hugging_face.CONFIG
+    if recipe.dtype is not None and (config in assets or config in assets_made):
+        data = assets_made[config] if config in assets_made else sources.watched.read(config)
+        changed = hugging_face.with_dtype(data, _CALLED[recipe.dtype])
+        if changed is not None:
+            assets, assets_made = tuple(name for name in assets if name != config), {**assets_made, config: changed}
+            notes.append(f"the dtype in {config} is now {_CALLED[recipe.dtype]}")
+    files = tuple(use for source in sources.by_name.values() for use in _uses(source, recipe))
+    return ForeignListing(KIND, tensors, files, assets=assets, notes=tuple(notes), made_assets=assets_made)
+
+
+def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:
+    if source.name == recipe.assets_of.model:
+        return list(source.listing.files)
+    why = f"configuration and tokenizer are those of {recipe.assets_of.model}"
+    return [FileUse(one.file, "unused", why) if one.use == "asset" else one for one in source.listing.files]
+
+
+def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> list[str]:
+    notes = [f"merged by {recipe.method.name} in the dialect of {recipe.dialect}, seed {recipe.seed}"]
+    unused = recipe.unused_filters(tensors)
+    if unused:
+        notes.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
+    for source in sources.by_name.values():
+        notes += [f"{source.name}: {note}" for note in source.listing.notes]
+        others = {key.group for key in source.listing.tensors} - {recipe.group, *_ADAPTER_GROUPS}
+        if others:
+            notes.append(f"{source.name}: not merged: group {', '.join(sorted(others))}")
+    return notes
+
+
+def _about(recipe: MergeRecipe, sources: MergeSources) -> dict[str, Any]:
+    """A merge's entry in state.json, besides that of every import."""
+    return {
+        "method": recipe.method.name,
+        "dialect": recipe.dialect,
+        "seed": recipe.seed,
+        **({} if recipe.group == recipe.out_group == GROUP else {"group": recipe.group, "out_group": recipe.out_group}),
+        "recipe": recipe.text,
+        "models": [dict(source.told) for source in sources.by_name.values()],
+    }

@@ -1,0 +1,51 @@
+"""Every byte of two checkpoints compared by a job, from the page on which its result appears."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast_formats import naming
+from tests.checkpoints import build, varied_arrays
+from tests.daemons import wait_until
+from tests.serving import served
+from tests.wings.console.reading import Page
+
+COMPARE = "/runs/tiny/compare"
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Iterator[httpx.Client]:
+    """Two checkpoints of which every tensor differs."""
+    for seed, step in ((0, 5), (1, 10)):
+        build(tmp_path / naming.checkpoint_path("tiny", step), varied_arrays(seed), step=step)
+    with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, follow_redirects=True) as client:
+        yield client
+
+
+def test_job(changed: httpx.Client) -> None:
+    """The button submits it; the page says how far it is, then the result, and has the exact values in its table."""
+    before = Page(changed.get(f"{COMPARE}?a=5&b=10").text)
+    assert "Compare every byte" in before.text and before.faults() == []
+    after = changed.post(COMPARE, data={"a": "5", "b": "latest"})
+    assert after.url.path == COMPARE and dict(after.url.params)["b"] == "10"
+    wait_until(lambda: "Every changed byte was compared" in changed.get(f"{COMPARE}?a=5&b=10").text)
+    page = Page(changed.get(f"{COMPARE}?a=5&b=10").text)
+    assert page.faults() == []
+    job = changed.get("/v1/jobs?kind=compare").json()["items"][0]
+    assert (job["step"], job["arguments"], job["done_bytes"]) == (5, {"with": "10"}, job["total_bytes"])
+    most = job["result"]["most"][0]
+    assert f"{100 * most['relative']:.3g} %" in page.text
+    assert "Compare every byte" in Page(changed.get(f"{COMPARE}?a=10&b=5").text).text  # another pair
+
+
+def test_what_is_refused(changed: httpx.Client) -> None:
+    """A step that is not there, and a viewer who may only read."""
+    assert changed.post(COMPARE, data={"a": "5", "b": "999"}).status_code == 404
+    made = changed.post("/v1/tokens", json={"name": "reader", "scope": "read", "runs": "*"}).json()["token"]
+    refused = changed.post(COMPARE, data={"a": "5", "b": "10"}, headers={"Authorization": f"Bearer {made}"})
+    assert refused.status_code == 403
+    assert changed.get("/v1/jobs").json()["items"] == []

@@ -1,0 +1,43 @@
+"""Events by save, warnings first; and a run's table in the order that its columns link to."""
+
+from __future__ import annotations
+
+import httpx
+
+from tests.serving import Served
+from tests.wings.console.reading import Page
+
+
+def test_grouped(service: Served, browser: httpx.Client) -> None:
+    """What was said of a save is in one place; the worst is above what is newer; details are words."""
+    events = service.services.events
+    events.add("checkpoint-committed", "step 5 is committed", "tiny", 5)
+    events.add("save-aborted", "the disk is full", "tiny", 20, level="error", detail={"missing": [1, 2], "bytes": 2000})
+    events.add("checkpoint-verified", "step 5 was read back", "tiny", 5)
+    events.add("checkpoint-committed", "step 10 is committed", "tiny", 10)
+    page = Page(browser.get("/events").text)
+    assert page.faults() == []
+    order = [page.text.index(text) for text in ("disk is full", "step 10 is committed", "step 5 was read", "step 5 is comm")]
+    assert order == sorted(order)
+    assert "missing 1; 2" in page.text.lower().replace("missing1", "missing 1") and "2.0 kB" in page.text
+    assert "disk is full" not in Page(browser.get("/events?kind=checkpoint-committed").text).text
+    timed = browser.get("/events?order=time").text
+    assert 'data-stream="/v1/events' in timed
+    assert timed.index("step 10 is committed") < timed.index("disk is full")
+
+
+def test_sorted_by_a_column(browser: httpx.Client) -> None:
+    """The heading says the order and links to the other one; filters stay."""
+    page = Page(browser.get("/runs/tiny?step_min=6").text)
+    assert [one.attributes["aria-sort"] for one in page.all("th") if "aria-sort" in one.attributes] == [
+        "descending",
+        "none",
+        "none",
+    ]
+    link = next(one for one in page.addresses() if "sort=step" in one)
+    assert "step_min=6" in link
+    ascending = Page(browser.get(link).text)
+    assert [one.attributes["value"] for one in ascending.all("input") if one.attributes.get("name") == "step"] == [
+        "10",
+        "15",
+    ]

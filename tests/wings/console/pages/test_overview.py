@@ -1,0 +1,158 @@
+"""The overview and what it does: the sentence, alerts with their buttons, the board of runs; and runs compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast_formats import timestamps
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.measurements import Alert, Overview
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
+from holdfast_service.control.insight.facts import RunActivity
+from holdfast_service.storage import PosixTier
+from holdfast_service.wings.console import alert_actions, run_status
+from holdfast_service.wings.console.pages.overview import grouped
+from tests.checkpoints import build_root
+from tests.control.insight.test_alerts import summary
+from tests.serving import Served, served
+from tests.wings.console.reading import Page
+
+LONG = "a-run-of-which-the-name-is-longer-than-any-column-" + "x" * 70
+AT = "2026-01-02T00:00:00Z"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Served]:
+    """A run that died and one that has nearly used up its quota, which trains; and a replica that is lost."""
+    build_root(tmp_path / "root", {"tiny": (5, 10), LONG: (1,)})
+    write_run_file(PosixTier(tmp_path / "root"), "tiny", RunFile(policy=RetentionPolicy(quota_bytes=70_000)))
+    lives = {LONG: RunActivity("lost", AT), "tiny": RunActivity("running")}
+
+    def node() -> bodies.Node:
+        told = {"name": "node-1", "version": "9", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 1}
+        return bodies.Node.model_validate({**told, "replicas": {"far": "its <disk> is gone"}})
+
+    with served(tmp_path / "root", lives=lambda runs: lives, node=node, replicas={"far": lambda: True}) as running:
+        yield running
+
+
+@pytest.fixture
+def browser(service: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, trust_env=False, follow_redirects=True) as client:
+        yield client
+
+
+def test_it_says_how_everything_stands(browser: httpx.Client) -> None:
+    """In a sentence first, then what needs a person, each with a button; the title has their number, and so has the icon."""
+    got = browser.get("/")
+    page = Page(got.text)
+    assert page.faults() == []
+    assert "1 run training , 1 died" in page.text and "Oldest unprotected work:" in page.text
+    assert "<title>(3) Overview" in got.text
+    assert "icon-error-3.svg" in got.text and browser.get("/static/icon-error-3.svg").status_code == 200
+    for said in ("Died", "Resume from step 1", "A quota is nearly used up", "Raise the quota by half", "A replica is lost"):
+        assert said in page.text
+    assert "its <disk> is gone" in page.text and "<disk>" not in got.text
+    assert "not verified yet" in page.text and "A crash now would cost" in page.text
+
+
+def test_an_alert_is_acknowledged_snoozed_and_taken_back(browser: httpx.Client) -> None:
+    """By forms alone; what is acknowledged is still there, with who has done it."""
+    page = Page(browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "acknowledge"}).text)
+    assert "Acknowledged. It counts again" in page.text and "1 acknowledged" in page.text
+    assert "<title>(2) " in browser.get("/").text
+    browser.post("/alerts/replica-lost/far", data={"do": "snooze"})
+    shown = Page(browser.get("/").text).text
+    assert "2 acknowledged" in shown and "Acknowledged by anybody here" in shown
+    back = browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "take-back", "back": "run"})
+    assert back.url.path == "/runs/tiny" and "The alert counts again" in Page(back.text).text
+    assert browser.post("/runs/tiny/alerts/run-lost", data={"do": "acknowledge"}).status_code == 404
+    assert browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "explode"}).status_code == 400
+
+
+def test_buttons_mend(service: Served, browser: httpx.Client) -> None:
+    """The quota is raised by half, a replica is copied to again, a checkpoint is verified or repaired as a job."""
+    browser.post("/runs/tiny/mend", data={"remedy": "raise-quota"})
+    assert browser.get("/v1/runs/tiny/policy").json()["quota_bytes"] == 10**6
+    assert "tried again now" in Page(browser.post("/alerts/replica-lost/far", data={"do": "retry"}).text).text
+    assert (
+        "tried again now"
+        in Page(browser.post("/runs/tiny/mend", data={"remedy": "retry-replicas", "subject": "far"}).text).text
+    )
+    for remedy in ("verify", "repair"):
+        got = browser.post("/runs/tiny/mend", data={"remedy": remedy, "step": "5"})
+        assert got.url.path.startswith("/jobs/")
+    assert browser.post("/runs/tiny/mend", data={"remedy": "pray"}).status_code == 400
+    assert browser.post(f"/runs/{LONG}/mend", data={"remedy": "raise-quota"}).status_code == 400
+
+
+def test_a_run_says_its_verdict_first(browser: httpx.Client) -> None:
+    """One sentence, then alerts, then the timeline with the metrics; all of it is what is fetched again."""
+    killed = "Ranks were killed or ended by an exception, without closing their Checkpointer."
+    for run, said in ((LONG, f"{killed} The last good checkpoint is step 1"),):
+        page = Page(browser.get(f"/runs/{run}").text)
+        assert page.faults() == []
+        assert said in page.text
+        assert page.text.index(said) < page.text.index("Timeline of saves") < page.text.index("lowest 2.5 at step 1")
+        assert page.text.index("lowest 2.5 at step 1") < page.text.index("Figures")
+
+
+def test_runs_are_compared(browser: httpx.Client) -> None:
+    """A metric by step, and what each run pays; a run that is not there is an error, and none chosen is none."""
+    page = Page(browser.get("/compare", params=[("run", "tiny"), ("run", LONG)]).text)
+    assert page.faults() == []
+    assert "loss of each checkpoint, by step" in page.text and "Goodput lost" in page.text
+    assert {LONG, "tiny"} <= {e.attributes.get("value") for e in page.all("input") if "checked" in e.attributes}
+    assert "choose runs first" in Page(browser.get("/compare").text).text
+    assert browser.get("/compare?run=nope").status_code == 404
+
+
+def test_every_alert_has_a_title_and_a_button() -> None:
+    """Of whatever code and remedy, with what it needs or without."""
+    for remedy in (
+        "resume",
+        "restore-healthy",
+        "raise-quota",
+        "raise-team-quota",
+        "keep-fewer",
+        "verify",
+        "repair",
+        "retry-replicas",
+        "look",
+    ):
+        for step in (None, 5):
+            for run in (None, "a b"):
+                one = Alert(level="error", code="new-kind", text="t", hint="h", remedy=remedy, step=step, run=run)
+                made = alert_actions.button(one)
+                assert made.label and made.address.startswith("/") and " " not in made.address
+    assert alert_actions.title("new-kind") == "New kind"
+    alerts = [Alert(level=level, code=code, text="t", hint="h", run="r") for level, code in _CODES]
+    assert [(group.level, group.code) for group in grouped(alerts)] == [("error", "run-lost"), ("warning", "saves-dropped")]
+
+
+_CODES = (("warning", "saves-dropped"), ("error", "run-lost"), ("error", "run-lost"))
+
+
+def test_sentences() -> None:
+    """What the strip and the verdict say, and for a state that is not known yet."""
+    none = Overview(runs=0, states={}, errors=0, warnings=0, acknowledged=0, checkpoints=0, bytes=0, free_bytes=None)
+    assert [clause.text for clause in run_status.strip(none)] == ["No runs training"]
+    busy = none.model_copy(update={"states": {"training": 3, "died": 2}, "exposed_s": 360.0, "cost": 0.009})
+    assert [clause.text for clause in run_status.strip(busy)] == [
+        "3 runs training",
+        "2 died",
+        "Oldest unprotected work: 6\u00a0min",
+        "Checkpointing costs 0.9 %",
+    ]
+    assert run_status.standing("archived").word == "archived" and run_status.standing("odd").word == "odd"
+    assert run_status.ago_text("2999-01-31T12:00:00Z") == "2999-01-31T12:00:00Z"  # a clock was set back since
+    assert run_status.ago_text(timestamps.utc_now()).endswith("s ago") and run_status.ago_text("never") == "never"
+    calm = run_status.verdict(summary("calm"))
+    assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
+    assert run_status.verdict(summary("dead", life="lost")).level == "error"
+    assert run_status.cost_of_a_crash(summary("over", life="ended")) is None

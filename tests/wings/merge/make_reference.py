@@ -1,0 +1,65 @@
+"""Makes reference.npz: what mergekit makes of the cases. Run it where mergekit 0.1.5 is installed:
+
+    python -m tests.wings.merge.make_reference
+
+mergekit draws its random masks with torch; here it gets the draws that Holdfast would take, so that the arithmetic can be
+compared. Torch sums whole tensors in F32 in an order that depends on the processor and the number of threads; `exact` are
+the results with sums that are rounded once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mergekit.merge_methods import base, registry  # type: ignore[import-not-found, unused-ignore]
+
+from holdfast_service.wings.merge.draws import Draws
+from tests.wings.merge.cases import CASES, SEED, TENSOR, Case, inputs
+
+REFERENCE = Path(__file__).with_name("reference.npz")
+
+
+def merged(case: Case, exact: bool = False) -> np.ndarray[Any, Any]:
+    """The result of mergekit's own method; `exact`: its sums of whole tensors, and dot products, are computed in float64."""
+    tensors = [torch.from_numpy(one) for one in inputs(case)]
+    method = registry.get(case.method)
+    drawing = (number for number, one in enumerate(case.models) if one.get("density", 1.0) < 1)
+
+    def bernoulli(chances: torch.Tensor) -> torch.Tensor:
+        drawn = Draws(SEED, next(drawing), TENSOR).uniform(0, chances.numel())
+        return (torch.from_numpy(drawn).reshape(chances.shape) < chances).to(chances.dtype)
+
+    def total(values: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        if given or named:
+            return summed(values, *given, **named)
+        return summed(values.double()).to(values.dtype)
+
+    torch.bernoulli, kept, summed = bernoulli, torch.bernoulli, torch.Tensor.sum
+    if exact:
+        torch.Tensor.sum = total  # type: ignore[method-assign, assignment]
+    try:
+        root = None if case.method == "linear" else len(case.models)
+        group = base.TensorGroup.from_tensors(tensors, base_index=root, name=TENSOR)
+        return np.asarray(_called(method, group, case))
+    finally:
+        torch.bernoulli, torch.Tensor.sum = kept, summed  # type: ignore[method-assign]
+
+
+def _called(method: Any, group: Any, case: Case) -> Any:
+    given: dict[str, Any] = {}
+    for parameter in method.spec.parameters:
+        if parameter.scope == base.ParameterScope.SHARED:
+            given[parameter.name] = case.shared.get(parameter.name, parameter.default)
+        else:
+            given[parameter.name] = {
+                number: one.get(parameter.name, parameter.default) for number, one in enumerate(case.models)
+            }
+    return method([group], parameters=given)[0]
+
+
+if __name__ == "__main__":
+    exact = {f"{case.name} exact": merged(case, exact=True) for case in CASES if case.sums}
+    np.savez_compressed(REFERENCE, **{case.name: merged(case) for case in CASES}, **exact)
