@@ -40,7 +40,7 @@ def live(directory: Path, checkpoints: int = 4) -> Iterator[Live]:
             httpx.put(f"{daemon.url}/v1/quotas/{pattern}", json={"quota_bytes": most}, trust_env=False).raise_for_status()
         for run, more in ((RUN, ()), (FAULTY, (str(FAULT_AT),))):
             command = [sys.executable, "-m", "tests.wings.console.training", str(daemon.socket), run, *more]
-            stack.callback(_end, subprocess.Popen(command, cwd=Path(__file__).parents[2]))
+            stack.callback(_end, subprocess.Popen(command, cwd=Path(__file__).parents[3]))
         found = Live(daemon.url, daemon.root)
         wait_until(lambda: all(len(found.steps(run)) >= checkpoints for run in (RUN, FAULTY)), 300)
         wait_until(lambda: max(found.steps(FAULTY)) > FAULT_AT, 300)

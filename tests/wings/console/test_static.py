@@ -78,7 +78,7 @@ def test_templates_escape_by_default() -> None:
 
 def test_the_wheel_has_everything() -> None:
     """The wheel is made of the packages' directories as they are, and no pattern leaves these files out."""
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     built = re.findall(r"^\[tool\.hatch\.build[^\]]*\]\n((?:(?!\[).*\n)*)", text, re.M)
     assert any('"service/holdfast_service"' in section for section in built)
     assert not any(re.search(r"^(exclude|include|only-include)\b", section, re.M) for section in built)

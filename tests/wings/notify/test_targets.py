@@ -134,7 +134,7 @@ def test_the_place_of_a_mail_server(server: str, place: tuple[str, int]) -> None
 
 def test_the_documents_example_and_table(tmp_path: Path) -> None:
     """The example is a valid file, and the table has exactly the keys that there are."""
-    text = (Path(__file__).parents[2] / "docs" / "telling.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "telling.md").read_text()
     example = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
     assert [one.kind for one in read_targets(write(tmp_path, example)).target] == ["slack", "webhook", "mail"]
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("| key | of |")[2].partition("\n\n")[0], re.MULTILINE)
