@@ -91,7 +91,7 @@ class Removers(RuleBasedStateMachine):
         self.tier, self.far, self.time, self.clock = MemoryTier(), MemoryTier(), 0.0, 1.7e9
         self.patched = patch.object(replaced_checkpoints, "MEND_S", 0.0)
         self.patched.start()
-        self.run, self.next, self.launches = RUNS[0], 0, 0
+        self.run, self.next, self.launches, self.ticks = RUNS[0], 0, 0, 0
         self.asked: set[int] = set()  # steps that a person has removed
         self.open()
         self.launch()
@@ -126,6 +126,11 @@ class Removers(RuleBasedStateMachine):
         assert self.control.record_queue.recorded(30)
         self.way: lineage.Way = ()
         self.saved_at: dict[int, float] = {}
+
+    def moment(self, clock: str) -> str:
+        """What a clock says, right or wrong: it may jump back, and it never says one thing twice."""
+        self.ticks += 1
+        return f"{clock[:-4]}{self.ticks % 1000:03d}Z"
 
     def standing(self, tier: MemoryTier, run: str) -> dict[int, Manifest]:
         """What a restore could read, every byte of it, of a run in a tier; at once, or when what it replaced is back."""
@@ -166,7 +171,7 @@ class Removers(RuleBasedStateMachine):
         self.next += 1
         self.time += 1.0
         base = a_manifest(self.run, self.next, self.attempt, groups)
-        made = Manifest(**{**{f: getattr(base, f) for f in base.__struct_fields__}, "created": clock, "rewinds": self.way})
+        made = msgspec.structs.replace(base, created=self.moment(clock), rewinds=self.way)
         put_checkpoint(self.tier, made)
         self.catalog.record_checkpoint(bodies.describe(made).model_copy(update={"healthy": healthy}))
         self.saved_at[self.next] = self.time
@@ -203,7 +208,7 @@ class Removers(RuleBasedStateMachine):
             return
         before = self.restorable()
         base = a_manifest(self.run, step, self.attempt, groups)
-        made = msgspec.structs.replace(base, created=clock, rewinds=self.way)
+        made = msgspec.structs.replace(base, created=self.moment(clock), rewinds=self.way)
         place, encoded = Place(self.run, step, self.attempt), manifests.encode(made)
         self.tier.remove_tree(place.path)
         self.tier.put(f"{place.path}/{naming.STATE}", b"{}")
@@ -216,7 +221,8 @@ class Removers(RuleBasedStateMachine):
         except Killed:
             self.restart()
         self.saved_at[step] = self.time
-        if flips and any(sound(self.tier, p.path) for p in self.control.store.replaced(self.run) if p.step == step):
+        came = sound(self.tier, naming.checkpoint_path(self.run, step)) == made  # a death may leave the one before it
+        if flips and came and any(sound(self.tier, p.path) for p in self.control.store.replaced(self.run) if p.step == step):
             hurt(self.tier, f"{naming.checkpoint_path(self.run, step)}/{naming.STATE}", "flipped")
             self.check(step)
         after = self.restorable()

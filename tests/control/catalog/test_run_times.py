@@ -39,6 +39,17 @@ def test_time_passes_between_commits_as_the_daemon_sees_it(database: Database) -
     assert seen(catalog)[-1] <= began[-1] + 7
 
 
+def test_a_save_in_the_place_of_one_begins_its_age_even_if_a_clock_stands_still(database: Database) -> None:
+    now = [0.0]
+    catalog = Catalog(database, clock=lambda: now[0])
+    catalog.record_checkpoint(a_row(RUN, 1))
+    began = seen(catalog)[-1]
+    now[0] += 100.0
+    catalog.record_checkpoint(a_row(RUN, 1).model_copy(update={"turn": 1}))
+    if not database.is_shared:
+        assert seen(catalog)[-1] == began + 100
+
+
 def test_where_nodes_share_a_catalog_its_database_says_how_much_has_passed(database: Database) -> None:
     """Of two nodes neither counts more than it was up for, nor the same time twice."""
     if not database.is_shared:

@@ -297,7 +297,7 @@ class Catalog:
             # So that a catalog made again from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
             known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
-            if known is not None and (known.created, known.attempt) != (new_row.created, new_row.attempt):
+            if known is not None and _identity(known) != _identity(new_row):
                 statistics.forget_tensors(session, new_row.run, new_row.step)  # of another checkpoint of this step
                 known = None
             if known is None:
@@ -506,6 +506,13 @@ def _row(
     naming.check_step(checkpoint.step)
     known = {} if seen_s is None else {"seen_s": seen_s}
     return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp, proven=proven, **known)
+
+
+def _identity(row: CheckpointRow) -> tuple[str, int, int]:
+    """What no other checkpoint of the step has. A launch that replaces its own sound save does so in another turn, whatever
+    the clock says; what a repair or thinning changes is not in it.
+    """
+    return row.created, row.attempt, row.turn
 
 
 def _forget(session: Session, run: str, step: int) -> None:
