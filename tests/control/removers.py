@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -141,6 +142,15 @@ class Removers(RuleBasedStateMachine):
             there.setdefault(place.step, []).append(place.path)
         found = {step: [m for path in paths if (m := sound(tier, path)) is not None] for step, paths in there.items()}
         return {step: made[0] for step, made in found.items() if made}
+
+    @contextmanager
+    def unless_nothing_is_left(self) -> Iterator[None]:
+        """Of a deleted run even the last copy may have gone: the run is unknown then."""
+        there = self.sound
+        try:
+            yield
+        except NoSuchRun:
+            assert not there
 
     @property
     def sound(self) -> dict[int, Manifest]:
@@ -334,11 +344,8 @@ class Removers(RuleBasedStateMachine):
     @rule(policy=POLICIES)
     def keep(self, policy: RetentionPolicy) -> None:
         before, there = self.restorable(), self.sound
-        try:
+        with self.unless_nothing_is_left():
             self.rotation.set_policy(self.run, policy, "*")
-        except NoSuchRun:  # of a deleted run even the last copy went
-            assert not there
-            return
         assert self.rotation.wait_until_applied()
         assert self.restorable() == before
         if policy.within_seconds is not None:
@@ -349,7 +356,8 @@ class Removers(RuleBasedStateMachine):
     @rule()
     def apply_again(self) -> None:
         before = self.restorable()
-        self.rotation.apply(self.run)
+        with self.unless_nothing_is_left():
+            self.rotation.apply(self.run)
         assert self.restorable() == before
 
     @rule()
@@ -362,7 +370,7 @@ class Removers(RuleBasedStateMachine):
     def remove_one(self, age: int) -> None:
         step = self.step_of(age)
         before, verified = self.restorable(), self.control.findings.result_of(self.run, step) == "sound"
-        with suppress(Conflict, NoSuchCheckpoint):
+        with self.unless_nothing_is_left(), suppress(Conflict, NoSuchCheckpoint):
             self.rotation.remove(self.run, step)
             self.asked.add(step)
         if verified:  # of what nobody has verified, a person says whether it goes
