@@ -30,7 +30,7 @@ from holdfast_formats.staging.declaration import FragmentColumns, HeldTensor
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.checkpoints import share_planner
+from holdfast_service.wings.cluster.saving import share_planner
 
 NODE = 8  # ranks
 FIRST_S, NEXT_S, BALANCE = 10.0, 0.05, 1.05

@@ -26,16 +26,16 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.segment import SealedSlot
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
-from holdfast_service.daemon.saving import awaited_nodes, joined_round, joint_saves
-from holdfast_service.daemon.saving.joined_round import Result
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
-from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage import MemoryTier, Tier
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.saving import awaited_nodes, joined_round, joint_saves
+from holdfast_service.wings.cluster.saving.joined_round import Result
+from holdfast_service.wings.cluster.saving.joint_saves import Host, JointParty, JointSaves
+from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 from tests.daemon.writing.test_path import Shards
 from tests.wings.cluster.nodes import Nodes
 

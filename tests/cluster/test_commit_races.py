@@ -17,10 +17,10 @@ from holdfast_service.control.checkpoints import planner
 from holdfast_service.control.database.schema import JointRoundRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.wings.cluster.membership import now
-from tests.daemon.writing.test_part_writer import CREATED, columns
-from tests.daemon.writing.test_part_writer import Site as Shares
 from tests.regressions.test_daemons_that_share_a_root import Node, pair
 from tests.wings.cluster.nodes import nodes
+from tests.wings.cluster.saving.test_part_writer import CREATED, columns
+from tests.wings.cluster.saving.test_part_writer import Site as Shares
 
 __all__ = ["nodes", "pair"]
 pytestmark = pytest.mark.cluster

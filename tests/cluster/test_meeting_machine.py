@@ -18,11 +18,11 @@ from holdfast_formats import naming
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.database.schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.saving import awaited_nodes, joint_writing
 from holdfast_service.daemon.saving.rounds import RoundKey
 from holdfast_service.storage import MemoryTier, PosixStore
 from holdfast_service.wings.cluster.membership import later
 from holdfast_service.wings.cluster.round_bodies import unpack
+from holdfast_service.wings.cluster.saving import awaited_nodes, joint_writing
 from tests.cluster import meeting_nodes as meeting
 from tests.cluster.meeting_nodes import CLOCK, RUN, MeetingNode, content
 from tests.databases import Postgres

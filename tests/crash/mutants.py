@@ -13,7 +13,7 @@ _MEETING = "tests/wings/cluster/test_rendezvous.py"
 _STORE = "service/holdfast_service/storage/posix_store.py"
 _STORES = "tests/storage/test_posix_store.py::TestPosixStoreInMemory"
 _PUBLISHED = "tests/control/checkpoints/test_commit.py"
-_SHARES = "tests/daemon/writing/test_part_writer.py"
+_SHARES = "tests/wings/cluster/saving/test_part_writer.py"
 _FLIPS = "tests/crash/test_flips.py"
 
 
@@ -607,17 +607,17 @@ MUTATIONS = (
     ),
     Mutation(
         "fence, when a newer launch on another node was answered",
-        "service/holdfast_service/control/catalog/shared_attempts.py",
+        "service/holdfast_service/wings/cluster/shared_attempts.py",
         "        if newest is not None:\n            raise StaleAttempt(",
         "        if False:\n            raise StaleAttempt(",
-        ("tests/control/catalog/test_shared_attempts.py",),
+        ("tests/wings/cluster/test_shared_attempts.py",),
     ),
     Mutation(
         "a number is given out once",
         "service/holdfast_service/storage/posix.py",
         "            except FileExistsError:\n                return False\n            finally:",
         "            except FileExistsError:\n                pass\n            finally:",
-        ("tests/control/catalog/test_shared_attempts.py", "tests/storage/test_posix.py"),
+        ("tests/wings/cluster/test_shared_attempts.py", "tests/storage/test_posix.py"),
     ),
     # saves of several nodes (I11 to I14)
     Mutation(

@@ -19,10 +19,10 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import root_maintenance
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
+from holdfast_service.wings.cluster import root_maintenance
 from tests.crash import power
 from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards

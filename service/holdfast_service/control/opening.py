@@ -12,7 +12,6 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
-from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.control.insight.known_lifecycles import KnownLifecycles
 from holdfast_service.control.launch_registry import LaunchRegistry
 from holdfast_service.control.launches.restore_choice import Known, Mending, RestoreSelector
@@ -23,10 +22,11 @@ from holdfast_service.control.recovered_saves import RecoveredSaves
 from holdfast_service.control.recovery import Recovery
 from holdfast_service.control.retention.requests import RetentionRequests
 from holdfast_service.control.retention.run_trash import KEPT_DAYS
-from holdfast_service.control.root_maintenance import RootMaintenance
 from holdfast_service.control.save_coordinator import SaveCoordinator
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
+from holdfast_service.wings.cluster.shared_checks import SharedChecks
 
 
 @dataclass(frozen=True)

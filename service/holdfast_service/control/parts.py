@@ -14,7 +14,6 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.catalog.rounds import Rounds
-from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
@@ -35,6 +34,7 @@ from holdfast_service.control.signals import Signal
 from holdfast_service.storage import PosixStore, Store, Tier
 from holdfast_service.wings.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.wings.cluster.duties import THINNING, UPKEEP
+from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
 
 NAMES_S = 90.0  # network file systems' clients cache names for no longer by default
 

@@ -11,11 +11,11 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.checkpoints import commit, replicas, roots
 from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
+from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control import root_maintenance
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.parts import CheckpointParts
+from holdfast_service.wings.cluster import root_maintenance
 
 log = logging.getLogger(__name__)
 

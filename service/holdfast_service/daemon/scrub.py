@@ -23,13 +23,13 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.check_claims import CheckClaims
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,6 @@ from holdfast_service.control.checkpoints import ownership, roots
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
-from holdfast_service.control.findings.check_claims import CheckClaims
 from holdfast_service.control.insight.facts import RunActivity
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
@@ -70,12 +69,13 @@ from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
+from holdfast_service.wings.cluster.check_claims import CheckClaims
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.membership import ONE_ALONE
 from holdfast_service.wings.cluster.remote_memory import HOLDS, held_name
+from holdfast_service.wings.cluster.start import party, peer_memory, take_part
 from holdfast_service.wings.notify.event_commands import EventCommands
-from holdfast_service.wiring.clustering import party, peer_memory, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.notification_setup import event_commands, notifier, watched
 from holdfast_service.wiring.replication import Replication, RestoreRepair

@@ -12,8 +12,8 @@ from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import MemoryTier, PosixStore
-from tests.daemon.writing.test_part_writer import CREATED, STAGED, Site, columns
 from tests.daemon.writing.test_path import files_of
+from tests.wings.cluster.saving.test_part_writer import CREATED, STAGED, Site, columns
 
 TARGET = naming.checkpoint_path("r", 7)
 LATER = "2026-01-02T00:00:00Z"

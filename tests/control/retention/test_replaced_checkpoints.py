@@ -10,11 +10,11 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InUse, NoSuchCheckpoint
 from holdfast_formats.lineage import Intent
-from holdfast_service.control import root_maintenance
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.retention import replaced_checkpoints
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import MemoryTier
+from holdfast_service.wings.cluster import root_maintenance
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
 from tests.daemons import wait_until
 

@@ -103,14 +103,14 @@ POINTS = {
     "arrived": Point(_RENDEZVOUS, "Rendezvous.arrive", after=True),
     "before the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal"),
     "the round is sealed": Point(_RENDEZVOUS, "Rendezvous.seal", after=True),
-    "before planning": Point("holdfast_service.control.checkpoints.share_planner", "plan_share"),
+    "before planning": Point("holdfast_service.wings.cluster.saving.share_planner", "plan_share"),
     "bytes brought": Point("holdfast_service.wings.cluster.exchange.fetching", "Peer.fetch", after=True),
-    "mid share": Point("holdfast_service.daemon.writing.part_writer", "_write_all"),
+    "mid share": Point("holdfast_service.wings.cluster.saving.part_writer", "_write_all"),
     "bytes asked for": Point("holdfast_service.wings.cluster.exchange.fetching", "Peer._once"),
     "bytes sent without their digest": Point(
         "holdfast_service.wings.cluster.exchange.server", "ExchangeServer.still_offers"
     ),
-    "share written": Point("holdfast_service.daemon.writing.part_writer", "write_share", after=True),
+    "share written": Point("holdfast_service.wings.cluster.saving.part_writer", "write_share", after=True),
     "before delivering": Point(_RENDEZVOUS, "Rendezvous.deliver"),
     "delivered": Point(_RENDEZVOUS, "Rendezvous.deliver", after=True),
     "claimed": Point(_RENDEZVOUS, "Rendezvous.receipts"),

@@ -28,10 +28,10 @@ from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
-from holdfast_service.daemon.averaging.agreement import Agreement
 from holdfast_service.daemon.averaging.folding import fold
 from holdfast_service.daemon.averaging.rank_set import RETURN_S, AveragingRanks, Filled, PendingFill, RankSetKey
 from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.wings.cluster.average_agreement import Agreement
 from holdfast_service.wings.cluster.average_votes import AverageVotes
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import layout_trials
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
 
 log = logging.getLogger(__name__)
 

@@ -27,16 +27,10 @@ from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.checker import Checker, Checks
-from holdfast_service.daemon.checking.distributed_checks import DistributedChecks
 from holdfast_service.daemon.saving.active_saves import ActiveSaves
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.failed_rounds import FailedRounds
-from holdfast_service.daemon.saving.joined_round import Result
-from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves
-from holdfast_service.daemon.saving.joint_writing import ShareWriter
-from holdfast_service.daemon.saving.rank_report_exchange import LocalRanks, RankReportExchange
 from holdfast_service.daemon.saving.read_throttle import ReadThrottle
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound, SlotLease, outcome_of
@@ -47,6 +41,12 @@ from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.daemon.writing.disk_limit import Probe
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
+from holdfast_service.wings.cluster.distributed_checks import DistributedChecks
+from holdfast_service.wings.cluster.saving.joined_round import Result
+from holdfast_service.wings.cluster.saving.joint_saves import Host, JointParty, JointSaves
+from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter
+from holdfast_service.wings.cluster.saving.rank_report_exchange import LocalRanks, RankReportExchange
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Votes of nodes on the averages of their ranks: which update is next, and whether all of their ranks bring it.
 
 Each node has one row per attempt, which is never older than its actions. A node that has voted for an update keeps the row
-until it has handled the update, so all nodes decide alike from any reads (`daemon/averaging/agreement`).
+until it has handled the update, so all nodes decide alike from any reads (`wings/cluster/average_agreement`).
 """
 
 from __future__ import annotations

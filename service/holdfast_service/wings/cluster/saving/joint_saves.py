@@ -26,15 +26,15 @@ from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
-from holdfast_service.daemon.saving.awaited_nodes import AwaitedNodes, NodeRanksOf, ShareHandovers, on_node
-from holdfast_service.daemon.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
-from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.rank_reports import RankReports
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
+from holdfast_service.wings.cluster.saving.awaited_nodes import AwaitedNodes, NodeRanksOf, ShareHandovers, on_node
+from holdfast_service.wings.cluster.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
+from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 
 log = logging.getLogger(__name__)
 

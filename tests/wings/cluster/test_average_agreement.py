@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.daemon.averaging.agreement import Agreement, verdict
 from holdfast_service.daemon.averaging.rank_set import RankSetKey
+from holdfast_service.wings.cluster.average_agreement import Agreement, verdict
 from tests.daemons import wait_until
 
 KEY = RankSetKey("r", 1, 3)

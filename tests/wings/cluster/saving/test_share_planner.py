@@ -21,8 +21,9 @@ from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
-from holdfast_service.control.checkpoints import planner, share_planner
-from holdfast_service.control.checkpoints import world as worlds_planned
+from holdfast_service.control.checkpoints import planner
+from holdfast_service.wings.cluster.saving import share_planner
+from holdfast_service.wings.cluster.saving import world as worlds_planned
 from tests.formats.strategies import ragged_grids
 
 Parts = list[tuple[str, DecodedPart]]

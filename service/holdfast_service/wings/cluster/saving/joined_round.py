@@ -11,8 +11,8 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.joint import JointRound, ShareHandover
-from holdfast_service.daemon.saving.joint_writing import ShareWritten
 from holdfast_service.daemon.saving.rounds import SaveRound
+from holdfast_service.wings.cluster.saving.joint_writing import ShareWritten
 
 POLL_S = (1.0, 5.0)  # besides notifications (`JointSaves.look_at_all`): after a change, and at most
 

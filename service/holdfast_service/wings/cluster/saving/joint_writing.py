@@ -17,15 +17,15 @@ from holdfast_formats.staging.declaration import Declaration
 from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.control.checkpoints import share_planner
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
-from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.exchange.fetching import Peer
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
+from holdfast_service.wings.cluster.saving import share_planner
+from holdfast_service.wings.cluster.saving.part_writer import NodeShare, SlotSources, write_share
 
 log = logging.getLogger(__name__)
 

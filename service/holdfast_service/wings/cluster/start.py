@@ -16,7 +16,6 @@ from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
-from holdfast_service.daemon.saving.joint_saves import JointParty
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
 from holdfast_service.wings.cluster.duties import UPKEEP
@@ -25,6 +24,7 @@ from holdfast_service.wings.cluster.exchange.peer_memory import PeerMemory
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.notify_listener import NotifyListener
 from holdfast_service.wings.cluster.remote_memory import holders
+from holdfast_service.wings.cluster.saving.joint_saves import JointParty
 
 log = logging.getLogger(__name__)
 

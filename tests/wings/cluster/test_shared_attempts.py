@@ -13,9 +13,9 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, RunBusy, StaleAttempt
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.catalog.shared_attempts import SharedAttempts, make_one
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
+from holdfast_service.wings.cluster.shared_attempts import SharedAttempts, make_one
 from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]

@@ -29,15 +29,16 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
-from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.checking import check_shares, health
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
+from holdfast_service.daemon.checking import health
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.verifier import Heed, prove
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster import check_shares
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
+from holdfast_service.wings.cluster.shared_checks import SharedChecks
 
 log = logging.getLogger(__name__)
 

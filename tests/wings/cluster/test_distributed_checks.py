@@ -13,14 +13,13 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
-from holdfast_service.control.findings import shared_checks
-from holdfast_service.daemon.checking import distributed_checks
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster import distributed_checks, shared_checks
 from holdfast_service.wings.cluster.cluster import replica_duty
 from tests.checkpoints import flip
-from tests.daemon.checking.spread_world import RUN, SpreadWorld, tensors
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes
+from tests.wings.cluster.spread_world import RUN, SpreadWorld, tensors
 
 __all__ = ["nodes"]
 

@@ -16,8 +16,9 @@ from holdfast_formats.staging.average import AverageHandover, AverageState
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.control.checkpoints import planner, share_planner
-from holdfast_service.control.checkpoints.joint_averages import settled
+from holdfast_service.control.checkpoints import planner
+from holdfast_service.wings.cluster.saving import share_planner
+from holdfast_service.wings.cluster.saving.joint_averages import settled
 
 WORLD = 4
 STATE = AverageState("master", 0.9, 10, "bias", n=5, step=50)

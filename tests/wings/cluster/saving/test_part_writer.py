@@ -27,11 +27,12 @@ from holdfast_formats.staging.plan import Receipt, WritePlan
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.checkpoints import commit, planner, share_planner
+from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering
-from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
 from holdfast_service.storage import MemoryTier, PosixStore, Tier
+from holdfast_service.wings.cluster.saving import share_planner
+from holdfast_service.wings.cluster.saving.part_writer import NodeShare, SlotSources, write_share
 from tests.daemon.writing.test_path import DTYPES, Shards, cuts, draw_masters, files_of
 
 STAGED = Place("r", 7, 1, 5)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
+from holdfast_service.wings.cluster import start as clustering
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.duties import UPKEEP
-from holdfast_service.wiring import clustering
-from holdfast_service.wiring.clustering import DutyThread
+from holdfast_service.wings.cluster.start import DutyThread
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes
 

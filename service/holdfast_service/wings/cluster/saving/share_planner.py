@@ -22,11 +22,11 @@ from holdfast_formats.staging.blocks import Grid, HeldSpans, Mask, Numbers, Shar
 from holdfast_formats.staging.part import DecodedPart
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_service.control.checkpoints import joint_averages
-from holdfast_service.control.checkpoints import world as worlds
 from holdfast_service.control.checkpoints.planner import check_world, merged
 from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, only_averages
-from holdfast_service.control.checkpoints.world import Holdings, Stretch, World
+from holdfast_service.wings.cluster.saving import joint_averages
+from holdfast_service.wings.cluster.saving import world as worlds
+from holdfast_service.wings.cluster.saving.world import Holdings, Stretch, World
 
 REMEMBERED_MAX = 2  # all groups, and some of them
 

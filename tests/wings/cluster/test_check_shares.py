@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_service.daemon.checking.check_shares import PORTION_BYTES_MIN, WrittenSpan, divide, within
+from holdfast_service.wings.cluster.check_shares import PORTION_BYTES_MIN, WrittenSpan, divide, within
 from tests.checkpoints import build
 
 BLOCK = 2**18

@@ -10,10 +10,10 @@ import numpy as np
 
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
-from holdfast_service.daemon.checking.check_shares import WrittenSpan
 from holdfast_service.daemon.checking.checker import Checker
-from holdfast_service.daemon.checking.distributed_checks import DistributedChecks
 from holdfast_service.storage import Tier
+from holdfast_service.wings.cluster.check_shares import WrittenSpan
+from holdfast_service.wings.cluster.distributed_checks import DistributedChecks
 from tests.checkpoints import Built, build
 from tests.daemons import wait_until
 from tests.regressions.test_daemons_that_share_a_root import Node

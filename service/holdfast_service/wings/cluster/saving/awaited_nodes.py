@@ -19,8 +19,8 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.staging.joint import JointRound, RoundState, ShareHandover
-from holdfast_service.daemon.saving.joined_round import JoinedRound
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
+from holdfast_service.wings.cluster.saving.joined_round import JoinedRound
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.naming import CheckpointId
-from holdfast_service.control.findings.check_claims import CheckClaims, duty_of
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import Scrub, ScrubPlan
-from tests.daemon.checking.spread_world import RUN, SpreadNode, SpreadWorld
+from holdfast_service.wings.cluster.check_claims import CheckClaims, duty_of
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes
+from tests.wings.cluster.spread_world import RUN, SpreadNode, SpreadWorld
 
 __all__ = ["nodes"]
 STEPS = range(1, 7)

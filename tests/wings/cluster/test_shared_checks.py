@@ -12,8 +12,8 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, PortionPlan
 from holdfast_service.control.database.schema import PortionRow, SharedCheckRow
-from holdfast_service.control.findings.shared_checks import SharedChecks
 from holdfast_service.wings.cluster.membership import later
+from holdfast_service.wings.cluster.shared_checks import SharedChecks
 from tests.control.published import a_manifest, put_checkpoint
 from tests.regressions.test_daemons_that_share_a_root import RUN, Node
 from tests.wings.cluster.nodes import Nodes, nodes

@@ -1,0 +1,1 @@
+"""Saves of which several nodes write parts."""
