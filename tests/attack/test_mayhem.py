@@ -27,7 +27,7 @@ import pytest
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
-from tests.crash.test_daemon_deaths import holders, processes
+from tests.crash.launches import holders, processes
 from tests.daemons import RunningDaemon, runtime_directory, wait_until
 
 RUN, WORLD = "r", 2

@@ -17,7 +17,7 @@ from holdfast_formats import naming
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.posix import PosixTier
 from tests.cluster.test_joint_rounds import NODES, how_it_ended, restores
-from tests.crash.test_kills import STOPS
+from tests.crash.points import STOPS
 from tests.daemons import wait_until
 from tests.regressions.joint_worlds import Ranks, ranks
 from tests.regressions.test_many_daemons import Daemon, Site, site, steps

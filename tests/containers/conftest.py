@@ -14,8 +14,8 @@ from tests.engine import BUILD_S, Engine, base_image, engine, missing
 # A rank of the crash lab, whose standard input ends, and with it the rank, when each of its saves has ended.
 ACT = """
 import subprocess, sys
-rank = ["/data", "/run/holdfast/holdfast.sock", "demo", "0", "1", sys.argv[1], "1,2,3", "1048576"]
-command, ended = [sys.executable, "-m", "tests.crash.acting_rank", *rank], 0
+rank = ["/run/holdfast/holdfast.sock", "demo", "0", "1", sys.argv[1], "1,2,3", "1048576", "/data"]
+command, ended = [sys.executable, "-m", "tests.crash.rank_process", *rank], 0
 with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
     for line in started.stdout:
         print(line, end="", flush=True)

@@ -31,7 +31,7 @@ CAPABILITIES = ("SYS_ADMIN", "NET_ADMIN", "SYS_PTRACE", "DAC_READ_SEARCH", "SYS_
 MOUNTS = ("--tmpfs", "/run", "--tmpfs", "/run/lock", "--volume", "/sys/fs/cgroup:/sys/fs/cgroup", "--volume", TESTS)
 RANK = f"""
 setpriv --reuid trainer --regid trainer --clear-groups \\
-    env PYTHONPATH=/tests python -m tests.crash.lasting_rank {SOCKET} r 0 1 launch 1 30000000
+    env PYTHONPATH=/tests python -m tests.crash.rank_process {SOCKET} r 0 1 launch 1 30000000
 """
 pytestmark = pytest.mark.engine
 

@@ -97,7 +97,7 @@ def slow(made: Engine, tmp_path: Path) -> Iterator[Project]:
 def stage(made: Engine, slow: Project, run: str) -> None:
     """A trainer that is killed just after its save was staged, and before it is committed."""
     mounts = ["--volume", f"{slow.name}_socket:/run/holdfast", "--volume", TESTS]
-    words = ["python", "-m", "tests.crash.lasting_rank", SOCKET, run, "0", "1", "launch", "1", "30000000"]
+    words = ["python", "-m", "tests.crash.rank_process", SOCKET, run, "0", "1", "launch", "1", "30000000"]
     started = ["--env", "PYTHONPATH=/tests", "--entrypoint", words[0], "holdfast", *words[1:]]
     container = made.docker("run", "--detach", "--interactive", *mounts, *started).strip()
     try:

@@ -13,23 +13,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from tests.crash.averaging_rank import DECAY, values
-from tests.crash.test_kills import STOPS
-from tests.daemons import RunningDaemon, wait_until
+from tests.crash.launches import kill_all, started
+from tests.daemons import RunningDaemon
 from tests.forked import Forked
 
 SIZE = 1_310_723  # five chunks and a bit, on one rank
 RUN = "r"
-POINTS = (
-    *("before a fold", "mid chunk", "chunk in the journal", "chunk copied, not noted", "chunk noted"),
-    *("folded, not recorded", "recorded, not freed", "freed", "before an average is saved", "average in the slot"),
-)
 _launches = itertools.count()
-_started: list[Forked | RunningDaemon] = []
 
 
 def serve(root: Path) -> RunningDaemon:
     daemon = RunningDaemon(root)
-    _started.append(daemon)
+    started.append(daemon.process)
     return daemon
 
 
@@ -66,7 +61,7 @@ class Trainers:
             }
             words = ["-m", "tests.crash.averaging_rank", daemon.socket, RUN, rank, world, launch, steps, saves, size]
             self.ranks.append(Forked(words, environment, talks=True))
-            _started.append(self.ranks[-1])
+            started.append(self.ranks[-1])
 
     def hear(self, line: str) -> None:
         """Wait until every rank has said this line."""
@@ -108,40 +103,7 @@ def check(root: Path, step: int, size: int = SIZE) -> None:
 def root(tmp_path: Path):
     """A directory to serve; afterwards nothing is left that a failed test started."""
     yield tmp_path / "root"
-    for one in _started:
-        process = one.process if isinstance(one, RunningDaemon) else one
-        process.kill()
-        process.wait()
-    _started.clear()
-
-
-def lane(point: str, world: int) -> object:
-    """A few in every run of the tests; in each of them a process starts three times."""
-    slow = world == 1 or point not in ("chunk copied, not noted", "recorded, not freed", "average in the slot")
-    return pytest.param(point, world, marks=pytest.mark.crash_slow if slow else ())
-
-
-@pytest.mark.parametrize(("point", "world"), [lane(point, world) for point in POINTS for world in (1, 2)])
-def test_killed_at_a_named_point(point: str, world: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next daemon goes on where this one was, with the very chunk, and nobody has noticed."""
-    marks = root.parent / "marks"
-    marks.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(STOPS))
-        patch.setenv("CRASH_POINT", point)
-        patch.setenv("CRASH_DIRECTORY", str(marks))
-        daemon = serve(root)
-    trainers = Trainers(daemon, world, 9, "6,9")
-    trainers.hear("folded 4")
-    (marks / "armed").touch()
-    wait_until((marks / "hit").exists)
-    daemon.kill()
-    (marks / "go").touch()
-    daemon = serve(root)
-    trainers.end()
-    check(root, 6)
-    check(root, 9)
-    assert daemon.stop() == 0
+    kill_all()
 
 
 def test_killed_twice_and_resumed_in_another_world(root: Path) -> None:

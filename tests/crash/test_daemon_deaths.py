@@ -2,125 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from holdfast.link.roots import answers
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from holdfast_service.daemon.arena import fd_keeper, holder
-from tests.crash.rank_process import content
+from tests.crash.launches import Ranks, check_sound, holders, kill_all, processes
 from tests.daemons import RunningDaemon, wait_until
 from tests.forked import Forked
 
 SIZE = 20_000_003
-_launches = itertools.count()
-_started: list[Forked] = []
 
 
-class World:
-    """Ranks that save the given steps, and every line they said so far."""
-
-    def __init__(self, daemon: RunningDaemon | SimpleNamespace, steps: str, world: int = 2) -> None:
-        launch = f"launch-{next(_launches)}"
-        self.said: list[list[str]] = [[] for _ in range(world)]
-        self.ranks = []
-        self._readers = []
-        for rank in range(world):
-            arguments = [daemon.socket, "r", rank, world, launch, steps, SIZE]
-            process = Forked(["-m", "tests.crash.lasting_rank", *arguments], talks=True)
-            reader = threading.Thread(target=self._read, args=(rank, process))
-            self.ranks.append(process)
-            _started.append(process)
-            self._readers.append(reader)
-            reader.start()
-
-    def _read(self, rank: int, process: Forked) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.said[rank].append(line.strip())
-
-    def wait_for(self, line: str, *ranks: int) -> None:
-        """Wait until these ranks (all, unless given) have said a line."""
-        wait_until(lambda: all(line in self.said[rank] for rank in ranks or range(len(self.ranks))), 90)
-
-    def go(self) -> None:
-        """Let the ranks pass the point at which they wait."""
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-
-    def kill(self) -> None:
-        for process in self.ranks:
-            process.kill()
-        self.end()
-
-    def end(self) -> None:
-        for process, reader in zip(self.ranks, self._readers, strict=True):
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            process.wait(60)
-            reader.join()
-            process.stdout.close()
-
-    def sealed(self) -> set[int]:
-        """The steps that every rank has sealed in shared memory."""
-        told = [{int(line.split()[1]) for line in said if line.startswith("asking")} for said in self.said]
-        return set.intersection(*told)
-
-
-def processes(directory: Path, what: bytes) -> list[int]:
-    """The processes whose command names something and a path in a directory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended meanwhile
-                continue
-            if what in command and bytes(directory) in command:
-                found.append(int(entry.name))
-    return found
-
-
-def holders(directory: Path) -> list[int]:
-    """The holder processes whose sockets lie in a directory."""
-    return processes(directory, b"holder.py")
+def launch(daemon: RunningDaemon | SimpleNamespace, steps: str) -> Ranks:
+    return Ranks(daemon.socket, steps, SIZE)
 
 
 def check_all(daemon: RunningDaemon, steps: set[int]) -> None:
     """These steps and no others are visible, sound, committed once, and nothing else is left of their saving."""
     root = daemon.root
     wait_until(lambda: steps <= set(committed_steps(root, "r")), 90)
-    assert set(committed_steps(root, "r")) == steps
     wait_until(lambda: not any((root / "r" / naming.STAGING).iterdir()))
     told = re.findall(r"r@(\d+) attempt \d+ committed", daemon.log.read_text())
     assert len(told) == len(set(told)), "a step was committed twice"
-    for step in sorted(steps)[-3:]:
-        with open_checkpoint(root, None, "r", step) as reader:
-            assert reader.verify() == []
-            world = reader.manifest.world
-            assert np.array_equal(reader.read("model", "w"), content(step, 0, world * SIZE))
+    check_sound(root, steps, SIZE)
 
 
 @pytest.fixture
 def root(tmp_path: Path):
     """A directory to serve; afterwards no holder process must be left, nor anything that a failed test started."""
     yield tmp_path / "root"
-    for process in _started:
-        process.kill()
-    _started.clear()
+    kill_all()
     for pid in processes(tmp_path, b"\0holdfast_service\0"):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: holders(tmp_path) == [])
@@ -135,7 +57,7 @@ def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
     chance = random.Random(seed)
     steps = range(1, 25)
     daemon = RunningDaemon(root)
-    world = World(daemon, ",".join(map(str, steps)))
+    world = launch(daemon, ",".join(map(str, steps)))
     for death in range(6):
         world.wait_for(f"sealed {3 * death + 1}", 0)
         time.sleep(chance.uniform(0, 0.3))
@@ -146,8 +68,7 @@ def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
         assert not [line for line in said if line.split()[0] in ("aborted", "refused", "lost")], (seed, said)
         assert sorted(int(line.split()[1]) for line in said if line.startswith("committed")) == list(steps), seed
     check_all(daemon, set(steps))
-    world.go()
-    world.end()
+    world.end(killed=False)
     assert daemon.stop() == 0
 
 
@@ -156,7 +77,7 @@ def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
 def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[str, ...]) -> None:
     """Daemon and ranks die together; what stood sealed is committed by the next daemon, from the holder."""
     daemon = RunningDaemon(root, *flags)
-    world = World(daemon, "1,7!")
+    world = launch(daemon, "1,7!leased")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
     assert ("staging uses" in daemon.log.read_text()) == bool(flags)
@@ -165,15 +86,14 @@ def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[s
     world.go()
     world.wait_for("sealed 7" if told else "asking 7")
     os.kill(daemon.process.pid, signal.SIGKILL)
-    world.kill()
+    world.end()
     daemon.process.wait()
     assert len(holders(root.parent)) == 1
     daemon = RunningDaemon(root, *flags)
     check_all(daemon, {1, 7})
-    after = World(daemon, "8")
+    after = launch(daemon, "8")
     after.wait_for("committed 8")
-    after.go()
-    after.end()
+    after.end(killed=False)
     assert daemon.stop() == 0
 
 
@@ -192,14 +112,14 @@ def test_a_holder_that_is_left_alone_starts_a_daemon(root: Path, monkeypatch: py
     path = fd_keeper.holder_path(root.parent / "root.sock", root.resolve())
     fd_keeper._start(path)
     daemon = RunningDaemon(root)
-    world = World(daemon, "1,7!")
+    world = launch(daemon, "1,7!leased")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
     daemon.freeze()
     world.go()
     world.wait_for("asking 7")
     daemon.kill()
-    world.kill()
+    world.end()
     wait_until(lambda: sorted(committed_steps(root, "r")) == [1, 7])
     assert "adopted r@7" in path.with_suffix(".log").read_text()
     for pid in (*processes(root.parent, b"\0holdfast_service\0"), *holders(root.parent)):
@@ -226,13 +146,13 @@ def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Pat
     wait_until(lambda: served() is not None, 90)
     first = served()
     assert first is not None and first != above.pid
-    world = World(SimpleNamespace(socket=root.parent / "root.sock"), "1,7!")
+    world = launch(SimpleNamespace(socket=root.parent / "root.sock"), "1,7!leased")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
     os.kill(first, signal.SIGSTOP)
     world.go()
     world.wait_for("asking 7")
-    world.kill()
+    world.end()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: sorted(committed_steps(root, "r")) == [1, 7])
     assert served() != first and "is started again" in (root.parent / "log").read_text()
@@ -243,29 +163,26 @@ def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Pat
 def test_one_rank_short_of_sealed_is_no_checkpoint(root: Path) -> None:
     """Rank 1 was never heard to seal and is dead with the daemon: a new launch starts from the step before, and saves."""
     daemon = RunningDaemon(root)
-    world = World(daemon, "1,7!")
+    world = launch(daemon, "1,7!leased")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
-    stdin = world.ranks[0].stdin
-    assert stdin is not None
-    stdin.write("go\n")
+    world.go(0)
     world.wait_for("sealed 7", 0)
     daemon.kill()
-    world.kill()
+    world.end()
     daemon = RunningDaemon(root)
     assert committed_steps(root, "r") == [1]
-    after = World(daemon, "7")
+    after = launch(daemon, "7")
     after.wait_for("committed 7")
     check_all(daemon, {1, 7})
-    after.go()
-    after.end()
+    after.end(killed=False)
     assert daemon.stop() == 0
 
 
 def test_without_a_holder_the_ranks_bring_their_memory(root: Path) -> None:
     """The holder dies with the daemon: the ranks' own descriptors are enough for the next daemon to commit."""
     daemon = RunningDaemon(root)
-    world = World(daemon, "1,7!,8")
+    world = launch(daemon, "1,7!leased,8")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
     for pid in holders(root.parent):
@@ -276,8 +193,7 @@ def test_without_a_holder_the_ranks_bring_their_memory(root: Path) -> None:
     daemon = RunningDaemon(root)
     world.wait_for("committed 8")
     check_all(daemon, {1, 7, 8})
-    world.go()
-    world.end()
+    world.end(killed=False)
     assert daemon.stop() == 0
 
 

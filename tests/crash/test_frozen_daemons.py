@@ -18,8 +18,8 @@ import pytest
 
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from tests.crash import ledger
+from tests.crash.points import Place, place, stop_at
 from tests.crash.steady_trainer import FROZEN_AT, SIZE
-from tests.crash.test_kills import Place, place, stop_at
 from tests.daemons import RunningDaemon, hide, wait_until
 from tests.forked import Forked
 

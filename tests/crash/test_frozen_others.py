@@ -13,10 +13,10 @@ import torch
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from tests.crash import ledger
+from tests.crash.launches import holders
+from tests.crash.points import Place, place
 from tests.crash.steady_trainer import FROZEN_AT
-from tests.crash.test_daemon_deaths import holders
 from tests.crash.test_frozen_daemons import BUSY, Stalls, Trainers, check_sound, thawed
-from tests.crash.test_kills import Place, place
 from tests.daemons import RunningDaemon, wait_until
 
 __all__ = ["place", "thawed"]

@@ -37,7 +37,7 @@ from holdfast_service.control import launch_registry, publishing
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import ledger
 from tests.crash.disks import attached, command, memory_disk
-from tests.crash.test_daemon_deaths import holders
+from tests.crash.launches import holders
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, refused
 from tests.daemons import RunningDaemon, running, wait_until
 

@@ -19,12 +19,12 @@ import pytest
 from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from tests.crash import ledger
-from tests.crash.test_daemon_deaths import holders, processes
-from tests.crash.test_kills import RUN, SIZE, WORLD, Place, Ranks, check_sound, is_empty
+from tests.crash.launches import RUN, WORLD, Ranks, check_sound, holders, is_empty, processes
+from tests.crash.points import Place
 from tests.daemons import RunningDaemon, wait_until
 
 LANE = "soak with random kills"
-SAVES = 2000
+SAVES, SIZE = 2000, 300_007
 SOAK_S_MAX = 540.0
 KEEP = 3
 STEPS_A_LAUNCH = 400
@@ -91,7 +91,7 @@ class Soak:
     def launch(self, daemon_dies: bool) -> None:
         """A launch that saves until somebody dies at a random moment; the next one goes on from the newest step."""
         steps = ",".join(str(self._next + i) for i in range(STEPS_A_LAUNCH))
-        ranks = Ranks(self._place, self.daemon, steps)
+        ranks = Ranks(self.daemon.socket, steps, SIZE, self._place.root)
         newest = max([0, *committed_steps(self._place.root, RUN)])
         wait_until(lambda: all(ranks.said), 60)
         time.sleep(self._chance.uniform(0.2, LIFE_S))
@@ -163,5 +163,5 @@ def check_end(place: Place, soak: Soak) -> None:
     visible = sorted(committed_steps(place.root, RUN))
     assert KEEP <= len(visible) <= KEEP + soak.daemon_kills  # one that no daemon lived to verify takes nobody's place
     assert is_empty(place.root, naming.STAGING) and is_empty(place.root, naming.TRASH)
-    check_sound(place.root, visible)
+    check_sound(place.root, visible, SIZE)
     assert disk_bytes(place.root) < (len(visible) + 1) * WORLD * SIZE * 2 + 32 * 2**20

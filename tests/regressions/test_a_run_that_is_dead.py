@@ -52,7 +52,7 @@ def metric(daemon: RunningDaemon, run: str) -> str:
 
 def trainer(daemon: RunningDaemon, run: str, launch: str, step: int = 1) -> Forked:
     """A rank that saves a step and then waits; killed or not, it finds the next daemon by itself."""
-    made = Forked(["-m", "tests.crash.lasting_rank", daemon.socket, run, 0, 1, launch, step, 1000], talks=True)
+    made = Forked(["-m", "tests.crash.rank_process", daemon.socket, run, 0, 1, launch, step, 1000], talks=True)
     assert made.stdout is not None
     while made.stdout.readline().strip() != f"committed {step}":
         pass

@@ -66,7 +66,7 @@ def change(daemon: RunningDaemon, run: str, **wanted: Any) -> RunAbout:
 
 def trainer(daemon: RunningDaemon, run: str, launch: str = "one", step: int = 1, rank: int = 0, world: int = 1) -> Forked:
     """A rank that saves a step, and then waits for a line before it ends in order."""
-    return Forked(["-m", "tests.crash.lasting_rank", daemon.socket, run, rank, world, launch, step, 1000], talks=True)
+    return Forked(["-m", "tests.crash.rank_process", daemon.socket, run, rank, world, launch, step, 1000], talks=True)
 
 
 def heard(made: Forked, line: str) -> None:

@@ -18,7 +18,7 @@ from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.lineage import Intent
 from holdfast_service.control.retention.rotation import READERS_WAIT_S
 from holdfast_service.storage import MemoryTier
-from tests.crash.test_kills import Place, place, stop_at  # noqa: F401  a fixture is found by its name
+from tests.crash.points import Place, place, stop_at  # noqa: F401  a fixture is found by its name
 from tests.daemon.saver_world import saver_world
 from tests.daemons import RunningDaemon, running, wait_until
 

@@ -57,11 +57,11 @@ def test_it_saves_and_shows(python: str, daemon: Path, tmp_path: Path) -> None:
     ranks = []
     for rank in range(2):
         arguments = [str(tmp_path / "s.sock"), "r", str(rank), "2", "launch", "1,2", str(SIZE)]
-        command = [python, "-m", "tests.crash.lasting_rank", *arguments]
+        command = [python, "-m", "tests.crash.rank_process", *arguments]
         ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TOP))
     for process in ranks:
         assert process.stdin is not None and process.stdout is not None
-        said = [next(process.stdout).strip() for _ in range(8)]
+        said = [next(process.stdout).strip() for _ in range(11)]
         assert {"committed 1", "committed 2"} <= set(said), said
         process.stdin.close()
         process.stdout.close()

@@ -122,7 +122,7 @@ def without_time(text: str) -> str:
 
 def lose(daemon: RunningDaemon, run: str) -> None:
     """Save a step of a run, and kill its rank."""
-    rank = Forked(["-m", "tests.crash.lasting_rank", daemon.socket, run, 0, 1, "launch", 1, 1000], talks=True)
+    rank = Forked(["-m", "tests.crash.rank_process", daemon.socket, run, 0, 1, "launch", 1, 1000], talks=True)
     with rank:
         assert rank.stdout is not None
         while rank.stdout.readline().strip() != "committed 1":

@@ -30,7 +30,6 @@ from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.forked import Forked
 
-RANK_PROCESS = Path(__file__).parents[2] / "crash" / "rank_process.py"
 SIZE = 20_000_003  # many extents a rank, and neither rank's part begins at an extent
 WORLD = 2
 _launches = itertools.count()
@@ -43,19 +42,18 @@ def daemon(tmp_path: Path):
         yield daemon
 
 
-def start(daemon: RunningDaemon, world: int, step: int, pause: str = "") -> list[Forked]:
+def start(daemon: RunningDaemon, world: int, step: int) -> list[Forked]:
     """The ranks of a launch, which save a step and then wait."""
     launch = f"launch-{next(_launches)}"
-    return [Forked([RANK_PROCESS, daemon.socket, "r", i, world, launch, step, SIZE, pause]) for i in range(world)]
+    words = ["-m", "tests.crash.rank_process", daemon.socket, "r"]
+    return [Forked([*words, i, world, launch, step, SIZE], talks=True) for i in range(world)]
 
 
 def kill(ranks: list[Forked]) -> None:
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
     for rank in ranks:
-        assert rank.stdout is not None
-        rank.stdout.close()
-        rank.wait()
+        rank.communicate()
 
 
 def saved_and_killed(daemon: RunningDaemon, world: int = WORLD) -> None:

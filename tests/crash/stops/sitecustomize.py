@@ -69,7 +69,7 @@ _RENDEZVOUS = "holdfast_service.wings.cluster.rendezvous"
 POINTS = {
     # in a rank
     "before stage": Point("holdfast.stage.slots", "Slots.lease"),
-    "mid stage": Point("tests.crash.acting_rank", "copy_half", after=True),
+    "mid stage": Point("tests.crash.rank_process", "copy_half", after=True),
     "staged": Point("holdfast.stage.slots", "Slot.seal"),
     "sealed": Point("holdfast.stage.slots", "Slot.hand_over", after=True),
     "mid restore": Point("holdfast.read.verified_load", "hand_over"),

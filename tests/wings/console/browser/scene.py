@@ -213,7 +213,7 @@ def _ill(at: Scene) -> bool:
 def _die(at: Scene, runs: list[str]) -> None:
     """Ranks save a step each, and are killed."""
     for run in runs:
-        words = ["-m", "tests.crash.lasting_rank", at.daemon.socket, run, 0, 1, "launch", 1, 1000]
+        words = ["-m", "tests.crash.rank_process", at.daemon.socket, run, 0, 1, "launch", 1, 1000]
         with Forked(words, talks=True) as rank:
             assert rank.stdout is not None
             while rank.stdout.readline().strip() != "committed 1":
