@@ -25,7 +25,7 @@ from holdfast_service.storage.posix import PosixTier
 from tests.cluster.test_joint_rounds import how_it_ended
 from tests.cluster.test_named_points import POINTS as IN_A_ROUND
 from tests.cluster.test_named_points import Marks
-from tests.crash.test_kills import STOPS
+from tests.crash.points import STOPS
 from tests.daemons import wait_until
 from tests.databases import Postgres
 from tests.regressions.joint_worlds import Ranks, ranks

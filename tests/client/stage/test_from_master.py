@@ -25,7 +25,7 @@ from holdfast_service.storage import PosixTier
 from tests.client import llama
 from tests.client.test_fragment_worlds import SHAPE, WHOLE, check, megatron
 from tests.client.test_trainer_options import Mixed
-from tests.crash.test_kills import STOPS
+from tests.crash.points import STOPS
 from tests.daemons import RunningDaemon, wait_until
 from tests.kit.ranks import World
 
