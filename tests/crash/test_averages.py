@@ -19,6 +19,10 @@ from tests.forked import Forked
 
 SIZE = 1_310_723  # five chunks and a bit, on one rank
 RUN = "r"
+POINTS = (
+    *("before a fold", "mid chunk", "chunk in the journal", "chunk copied, not noted", "chunk noted"),
+    *("folded, not recorded", "recorded, not freed", "freed", "before an average is saved", "average in the slot"),
+)
 _launches = itertools.count()
 
 

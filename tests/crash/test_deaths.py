@@ -30,7 +30,7 @@ from tests.checkpoints import build_root
 from tests.crash import ledger
 from tests.crash.launches import RUN, WORLD, Ranks, check_sound, is_empty, processes
 from tests.crash.points import STOPS, Place, place, stop_at
-from tests.crash.test_averages import Trainers, check
+from tests.crash.test_averages import POINTS, Trainers, check
 from tests.crash.test_service_deaths import STEPS, Service, Watcher, check_rows, check_told, ended, submitted
 from tests.daemons import RunningDaemon, wait_until
 
@@ -42,8 +42,6 @@ VICTIMS = ("trainer", "one rank", "daemon", "embedded daemon")
 IN_A_RANK = ("before stage", "mid stage", "staged", "sealed")
 IN_A_SAVE = ("mid write", "before manifest", "before COMMIT", "before rename", "after rename", "before the catalog")
 IN_A_JOB = ("job claimed", "mid job", "before the job's end", "after the job's end", "before an event", "after an event")
-IN_A_FOLD = ("before a fold", "mid chunk", "chunk in the journal", "chunk copied, not noted", "chunk noted")
-AFTER_A_FOLD = ("folded, not recorded", "recorded, not freed", "freed", "before an average is saved", "average in the slot")
 
 
 class Scene(Protocol):
@@ -235,7 +233,7 @@ TABLE = (
         (("mid job", "daemon"), ("before the catalog", "daemon")),
     ),
     Act(
-        *("average", Averaging, (*IN_A_FOLD, *AFTER_A_FOLD), ("daemon of 1", "daemon of 2")),
+        *("average", Averaging, POINTS, ("daemon of 1", "daemon of 2")),
         tuple((at, "daemon of 2") for at in ("chunk copied, not noted", "recorded, not freed", "average in the slot")),
     ),
 )
