@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from holdfast.layout import rules_choice, shards
-from holdfast.layout.program_choice import ProgramSource, program_of
-from holdfast.layout.rules_choice import LayoutSource, RulesSource
+from holdfast.layout.rules_choice import LayoutSource, ProgramSource, RulesSource, program_of
 from holdfast.layout.shards import Framework
 from holdfast.read.checkpoint_index import LATEST, LATEST_HEALTHY, open_source, parse_target
 from holdfast.read.reader import CheckpointReader

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from holdfast.export.publish import export
+from holdfast.export.copy import export
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming

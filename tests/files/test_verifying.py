@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_files.copying import copy_files
-from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, read_verified
+from holdfast_files.verifying import ReadControl, StoredCheckpoint, VerifiedBatch, copy_files, read_verified
 from holdfast_formats.disk import verification
 from holdfast_formats.errors import CorruptExtent, NoSuchResource
 from holdfast_service.storage import MemoryTier, PosixTier

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
-from holdfast.export.publish import export as export_to
+from holdfast.export.copy import export as export_to
 from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from holdfast.export.copy import Copied, copy_checkpoint
-from holdfast.layout.program_choice import program_of
+from holdfast.layout.rules_choice import program_of
 from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console

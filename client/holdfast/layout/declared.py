@@ -18,7 +18,6 @@ from typing import Any
 
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
-from holdfast.layout.local_views import view
 from holdfast.layout.places import (
     Group,
     Place,
@@ -30,8 +29,8 @@ from holdfast.layout.places import (
     own_places,
     stored_aliases,
     unless_same,
+    view,
 )
-from holdfast.layout.program_choice import program_of
 from holdfast.layout.rank_view import (
     EMA,
     MASTER,
@@ -46,7 +45,7 @@ from holdfast.layout.rank_view import (
     through_program,
     with_tied,
 )
-from holdfast.layout.rules_choice import ParallelLayout, RulesSource
+from holdfast.layout.rules_choice import ParallelLayout, RulesSource, program_of
 from holdfast.layout.saved_places import SavedPlaces, SharedCounts, is_number, named_specs, refuse_two
 from holdfast.memory import gc_pause
 from holdfast.tensors import optimizer_documents

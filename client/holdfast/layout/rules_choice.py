@@ -7,13 +7,45 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.layout.program_choice import ProgramSource
 from holdfast.read.reader import CheckpointReader
-from holdfast_formats.errors import CorruptManifest, InvalidRequest
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
 from holdfast_formats.layout import language, rules
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rules import Rules
+from holdfast_formats.programs import Program, load, read_program
 from holdfast_formats.region import Shape
+
+PROGRAM_BYTES_MAX = 60_000
+
+ProgramSource = Program | Path | str | None  # a str is a program's text, the path of a .toml file, or a shipped one's name
+
+
+def program_of(source: ProgramSource) -> Program | None:
+    """The program; `InvalidRequest` for an unreadable or invalid one, `LimitExceeded` for a file that is too long."""
+    if source is None or isinstance(source, Program):
+        return source
+    if isinstance(source, Path):
+        return read_program(_read(source))
+    if not isinstance(source, str):
+        raise InvalidRequest(f"a program is a file, its text, or a shipped one's name, not {type(source).__name__}")
+    if "\n" in source or "=" in source:
+        return read_program(source)
+    return read_program(_read(Path(source))) if source.endswith(".toml") else load(source)
+
+
+def _read(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            encoded = file.read(PROGRAM_BYTES_MAX + 1)
+        text = encoded.decode()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the program {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not UTF-8: {error}") from error
+    if len(encoded) > PROGRAM_BYTES_MAX:
+        raise LimitExceeded(f"{path} has more than {PROGRAM_BYTES_MAX} bytes", hint="use patterns instead of single names")
+    return text
+
 
 CONFIG = "config.json"
 RULES_BYTES_MAX = 2**20  # a table has its own, lower limit; this one keeps a wrong file out of memory

@@ -17,8 +17,7 @@ from holdfast.link.address import DaemonAddress
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.held_slots import HeldSlot, take_held
-from holdfast.read.peer_slots import PeerSlots, take_peers
+from holdfast.read.held_slots import HeldSlot, PeerSlots, take_held, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
 from holdfast.threads.background_requests import BackgroundRequests

@@ -16,12 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.read import coded_load, verified_load
+from holdfast.read import requests, verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import DirectorySource, Source
 from holdfast_files import opened
-from holdfast_files.copying import NewFile, copy_files
-from holdfast_files.verifying import OnDamage, ReadControl, StoredCheckpoint, Take, VerifiedBatch, read_verified
+from holdfast_files.verifying import (
+    NewFile,
+    OnDamage,
+    ReadControl,
+    StoredCheckpoint,
+    Take,
+    VerifiedBatch,
+    copy_files,
+    read_verified,
+)
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import coded, manifests, verification
 from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
@@ -159,18 +167,18 @@ class CheckpointReader:
         """
         wants = list(wants)
         self.check_headers(wants)
-        plain, small = coded_load.parted(self.manifest, wants)
+        plain, small = requests.parted(self.manifest, wants)
         with self._as_it_stands():
-            for batch in coded_load.batches(self.manifest, small):
-                self._hand_over(coded_load.wants_of(batch))
+            for batch in requests.coded_batches(self.manifest, small):
+                self._hand_over(requests.wants_of(batch))
             touched = self._touched(plain)
             verified_load.prove(self.source, touched.runs, self.cores)
         touched.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
         """Read and check the headers of these wants' files. Raises `CorruptExtent`."""
-        plain, small = coded_load.parted(self.manifest, wants)
-        used = {run.entry.file for run in self._touched(plain).runs} | coded_load.stored(self.manifest, small)
+        plain, small = requests.parted(self.manifest, wants)
+        used = {run.entry.file for run in self._touched(plain).runs} | requests.coded_files(self.manifest, small)
         headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
         with self._as_it_stands():
             verified_load.check(self.source, headers)
@@ -182,12 +190,12 @@ class CheckpointReader:
         were verified before and differ now: a page may have left memory and come back from the disk. Wants may be
         overwritten then, with verified bytes, or with zeros where verification failed.
         """
-        plain, small = coded_load.parted(self.manifest, wants)
+        plain, small = requests.parted(self.manifest, wants)
         with self._as_it_stands():
             nbytes = self._hand_over(plain)
-            for batch in coded_load.batches(self.manifest, small):
-                nbytes += self._hand_over(coded_load.wants_of(batch))
-                coded_load.decode(self.manifest, batch)
+            for batch in requests.coded_batches(self.manifest, small):
+                nbytes += self._hand_over(requests.wants_of(batch))
+                requests.decode_batch(self.manifest, batch)
         return nbytes
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.memory import native_verify
+from holdfast.memory import native_copy
 from holdfast.read.requests import ExtentRun, copy
 from holdfast.read.sources import Source
 from holdfast_files import direct
@@ -162,7 +162,7 @@ def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) 
     """The fastest way to read these runs. Runs read `again`, here or by others, go through the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
-        return Manner(cores, source.chunk_bytes, straight=native_verify.available())
+        return Manner(cores, source.chunk_bytes, straight=native_copy.can_verify())
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
         return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
@@ -230,7 +230,7 @@ class _Prover:
             self._reading.check(_piece(first, first.extents[0]))
             return
         data = self._reading.all(first.run.entry.file, start, stop - start)
-        if native_verify.available() and _extents(job, proven_only=True).take(data):
+        if native_copy.can_verify() and _extents(job, proven_only=True).take(data):
             return
         for part in job:
             _check(part, data[part.start - start : part.stop - start])
@@ -249,7 +249,7 @@ class _Giver:
                 self._straight(first, first.run.octets)
                 return
             data = self._reading.read(first.run.entry.file, start, stop - start)
-        taken = native_verify.available() and _extents(job).take(data)
+        taken = native_copy.can_verify() and _extents(job).take(data)
         for part in job:
             mine = data[part.start - start : part.stop - start]
             if not taken:
@@ -297,9 +297,9 @@ def _check(part: ReadPart, data: memoryview, octets: memoryview | None = None) -
         copy(octets[shift + copied : shift + end], data[copied:end])
 
 
-def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
+def _extents(job: Job, proven_only: bool = False) -> native_copy.Extents:
     """A job's extents, and the targets of contiguous ones; with `proven_only` without targets."""
-    extents = native_verify.Extents()
+    extents = native_copy.Extents()
     for part in job:
         octets = None if proven_only else part.run.octets
         if octets is not None:

@@ -7,6 +7,8 @@ all ranks of the launch take the previous step. Without a daemon, only a single 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from holdfast.left_out import LeftOutNote
@@ -14,10 +16,60 @@ from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.reader import REPLACED_MAX
-from holdfast.read.root_directory import open_checkpoint
-from holdfast.restore import thinned
+from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.sources import DirectorySource
+from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
-from holdfast_formats.errors import CheckpointError, Damaged, InUse, StateMismatch
+from holdfast_files.opened import read_placement
+from holdfast_formats import naming
+from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.disk.thinning import USABLE_FOR
+from holdfast_formats.errors import CheckpointError, CheckpointThinned, Damaged, InUse, StateMismatch
+
+
+def refuse(manifest: Manifest, choice: Choice, groups: Collection[str]) -> None:
+    """`CheckpointThinned` if the checkpoint lost one of these groups, with the nearest step that has all."""
+    gone = [group for group in groups if manifest.thinned is not None and group in manifest.thinned.groups]
+    if not gone or manifest.thinned is None:
+        return
+    left = tuple(group for group in groups if group not in gone)
+    nearest = _nearest(manifest.run, manifest.step, choice, groups)
+    whole = "no step still has all of them" if nearest is None else f"the nearest step that still has them is {nearest}"
+    masters = ', masters="from-model"' if "master" in gone or "optim" in gone else ""
+    weights = f"restore(step={manifest.step}, groups={left}{masters}) takes its weights" if left else "its weights are there"
+    lost = f"was thinned at {manifest.thinned.at}, and no longer has {', '.join(gone)}"
+    raise CheckpointThinned(
+        f"{manifest.run}@{manifest.step} {lost}: it is for {USABLE_FOR}",
+        hint=f"{whole}; {weights}",
+        groups=gone,
+        nearest=nearest,
+    )
+
+
+def _nearest(run: str, step: int, choice: Choice, groups: Collection[str]) -> int | None:
+    with suppress(CheckpointError):  # whatever is wrong there, the refusal is the news
+        steps = (found for found, held in _offers(run, step, choice) if set(groups) <= set(held))
+        return _closest(steps, step)
+    return None
+
+
+def _offers(run: str, step: int, choice: Choice) -> Iterator[tuple[int, Collection[str]]]:
+    """Steps and their groups; from the directory the closest first."""
+    if choice.root is None:
+        if choice.url is not None:
+            with Api(choice.url) as api:
+                yield from (
+                    (checkpoint.step, checkpoint.groups) for checkpoint in api.checkpoints(run) if checkpoint.damage is None
+                )
+        return
+    for checkpoint in sorted(committed_steps(choice.root, run), key=lambda other: abs(other - step)):
+        with suppress(Damaged), closing(DirectorySource(choice.root / naming.checkpoint_path(run, checkpoint))) as source:
+            yield checkpoint, read_placement(source).groups
+
+
+def _closest(steps: Iterable[int], step: int) -> int | None:
+    return min(steps, key=lambda other: abs(other - step), default=None)
+
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +156,7 @@ def _load(
             place = (choice.root, choice.url, rank.run, choice.step, choice.served)
             with gc_pause.paused(), open_checkpoint(*place) as reader:
                 if asked.part.strict:
-                    thinned.refuse(reader.manifest, choice, asked.groups)
+                    refuse(reader.manifest, choice, asked.groups)
                 restore_report = load(reader, rank, asked.part)
         except Damaged as damage:
             error = damage

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from holdfast.config import launch_info
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
@@ -15,21 +17,51 @@ from holdfast.link.session import Session
 from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
 from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
 from holdfast.read.sources import HttpSource
 from holdfast.restore.rank_values import RankState, state_of_rank
-from holdfast.restore.targets import finish, targets_of
 from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.casting import check as check_casts
 from holdfast.tensors.casting import leaves_apart
 from holdfast.tensors.leaves import Leaf, covers, is_ignored
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import LISTED_MAX
+from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.programs import remade
 from holdfast_formats.staging.average import GROUP as EMA
+
+
+class RestoreTarget(NamedTuple):
+    """A wanted tensor part, and the device copy that follows if the CPU cannot write the live tensor."""
+
+    want: Want
+    piece: LivePiece
+    bounce: torch.Tensor | None
+
+
+def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
+    """The target of every leaf's bytes: live CPU memory, or a bounce buffer for a device tensor."""
+    targets = []
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            raw = as_integers(piece.tensor, UNSIGNED)
+            bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype, device="cpu")
+            array = (raw if bounce is None else bounce).numpy()
+            targets.append(RestoreTarget(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
+    return targets
+
+
+def finish(targets: Sequence[RestoreTarget]) -> None:
+    with torch.no_grad():
+        for target in targets:
+            if target.bounce is not None:
+                as_integers(target.piece.tensor, UNSIGNED).copy_(target.bounce)
+
 
 Origin = Literal["slot", "peers", "directory", "http"]
 

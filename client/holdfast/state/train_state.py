@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from holdfast.layout.declared import DeclaredLayout
-from holdfast.layout.local_views import land
+from holdfast.layout.places import land
 from holdfast.layout.rank_view import Live
 from holdfast.left_out import LeftOutNote
 from holdfast.read.overwrite_guard import OverwriteGuard

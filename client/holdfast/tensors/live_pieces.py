@@ -6,9 +6,10 @@ A framework's sharding becomes boxes, and views of the memory that holds them. N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +23,135 @@ from holdfast.tensors.fragments import (
     local_tensor,
     local_tensors,
 )
-from holdfast.tensors.mesh_splits import is_alone, mesh_boxes
 from holdfast.tensors.torch_dtypes import check_storable, element_shape, packing
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box, Shape, whole
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import Replicate, Shard
+
+LAYOUTS_REMEMBERED = 1024
+
+Run = tuple[int, int]  # global indices [start, stop) along one dimension
+
+
+def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dict[str, int]]:
+    mesh, shape = value.device_mesh, tuple(value.shape)
+    names = mesh.mesh_dim_names or tuple(f"mesh_{d}" for d in range(mesh.ndim))
+    sizes = {dimension: int(n) for dimension, n in zip(names, mesh.shape, strict=True)}
+    text = ", ".join(f"{dimension}={placement!r}" for dimension, placement in zip(names, value.placements, strict=True))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is outside the mesh
+        return [], text, sizes
+    splits = tuple(
+        _split(placement, int(mesh.shape[d]), int(coordinate[d]), name, len(shape))
+        for d, placement in enumerate(value.placements)
+    )
+    try:
+        return list(_boxes(shape, local, splits)), text, sizes
+    except ValueError as misfit:
+        hint = "make the dimension divisible by the product of its mesh dimensions"
+        raise StateMismatch(f"tensor {name!r}: {misfit}", hint=hint) from None
+
+
+def is_alone(value: Any) -> bool:
+    """Whether a DTensor's mesh has every rank, and shards it along every dimension of more than one rank."""
+    sizes = tuple(int(n) for n in value.device_mesh.shape)
+    cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
+    return cut and prod(sizes) == torch.distributed.get_world_size()
+
+
+class Split(NamedTuple):
+    """One mesh dimension's cut of a tensor dimension: into `parts`, of which this rank has number `part`.
+
+    `factor` is None for `Shard`. For `_StridedShard` it is the split factor: the dimension is cut into `factor` blocks
+    first, each block into `parts`, and the rank has its part of every block.
+    """
+
+    dimension: int
+    parts: int
+    part: int
+    factor: int | None = None
+
+
+def split_runs(size: int, splits: Sequence[Split]) -> list[Run]:
+    """The global indices that are left after these cuts, applied one after the other as DTensor does: `torch.chunk` each."""
+    runs = [(0, size)] if size else []
+    for split in splits:
+        runs = _chunk(runs, split.parts, split.part) if split.factor is None else _strided_chunk(runs, split)
+    return runs
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    kept: list[Run] = []
+    position = 0
+    for start, stop in runs:
+        low, high = max(begin - position, 0) + start, min(end - position, stop - start) + start
+        if low < high and kept and kept[-1][1] == low:
+            kept[-1] = (kept[-1][0], high)
+        elif low < high:
+            kept.append((low, high))
+        position += stop - start
+    return kept
+
+
+def _chunk(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
+    size = -(-_length(runs) // parts)
+    return _cut(runs, part * size, (part + 1) * size)
+
+
+def _strided_chunk(runs: Sequence[Run], split: Split) -> list[Run]:
+    factor = split.factor or 1
+    mine = [run for block in range(factor) for run in _chunk(_chunk(runs, factor, block), split.parts, split.part)]
+    return _cut(mine, 0, _length(mine))
+
+
+@lru_cache(maxsize=LAYOUTS_REMEMBERED)
+def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tuple[Box, ...]:
+    """The boxes that these cuts leave of a tensor; cached, because a model has few shapes. `ValueError` if the local
+    tensor does not fit.
+    """
+    cuts = [[s for s in splits if s and s.dimension == d] for d in range(len(shape))]
+    if 0 in local and 0 in (_length(split_runs(n, cut)) for n, cut in zip(shape, cuts, strict=True)):
+        return ()  # torch gives an empty shard any shape
+    runs = [_runs_along(d, shape[d], local, cuts[d]) for d in range(len(shape))]
+    return tuple(
+        Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)) for cell in product(*runs)
+    )
+
+
+def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) -> Split | None:
+    if isinstance(placement, Replicate):
+        return None
+    factor = getattr(placement, "split_factor", None)  # of _StridedShard only; since torch 2.13 that is not a Shard
+    if factor is None and not isinstance(placement, Shard):
+        raise InvalidRequest(
+            f"tensor {name!r} has the placement {placement!r}: its value is not reduced yet",
+            hint="redistribute it to Shard or Replicate before you add it to the state",
+        )
+    dimension = placement.dim + dimensions if placement.dim < 0 else placement.dim
+    return Split(dimension, parts, part, None if factor is None else int(factor))
+
+
+def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split]) -> list[Run]:
+    """The rank's indices along one dimension, consistent with the local tensor's length there.
+
+    DTensor cuts from left to right. fully_shard cuts what tensor parallelism left, so strided cuts come last. For even
+    shapes both give the same. If they differ, the local length decides; if it cannot decide, this is a `ValueError`.
+    """
+    runs = split_runs(size, splits)
+    tensor_parallel_first = sorted(splits, key=lambda split: split.factor is not None)
+    fully_sharded = split_runs(size, [split._replace(factor=None) for split in tensor_parallel_first])
+    length = local[dimension] if dimension < len(local) else 0
+    candidates = [candidate for candidate in (runs, fully_sharded) if _length(candidate) == length]
+    if not candidates or any(candidate != candidates[0] for candidate in candidates):
+        how = "fits two layouts" if candidates else "does not fit its placements"
+        raise ValueError(f"a local length of {length} in dimension {dimension} of {size} {how} {splits}")
+    return candidates[0]
 
 
 class LivePiece(NamedTuple):

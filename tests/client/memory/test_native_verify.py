@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.memory import native_verify
+from holdfast.memory import native_copy
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import digest
@@ -22,7 +22,7 @@ from tests.client.read.test_reader import want
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=8)
 
-pytestmark = pytest.mark.skipif(not native_verify.available(), reason="the library was not built here, or hides its digest")
+pytestmark = pytest.mark.skipif(not native_copy.can_verify(), reason="the library was not built here, or hides its digest")
 
 
 def made(lengths: list[int], seed: int) -> tuple[np.ndarray, list[Extent]]:
@@ -32,7 +32,7 @@ def made(lengths: list[int], seed: int) -> tuple[np.ndarray, list[Extent]]:
     return data, [Extent(at, n, digest.digest(data[at : at + n])) for at, n in zip(offsets, lengths, strict=True)]
 
 
-def from_file(extents: native_verify.Extents, data: np.ndarray, path: Path) -> bool:
+def from_file(extents: native_copy.Extents, data: np.ndarray, path: Path) -> bool:
     path.write_bytes(b"before" + data.tobytes() + b"behind")
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -51,7 +51,7 @@ def test_all_arrive_or_those_before_the_damage(
     nowhere = not file and draw.draw(st.booleans())  # the first ones are proven alone
     split = extents[cut].offset if cut < len(extents) else len(data)
     target, kept = np.zeros(len(data) - split, np.uint8), np.zeros(split, np.uint8)
-    asked = native_verify.Extents()
+    asked = native_copy.Extents()
     asked.add(extents[:cut], None if nowhere else kept.data)
     asked.add(extents[cut:], target.data)
     bad = draw.draw(st.none() | st.integers(0, len(data) - 1))
@@ -76,14 +76,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     data, extents = made([5000, 300], 1)
     for into in (np.zeros(5299, np.uint8).data, np.zeros(5301, np.uint8).data, np.zeros(5300, np.uint8).data.toreadonly()):
         with pytest.raises(ValueError, match="do not match a target"):
-            native_verify.Extents().add(extents, into)
+            native_copy.Extents().add(extents, into)
     target = np.zeros(5300, np.uint8)
-    asked = native_verify.Extents()
+    asked = native_copy.Extents()
     asked.add(extents, target.data)
     assert not asked.take(data[:-1].data) and not asked.take(np.append(data, data).data)
     assert not asked.take_from(-1, 0), "no file"
     assert not target.any()
-    alone = native_verify.Extents()
+    alone = native_copy.Extents()
     alone.add(extents, None)
     assert alone.take(data.data) and not from_file(alone, data, tmp_path / "f"), "it has no place"
     (tmp_path / "short").write_bytes(data[:-1].tobytes())

@@ -16,8 +16,7 @@ import torch
 from holdfast import Checkpointer, Fragment
 from holdfast.link.unix_socket import SocketLink
 from holdfast.read.held_slots import HeldSlot, take_held
-from holdfast.read.held_source import HeldSlotsSource
-from holdfast.read.memory_load import fill
+from holdfast.read.memory_load import HeldSlotsSource, fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import _utils
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from holdfast.tensors.mesh_splits import Split, _runs_along, split_runs
+from holdfast.tensors.live_pieces import Split, _runs_along, split_runs
 from tests.torchruns import launch
 
 SPLITS_UNEVEN = hasattr(_utils, "_compute_local_shape_and_global_offset")

@@ -8,7 +8,7 @@ import torch
 from holdfast.tensors.casting import Cast, apart
 from holdfast.tensors.leaves import Leaf
 from holdfast.tensors.live_pieces import LivePiece
-from holdfast.tensors.overlaps import Overlap, overlaps
+from holdfast.tensors.matching import Overlap, overlaps
 from holdfast_formats.region import whole
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.tensors.views import any_share_memory, extent, start_in
+from holdfast.tensors.fragments import any_share_memory, extent, start_in
 
 
 @st.composite

@@ -27,7 +27,7 @@ from holdfast.read.directory_index import DirectoryIndex
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
 from holdfast.rest.api import Api
-from holdfast.restore.targets import RestoreTarget, finish, targets_of
+from holdfast.restore.load import RestoreTarget, finish, targets_of
 from holdfast.save_warning import warn
 from holdfast.stage.save_request import check_step
 from holdfast.tensors.fragments import Fragment

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast_files.buffers import ALIGNMENT_MAX
-from holdfast_files.copying import copy_files
 from holdfast_files.opened import join
-from holdfast_files.verifying import ReadControl, StoredCheckpoint, read_verified
+from holdfast_files.verifying import ReadControl, StoredCheckpoint, copy_files, read_verified
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.files import Files

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from holdfast.read import peer_slots
-from holdfast.read.peer_slots import PeerSlots
+from holdfast.read import held_slots
+from holdfast.read.held_slots import PeerSlots
 from holdfast_formats.errors import DaemonGone
 from holdfast_formats.staging.slot_ranges import SlotRange
 
@@ -29,7 +29,7 @@ class Asked:
 
 def test_in_order_and_in_requests_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long range is cut, short ones go together; parts of what was wanted are there, and what was not wanted is not."""
-    monkeypatch.setattr(peer_slots, "FETCH_BYTES", 100)
+    monkeypatch.setattr(held_slots, "FETCH_BYTES", 100)
     asked = Asked()
     peers = PeerSlots((), asked)
     peers.want([SlotRange(1, 0, 250), SlotRange(2, 10, 20), SlotRange(2, 20, 60), SlotRange(1, 300, 400)])
@@ -49,7 +49,7 @@ def test_in_order_and_in_requests_of_some_size(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_lost_is_lost_for_that_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the batches in which it was: what came before stays."""
-    monkeypatch.setattr(peer_slots, "FETCH_BYTES", 100)
+    monkeypatch.setattr(held_slots, "FETCH_BYTES", 100)
     asked = Asked()
     peers = PeerSlots((), asked)
     asked.opened.clear()

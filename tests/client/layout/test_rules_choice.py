@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.layout import program_choice
-from holdfast.layout.program_choice import program_of
+from holdfast.layout import rules_choice
+from holdfast.layout.rules_choice import program_of
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.programs import load
 from holdfast_formats.programs.choice import written
@@ -37,6 +37,6 @@ def test_what_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequest, match="is not UTF-8"):
         program_of(file)
     file.write_text("a = 1  # long")
-    monkeypatch.setattr(program_choice, "PROGRAM_BYTES_MAX", 10)
+    monkeypatch.setattr(rules_choice, "PROGRAM_BYTES_MAX", 10)
     with pytest.raises(LimitExceeded, match="more than 10 bytes"):
         program_of(file)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.export.copy import copy_checkpoint
-from holdfast.export.publish import export
+from holdfast.export.copy import copy_checkpoint, export
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
