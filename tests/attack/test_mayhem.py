@@ -60,6 +60,7 @@ class Launch:
                 "WORLD_SIZE": str(WORLD),
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(WORLD),
+                "HOLDFAST_LAUNCH": f"launch-{number}",
             }
             log = (root.parent / f"launch-{number}.{rank}.log").open("w")
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=about)
