@@ -51,8 +51,7 @@ def serve(size: int, told: Connection) -> None:
     sealed = segment.take_sealed(slot, STEP.step, digest(encoded))
     holds = MemoryCheckpoints(lambda run, step: STEP.launch, partly=True)
     holds.keep(STEP.run, STEP.step, STEP.attempt, {0: sealed})
-    exchange = ExchangeServer("127.0.0.1")
-    exchange.secrets, exchange.lent = SECRETS, holds.lent
+    exchange = ExchangeServer("127.0.0.1", 0, holds.lent, lambda: SECRETS)
     exchange.offer(1, {0: sealed.data})
     plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain_handler(sealed.data))
     threading.Thread(target=plain.serve_forever, daemon=True).start()

@@ -133,8 +133,7 @@ def exchange(mib: int, count: int) -> None:
     """The same bytes by the exchange, and by the least that http.server and http.client can do."""
     slot = memoryview(bytearray(os.urandom(2**20) * mib))
     into = memoryview(bytearray(len(slot)))
-    serving = ExchangeServer("127.0.0.1")
-    serving.secrets = SECRETS
+    serving = ExchangeServer("127.0.0.1", secrets=lambda: SECRETS)
     serving.offer(1, {0: slot})
     peer = Peer("a", serving.url, SECRETS)
     plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain_handler(slot))

@@ -105,7 +105,7 @@ class ManyNode:
     def __init__(self, number: int, database: Database, shared: Shared) -> None:
         self.rank, self._shared = number, shared
         self.cluster = Cluster(database, f"node{number:05d}", lease_s=LEASE_S)
-        self.exchange = ExchangeServer("127.0.0.1")
+        self.exchange = ExchangeServer("127.0.0.1", secrets=lambda: ("benchmark",))
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self._open: SaveRound | None = None
         self._pending: SaveRound | None = None
@@ -116,7 +116,6 @@ class ManyNode:
         """Join, and meet others from now on."""
         shared, rendezvous = self._shared, self.cluster.rendezvous
         self.cluster.membership.join(0.0)
-        self.exchange.secrets = ("benchmark",)
         deliver = rendezvous.deliver
 
         def timed(round_id: int, receipt: bytes, instead_of: str | None = None) -> None:
@@ -124,7 +123,7 @@ class ManyNode:
             shared.counted.receipt()
 
         rendezvous.deliver = timed  # type: ignore[method-assign]
-        party = JointParty(rendezvous, self.exchange, self.cluster.node_ranks.of, self.cluster.words)
+        party = JointParty(rendezvous, self.exchange, self.cluster.node_ranks.of)
         history = SaveHistory(shared.control)
         writer = ShareWriter(shared.control, self.cluster.node, rendezvous, self.exchange, history)
         host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)

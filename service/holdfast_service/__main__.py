@@ -114,7 +114,7 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
             served.control.events.add("root-copied", text, level="warning", copy_of=served.identity.copy_of)
         _heed_signals(stop)
         about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=served.identity.mark)
-        file = naming.DAEMON_FILE if served.control.cluster is None else naming.daemon_file(config.node)
+        file = naming.DAEMON_FILE if served.control.nodes.alone else naming.daemon_file(config.node)
         served.control.tier.replace(file, encode(about))
         stack.callback(_remove, served.control.tier, file)
         where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"

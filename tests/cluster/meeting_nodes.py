@@ -26,15 +26,15 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.arena.segment import SealedSlot
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
+from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage import MemoryTier, Tier
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.saving import awaited_nodes, joined_round, joint_saves
-from holdfast_service.wings.cluster.saving.joined_round import Result
-from holdfast_service.wings.cluster.saving.joint_saves import Host, JointParty, JointSaves
+from holdfast_service.wings.cluster.saving.joint_saves import JointParty, JointSaves
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 from tests.daemon.writing.test_path import Shards
 from tests.wings.cluster.nodes import Nodes
@@ -218,15 +218,14 @@ class MeetingNode:
 
     def start(self) -> None:
         """A daemon that takes up what the rank had sealed."""
-        self.exchange = ExchangeServer("127.0.0.1")
         self.cluster: Cluster = self._nodes.add(self.name, joined=False)
+        self.exchange = ExchangeServer("127.0.0.1", secrets=lambda: self.cluster.secrets())
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
-        self.exchange.secrets = self.cluster.secrets()
         tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
         self.control = open_control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
-        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._node_ranks, self.cluster.words)
+        party = JointParty(cast(Any, self.rendezvous), self.exchange, self._node_ranks)
         history = SaveHistory(cast(Any, self.control))
         writer = ShareWriter(cast(Any, self.control), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}

@@ -20,9 +20,9 @@ from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import commit, planner
+from holdfast_service.control.recovery import sweep
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
-from holdfast_service.wings.cluster import root_maintenance
 from tests.crash import power
 from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards
@@ -53,7 +53,7 @@ def save(tier: PosixTier, attempt: int) -> None:
 
 def restart(tier: PosixTier) -> None:
     """What a start does with a root before anything else."""
-    root_maintenance.sweep(PosixStore(tier))
+    sweep(PosixStore(tier))
 
 
 def let_go(tier: PosixTier) -> None:

@@ -22,12 +22,12 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import commit, planner
+from holdfast_service.control.recovery import sweep
 from holdfast_service.daemon.copying.compactor import stage_compact
 from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.thinner import stage
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixStore, PosixTier, posix
-from holdfast_service.wings.cluster import root_maintenance
 from tests.crash import power
 from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards
@@ -141,7 +141,7 @@ def test_a_cut_after_every_operation(directory: Path, exchanging: bool, act: Cal
         power.build(tree, made)
         if exchanging:
             assert committed_steps(made, RUN) == [STEP], length
-        root_maintenance.sweep(PosixStore(PosixTier(made)))
+        sweep(PosixStore(PosixTier(made)))
         found = is_new(made)
         assert found or length < told
         clear(PosixTier(made))
@@ -170,7 +170,7 @@ def test_a_fault_of_every_call(directory: Path, exchanging: bool, act: Callable[
                 failed = False
             except CheckpointError:
                 failed = True
-        root_maintenance.sweep(PosixStore(PosixTier(root)))
+        sweep(PosixStore(PosixTier(root)))
         assert is_new(root) or failed
         shutil.rmtree(root)
         if not fault.failed:

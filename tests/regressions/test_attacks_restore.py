@@ -17,7 +17,7 @@ def test_who_shows_no_secret_uses_no_thread_of_the_daemon_up() -> None:
     connection of before and on a new one.
     """
     server = ExchangeServer("127.0.0.1")
-    server.secrets = ("secret",)
+    server.secrets = lambda: ("secret",)
     server.offer(7, {0: memoryview(b"private")})
     at = urlsplit(server.url)
     assert at.hostname is not None and at.port is not None

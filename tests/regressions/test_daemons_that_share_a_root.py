@@ -18,9 +18,10 @@ from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
+from holdfast_service.control.nodes import changing
 from holdfast_service.control.opening import open_control
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wings.cluster.cluster import NodeRanks, changing
+from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.wings.cluster.nodes import Nodes, nodes
@@ -42,8 +43,7 @@ class Node:
 
     @property
     def maintenance(self) -> RootMaintenance:
-        assert self.control.maintenance is not None
-        return self.control.maintenance
+        return RootMaintenance(self.control, self.cluster)
 
 
 @pytest.fixture

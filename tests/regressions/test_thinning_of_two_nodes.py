@@ -15,8 +15,8 @@ from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.database import engines
+from holdfast_service.control.nodes import THINNING
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.wings.cluster.duties import THINNING
 from tests.checkpoints import build_root, trained_arrays
 from tests.control.published import mark_verified
 from tests.regressions.test_daemons_that_share_a_root import Node
@@ -43,7 +43,7 @@ class Pair:
 
     def thinner(self, node: Node, record_queue: Any = None) -> Thinner:
         control = node.control
-        return Thinner(node.tier, control.store, record_queue or control.thinning, node=control.node_of_many)
+        return Thinner(node.tier, control.store, record_queue or control.thinning, node=control.nodes.node)
 
     def forms(self) -> list[str]:
         """What stands there, every byte proven, and the catalog with both nodes says the same."""

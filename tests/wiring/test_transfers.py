@@ -31,7 +31,7 @@ from holdfast_formats.rest.operations import Job
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
-from holdfast_service.control.opening import Control
+from holdfast_service.control.nodes import OneNode
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wiring.progress import Quiet
@@ -159,7 +159,7 @@ def test_a_copy_is_read_back_before_it_is_one(
                 flip(file, file.stat().st_size - 1)
 
     for node in ("one", "two"):
-        monkeypatch.setattr(Control, "node_of_many", node)
+        monkeypatch.setattr(OneNode, "node", node)
         with pytest.raises(CorruptExtent):
             transfers.import_job(job("import", 8, "other", **{"from": "five"}), Flipping())
     assert len(places) == 2

@@ -69,7 +69,7 @@ class Collected(Collector):
         return {"holdfast_run_arena_bytes": list(held[:RUNS_MAX])}
 
     def _samples(self) -> Samples:
-        node, record_queue, beaten_s = self._services.node(), self._services.record_queue, self._services.heartbeat_s()
+        node, record_queue, beaten_s = self._services.node(), self._services.record_queue, self._services.nodes.beaten_s()
         try:
             gauges = self._told() if record_queue is None else record_queue.query(self._told, TOLD_S)
         except CatalogUnavailable as away:
@@ -111,7 +111,7 @@ class Collected(Collector):
 
     def _nodes(self) -> Samples:
         """The nodes of the cluster; a daemon without one is the only node."""
-        census = self._services.census()
+        census = self._services.nodes.census()
         return {
             "holdfast_nodes": [((state,), census.states.get(state, 0)) for state in get_args(bodies.NodeState)],
             "holdfast_node_lost": [((name,), 1) for name in census.lost],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
-from holdfast_formats.errors import Damaged, NoSuchResource
+from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import RenamedRun, TrashedRun
@@ -27,27 +27,17 @@ from holdfast_service.control.checkpoints.run_metadata import RunMetadata
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
 from holdfast_service.control.jobs.runner import JobRunner
+from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import PosixStore, Store, Tier
-from holdfast_service.wings.cluster.membership import ONE_ALONE, Census, ClusterNode
 from holdfast_service.wings.notify.event_commands import EventCommands
 from holdfast_service.wings.notify.notifier import Notifier
 from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 
 LIMIT_MAX = 1000
-
-
-def no_other_node(name: str) -> None:
-    """Forgetting a node, for a daemon without a cluster."""
-    raise NoSuchResource(f"no other node is called {name!r}", hint="one daemon alone uses this catalog")
-
-
-def no_secret() -> None:
-    """Rotating the nodes' secret, for a daemon without a cluster."""
-    raise NoSuchResource("there is no secret to rotate", hint="one daemon alone uses this catalog")
 
 
 @dataclass(frozen=True)
@@ -82,12 +72,7 @@ class Services:
     history: RoundHistory | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
-    members: Callable[[], Sequence[ClusterNode]] = tuple  # the nodes of this daemon's cluster, if it is in one
-    census: Callable[[], Census] = lambda: ONE_ALONE  # the same, as a count
-    node_ranks: Callable[[], Mapping[str, Mapping[str, int]]] = dict  # ranks of the runs that may be seen, by node and run
-    heartbeat_s: Callable[[], float | None] = lambda: None  # since this node last renewed its membership, if it has one
-    forget: Callable[[str], None] = no_other_node  # list a node that is gone no more
-    rotate_secret: Callable[[], None] = no_secret  # by which nodes know each other
+    nodes: Nodes = ONE_NODE
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
     notifier: Notifier | None = None  # sends alerts, if targets are configured

@@ -21,11 +21,11 @@ class LaunchRegistry:
     def __init__(
         self, parts: CheckpointParts, wishes: RetentionRequests, recovery: Recovery, restores: RestoreSelector
     ) -> None:
-        self._catalog, self._record_queue, self._events, self._cluster = (
+        self._catalog, self._record_queue, self._events, self._nodes = (
             parts.catalog,
             parts.record_queue,
             parts.events,
-            parts.cluster,
+            parts.nodes,
         )
         self._attempts, self._rounds, self._abouts, self._committed_steps = (
             parts.attempts,
@@ -81,5 +81,4 @@ class LaunchRegistry:
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt have left."""
         self._restores.parted(run, attempt)
-        if self._cluster is not None:
-            self._cluster.node_ranks.parted(run)
+        self._nodes.parted(run)

@@ -16,6 +16,7 @@ from holdfast_service.control.insight.known_lifecycles import KnownLifecycles
 from holdfast_service.control.launch_registry import LaunchRegistry
 from holdfast_service.control.launches.restore_choice import Known, Mending, RestoreSelector
 from holdfast_service.control.launches.save_permits import SavePermits
+from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.control.parts import CheckpointParts, checkpoint_parts, parts_of, record_parts
 from holdfast_service.control.publishing import Publishing
 from holdfast_service.control.recovered_saves import RecoveredSaves
@@ -24,9 +25,6 @@ from holdfast_service.control.retention.requests import RetentionRequests
 from holdfast_service.control.retention.run_trash import KEPT_DAYS
 from holdfast_service.control.save_coordinator import SaveCoordinator
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.cluster import Cluster
-from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
-from holdfast_service.wings.cluster.shared_checks import SharedChecks
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,10 @@ class Control(CheckpointParts):
     imports: Imports
     repairs: RepairRecords
     replicas: ReplicaRecords
-    shared_checks: SharedChecks | None  # these two: of a root that several nodes serve
-    maintenance: RootMaintenance | None
-
-    @property
-    def node_of_many(self) -> str:
-        """This node's name where several serve the root, else nothing."""
-        return "" if self.cluster is None else self.cluster.node
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""
-        members = () if self.cluster is None else self.cluster.membership.members()
-        return {self.events.node, *(member.name for member in members if member.live)}
+        return {self.events.node, *(member.name for member in self.nodes.members() if member.live)}
 
     def close(self) -> None:
         """Remove what is due, write the remaining records to the catalog, stop."""
@@ -70,7 +60,7 @@ def open_control(  # noqa: PLR0913 - each is one thing
     tier: Tier,
     catalog: Catalog,
     keep_last: int | None = None,
-    cluster: Cluster | None = None,
+    nodes: Nodes = ONE_NODE,
     *,
     usual: RetentionPolicy | None = None,
     trash_days: float | None = KEPT_DAYS,
@@ -79,7 +69,7 @@ def open_control(  # noqa: PLR0913 - each is one thing
     """`keep_last` and `usual` are in force for runs without a policy of their own. `claim` raises where a catalog that is
     back is another root's.
     """
-    parts = checkpoint_parts(record_parts(tier, catalog, cluster, usual or RetentionPolicy()), trash_days)
+    parts = checkpoint_parts(record_parts(tier, catalog, nodes, usual or RetentionPolicy()), trash_days)
     store, record_queue, attempts, events, committed_steps = (
         parts.store,
         parts.record_queue,
@@ -89,7 +79,7 @@ def open_control(  # noqa: PLR0913 - each is one thing
     )
     mending = Mending()
     known = Known(parts.health, parts.findings, parts.readers, committed_steps, parts.watch.relist, parts.absences, mending)
-    restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, cluster)
+    restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, nodes)
     publishing = Publishing(parts, restores)
     recovery = Recovery(parts, claim)
     wishes = RetentionRequests(parts.files, catalog, record_queue, keep_last)
@@ -103,13 +93,9 @@ def open_control(  # noqa: PLR0913 - each is one thing
         publishing=publishing,
         saves=SaveCoordinator(parts, permits, publishing, recovery, restores),
         launches=LaunchRegistry(parts, wishes, recovery, restores),
-        lives=KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=cluster is not None),
+        lives=KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=not nodes.alone),
         staged_before=RecoveredSaves(store, catalog, record_queue, parts.rounds, events),
         imports=Imports(store, catalog, events, parts.admission, committed_steps.rewinds, parts.published),
-        repairs=RepairRecords(tier, catalog, events, record_queue, None if cluster is None else cluster.locks),
+        repairs=RepairRecords(tier, catalog, events, record_queue, nodes),
         replicas=ReplicaRecords(tier, catalog, events),
-        shared_checks=None if cluster is None else SharedChecks(cluster.membership, parts.findings),
-        maintenance=None
-        if cluster is None
-        else RootMaintenance(tier, store, catalog, cluster, events, parts.rotation.due, parts.absences),
     )

@@ -23,6 +23,7 @@ from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight import run_figures
 from holdfast_service.control.launches.committed_steps import CommittedSteps
+from holdfast_service.control.nodes import THINNING, UPKEEP, Nodes, changing, deciding
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
@@ -32,11 +33,6 @@ from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
 from holdfast_service.storage import PosixStore, Store, Tier
-from holdfast_service.wings.cluster.cluster import Cluster, changing, deciding
-from holdfast_service.wings.cluster.duties import THINNING, UPKEEP
-from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
-
-NAMES_S = 90.0  # network file systems' clients cache names for no longer by default
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class RecordParts:
     tier: Tier
     store: Store
     catalog: Catalog
-    cluster: Cluster | None  # daemons of other nodes may serve the same root with the same catalog
+    nodes: Nodes  # whose daemons serve the root with the same catalog
     returned: Signal[[]]  # the catalog answers, for the first time or again
     published: Signal[[Manifest]]  # saved or imported; subscribers must not block
     record_queue: RecordQueue
@@ -76,11 +72,11 @@ class CheckpointParts(RecordParts):
     watch: RootWatch
 
 
-def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: RetentionPolicy) -> RecordParts:
+def record_parts(tier: Tier, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy) -> RecordParts:
     """`usual` is in force for runs without a policy of their own."""
     returned: Signal[[]] = Signal()
     record_queue = RecordQueue(catalog.database, returned.publish, partial(run_figures.renew, catalog.database))
-    attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
+    attempts = nodes.attempts(tier)
     events = Events(catalog.database, catalog.node or "node", utc_now, record_queue.enqueue)
     statistics = StatisticsStore(catalog.database)
     files = RunFiles(
@@ -88,13 +84,13 @@ def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: R
         usual,
         is_run=attempts.has,
         has_saved=lambda run: catalog.has_saved(run, attempts.newest(run)),
-        elsewhere=None if cluster is None else lambda run: cluster.locks.locked(changing(run)),
+        elsewhere=lambda run: nodes.locked(changing(run)),
     )
     return RecordParts(
         tier=tier,
         store=PosixStore(tier),
         catalog=catalog,
-        cluster=cluster,
+        nodes=nodes,
         returned=returned,
         published=Signal(),
         record_queue=record_queue,
@@ -105,26 +101,29 @@ def record_parts(tier: Tier, catalog: Catalog, cluster: Cluster | None, usual: R
         health=HealthRecords(tier, statistics, events),
         files=files,
         run_metadata=RunMetadata(tier, catalog, files, events),
-        absences=roots.NegativeCache(0.0 if cluster is None else NAMES_S),
+        absences=roots.NegativeCache(nodes.names_s),
     )
 
 
 def checkpoint_parts(records: RecordParts, trash_days: float | None) -> CheckpointParts:
     """Deleted runs can be restored for `trash_days`."""
-    tier, store, catalog, cluster = records.tier, records.store, records.catalog, records.cluster
+    tier, store, catalog, nodes = records.tier, records.store, records.catalog, records.nodes
     record_queue, events, attempts, files = records.record_queue, records.events, records.attempts, records.files
-    readers = Readers(shared=None if cluster is None else cluster.holds)
-    elsewhere = None if cluster is None else lambda run, insists: cluster.locks.locked(deciding(run), insists=insists)
-    rotation = Rotation(store, catalog, files, readers, events, elsewhere)
+    readers = Readers(shared=nodes.holds)
+    rotation = Rotation(
+        store,
+        catalog,
+        files,
+        readers,
+        events,
+        lambda run, insists: nodes.locked(deciding(run), insists=insists),
+    )
     findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
     committed_steps = CommittedSteps(store, catalog, record_queue, findings)
     trash = RunTrash(
         tier, store, catalog, attempts, rotation, events, record_queue.enqueue, committed_steps.forget, trash_days
     )
-    thins = None if cluster is None else partial(cluster.duties.has, THINNING)
-    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.add, thins)
-    if cluster is not None:
-        cluster.membership.listeners.append(lambda: cluster.holds.renew(readers.places()))
+    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.add, partial(nodes.has, THINNING))
     return CheckpointParts(
         **parts_of(records),
         readers=readers,
@@ -133,9 +132,7 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
         committed_steps=committed_steps,
         empty_runs=EmptyRuns(tier, catalog, attempts, files, events),
         trash=trash,
-        renaming=RunRenaming(
-            tier, catalog, attempts, rotation, trash, events, committed_steps.forget, is_alone=cluster is None
-        ),
+        renaming=RunRenaming(tier, catalog, attempts, rotation, trash, events, committed_steps.forget, is_alone=nodes.alone),
         admission=Admission(tier, catalog, files, rotation, record_queue.query, trash.make_room),
         thinning=thinning,
         watch=RootWatch(
@@ -147,7 +144,7 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
             records.absences,
             thinned=thinning.record,
             replaced=committed_steps.look_again,
-            is_mine=lambda: cluster is None or cluster.duties.has(UPKEEP),
+            is_mine=partial(nodes.has, UPKEEP),
         ),
     )
 

@@ -15,7 +15,6 @@ from holdfast_service.control.checkpoints import commit, replicas, roots
 from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
-from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class Publishing:
     def __init__(self, parts: CheckpointParts, restores: RestoreSelector) -> None:
         self._store, self._catalog, self._attempts = parts.store, parts.catalog, parts.attempts
         self._record_queue, self._committed_steps, self._rotation = parts.record_queue, parts.committed_steps, parts.rotation
-        self._absences, self._cluster, self._restores = parts.absences, parts.cluster, restores
+        self._absences, self._nodes, self._restores = parts.absences, parts.nodes, restores
 
     def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish it, or find that another node has. Where storage contradicts this node's cached names, wait until they
@@ -38,7 +37,7 @@ class Publishing:
         try:
             return self._publish_as_seen(plan, staged)
         except (AlreadyCommitted, NoSuchResource, RoundAborted) as error:
-            if self._cluster is None or not self._appears(plan.run, plan.step, self._absences.patience_s):
+            if self._nodes.alone or not self._appears(plan.run, plan.step, self._absences.patience_s):
                 raise
             log.info("%s@%s can be seen now, and is looked at again: %s", plan.run, plan.step, error.detail)
             return self._publish_as_seen(plan, staged)
@@ -54,17 +53,14 @@ class Publishing:
 
     def _publish_as_seen(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish, replacing an existing one if that is allowed: as of now, not of when the round began."""
-        if isinstance(self._attempts, SharedAttempts):
-            self._attempts.refuse_overtaken(
-                plan.run, plan.attempt, lambda question: self._record_queue.query(question, LOOK_S)
-            )
+        self._attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self._record_queue.query(question, LOOK_S))
         if staged is not None:
             manifest = commit.published_already(self._store, plan, staged)
             if manifest is not None:
                 return manifest
         lineage, over = self._committed_steps.place(plan.run, plan.step, plan.attempt, plan.intent)
-        if staged is not None and self._cluster is not None:
-            lineage = self._cluster.rendezvous.settle(staged.place.round_id, lineage)
+        if staged is not None:
+            lineage = self._nodes.settle(staged.place.round_id, lineage)
         about = About(lineage, over)
         if not over:
             return self._make_visible(plan, about, staged)

@@ -1,22 +1,39 @@
-"""Makes root and catalog agree: at the daemon's start, and whenever the catalog answers again."""
+"""Makes root and catalog agree, at the daemon's start and whenever the catalog answers again; sweeps what crashes left."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.naming import Place
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.parts import CheckpointParts
-from holdfast_service.wings.cluster import root_maintenance
+from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
 ASK_S = 10.0
+
+
+def sweep(
+    store: Store,
+    spared: Collection[Place] = (),
+    idle_s: float | None = None,
+    deciding: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Restore interrupted replacements, each under a lock of its run, and remove what was never committed, except `spared`
+    places; with `idle_s` only what was not written to for so long.
+    """
+    for path in store.put_back(deciding):
+        log.warning("put back %s, which was being replaced", path)
+    for path in store.sweep(spared, idle_s):
+        log.info("swept %s", path)
 
 
 class Recovery:
@@ -24,7 +41,7 @@ class Recovery:
 
     def __init__(self, parts: CheckpointParts, claim: Callable[[], None]) -> None:
         """`claim` raises where the catalog is another root's."""
-        self._tier, self._store, self._catalog, self._cluster = parts.tier, parts.store, parts.catalog, parts.cluster
+        self._tier, self._store, self._catalog, self._nodes = parts.tier, parts.store, parts.catalog, parts.nodes
         self._record_queue, self._attempts, self._rounds, self._events = (
             parts.record_queue,
             parts.attempts,
@@ -41,8 +58,8 @@ class Recovery:
 
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
-        if self._cluster is None:  # else others may be writing there: see `RootMaintenance`
-            root_maintenance.sweep(self._store, spared=wanted_places(self._catalog.database, self._store.files))
+        if self._nodes.alone:  # else others may be writing there: the one on duty sweeps what is old
+            sweep(self._store, wanted_places(self._catalog.database, self._store.files))
         self._started = False
         self._record_queue.unknown()
         while not self._record_queue.flush() and self._record_queue.trouble is None:

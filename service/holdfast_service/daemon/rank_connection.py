@@ -28,11 +28,11 @@ from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, ShareHolder, ShareRequester
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, PeerSlots
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.serving import Serving
-from holdfast_service.wings.cluster.exchange.peer_memory import Borrower, PeerMemory
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class DataPlane(NamedTuple):
     control: Control
     adoption: Adoption
     averages: Averages
-    peers: PeerMemory | None = None  # what other nodes hold
+    peers: PeerSlots = NO_OTHER_NODES  # what other nodes hold
 
 
 class _Unsent(OSError):

@@ -26,10 +26,10 @@ from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
+from holdfast_service.daemon.checking.node_checks import ScrubClaims
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.check_claims import CheckClaims
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Scrub:
         control: Control,
         saver: Saver,
         plan: ScrubPlan,
-        claims: CheckClaims | None = None,
+        claims: ScrubClaims | None = None,
     ) -> None:
         """With `claims`, several nodes scrub one root: each reads what no other one does."""
         self._claims = claims
@@ -183,19 +183,18 @@ class Scrub:
 
     def _free(self, places: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Those that are not being checked, and could be read."""
-        now, shared = time.monotonic(), self._control.shared_checks
-        together = shared.going() if shared is not None and places else ()
+        now, together = time.monotonic(), self._saver.spread.going() if places else ()
         may = [place for place in places if self._not_before.get(place, now) <= now and place not in together]
         return [place for place in may if not self._saver.checks.awaits(*place)]
 
-    def _share(self, claims: CheckClaims, left: Callable[[], list[CheckpointId]], heed: Progress) -> None:
+    def _share(self, claims: ScrubClaims, left: Callable[[], list[CheckpointId]], heed: Progress) -> None:
         """Check what is left, as long as there is something that no other node checks."""
         taken = self._taken(claims, left)
         first = next(taken, None)
         if first is not None:
             self._pass(chain([first], taken), heed, claims)
 
-    def _taken(self, claims: CheckClaims, left: Callable[[], list[CheckpointId]]) -> Iterator[CheckpointId]:
+    def _taken(self, claims: ScrubClaims, left: Callable[[], list[CheckpointId]]) -> Iterator[CheckpointId]:
         """Those that this node claims, one after the other."""
         done: set[CheckpointId] = set()
         while (place := claims.take([one for one in left() if one not in done])) is not None:
@@ -206,7 +205,7 @@ class Scrub:
             finally:
                 claims.leave(place)
 
-    def _pass(self, places: Iterable[CheckpointId], heed: Progress, claims: CheckClaims | None = None) -> Scrubbed:
+    def _pass(self, places: Iterable[CheckpointId], heed: Progress, claims: ScrubClaims | None = None) -> Scrubbed:
         began, before = time.monotonic(), self._checker.counts.all()["bytes"]
         ends = [
             (f"{place.run}@{place.step}", self._check(*place, heed, claims.fence(place) if claims is not None else None))

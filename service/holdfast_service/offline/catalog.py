@@ -14,11 +14,11 @@ from holdfast_formats.timestamps import utc_now
 from holdfast_service import config
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog import recovery
+from holdfast_service.control.catalog.attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import address
 from holdfast_service.storage import PosixStore, PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
-from holdfast_service.wings.cluster.shared_attempts import make_one
 
 
 def run(work: CatalogWork) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
@@ -51,12 +51,14 @@ from holdfast_service.daemon.arena.shares import Shares, StagingQuota
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.checking.node_checks import ScrubClaims
 from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.other_nodes import OtherNodes
 from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run, undelete_run
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
@@ -69,14 +71,9 @@ from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wings.cluster.check_claims import CheckClaims
-from holdfast_service.wings.cluster.cluster import Cluster
-from holdfast_service.wings.cluster.exchange.server import ExchangeServer
-from holdfast_service.wings.cluster.membership import ONE_ALONE
-from holdfast_service.wings.cluster.remote_memory import HOLDS, held_name
-from holdfast_service.wings.cluster.start import party, peer_memory, take_part
 from holdfast_service.wings.notify.event_commands import EventCommands
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
+from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of
 from holdfast_service.wiring.notification_setup import event_commands, notifier, watched
 from holdfast_service.wiring.replication import Replication, RestoreRepair
 from holdfast_service.wiring.transfers import Transfers
@@ -93,8 +90,6 @@ FIRST = (
     "user that may create tables"
 )
 SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long
-# What the catalog's rows say of a node, and not the node itself.
-_MEMBERS = {"live", "state", "since", "heard_s", "lease_s", "duties", "runs"}
 
 
 class ServedRoot(NamedTuple):
@@ -103,6 +98,7 @@ class ServedRoot(NamedTuple):
     path: Path
     identity: Identity
     control: Control
+    nodes: NodesOfRoot
 
 
 class NodeParts(NamedTuple):
@@ -115,7 +111,7 @@ class NodeParts(NamedTuple):
     runner: JobRunner
     arena_bytes_max: int
     url: str | None  # of its API
-    exchange: ExchangeServer | None  # where other nodes read what ranks of this one have saved
+    others: OtherNodes
     on_event: EventCommands | None
     replicators: Mapping[str, Replicator]  # by the replica that each copies to
     keeper: str  # of the memory of staged saves, if the daemon is killed
@@ -146,43 +142,41 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
     settle(tier, shared_by)
-    cluster = Cluster(catalog.database, config.node) if shared else None
+    serving = nodes_of(config, catalog.database)
 
     def claim() -> None:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
-        if cluster is not None and not cluster.membership.joined:
-            cluster.membership.join(0.0)
+        serving.nodes.join(0.0)
 
     control = open_control(
-        tier, catalog, config.keep, cluster, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
+        tier, catalog, config.keep, serving.nodes, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
     )
     if rebuilt is not None:
         control.events.add("catalog-rebuilt", rebuilt, level="warning")
-    if cluster is not None:
-        stack.callback(cluster.close)
-        with suppress(CatalogUnavailable):
-            cluster.membership.join()
+    stack.callback(serving.nodes.close)
+    with suppress(CatalogUnavailable):
+        serving.nodes.join()
     stack.callback(control.close)
-    return ServedRoot(root, identity, control)
+    return ServedRoot(root, identity, control, serving)
 
 
 def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket. Adopts an earlier daemon's work, and starts due checks and copies."""
-    path, (mark, _), control = root
-    tier, cluster = control.tier, control.cluster
+    path, (mark, _), control, nodes = root
+    tier = control.tier
     budget = Budget(config.arena_bytes_max)
     keeper = OfRoot(_keeper(root, config), mark.id)
     log.info("staged saves are kept by %s if this daemon is killed", keeper.place)
     for record in lost_saves(_holder_path(root, config)):
         control.staged_before.let_go(record)
     stack.callback(keeper.close)
-    holds = MemoryCheckpoints(control.committed_steps.launch, partly=cluster is not None)
+    holds = MemoryCheckpoints(control.committed_steps.launch, partly=not control.nodes.alone)
     replication = Replication(config, control, holds.lend)
     checker = Checker(tier, control, replication.repairer.repair)
-    others = None if cluster is None else party(cluster, config.exchange, holds, stack)
+    others = nodes.data_plane(control, holds, stack)
     spill = Spill(path, partial(_staging_quotas, control)) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, holds.make_room, Shares(config.run_share, config.token_share))
-    averages = Averages(arena, None if cluster is None else cluster.votes)
+    averages = Averages(arena, others.agreement)
     probe = partial(disk_speed.measure, path, PROBE_BYTES)
     saver = Saver(tier, control, config.node, checker, others, holds=holds, averages=averages, probe=probe)
     adoption = Adoption(arena, saver, control)
@@ -190,16 +184,15 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     control.recovery.recover(adoption.start)
     averages.recover()
     averages.start()
-    scrub = _scrub(config, checker, control, saver, cluster)
+    scrub = _scrub(config, checker, control, saver, others.claims)
     stack.callback(scrub.close)
     replication.start()
     stack.callback(replication.close)
-    trains = _trains(saver, cluster)
+    trains = partial(_trains, saver, control)
     transfers = Transfers(tier, control, replication.repairer, config.export_root, trains, replication.replicators)
     RestoreRepair(control, checker, transfers).begin()
     about = Serving(config.node, str(path), mark, __version__, url)
-    peers = None if others is None or cluster is None else peer_memory(cluster, others.exchange, arena)
-    parts = DataPlane(arena, saver, control, adoption, averages, peers)
+    parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes))
     callers = Callers.of_group(config.socket_group)
     callers.warn_if_closed(path)
     daemon = Daemon(config.socket.absolute(), about, parts, callers, lambda: any(one() for one in busy))
@@ -211,11 +204,11 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
     workers = Workers(tier, control.catalog, control, CheckJobs(checker, scrub, tier), transfers)
-    runner = start_jobs(config.node, workers, None if cluster is None else cluster.membership)
+    runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    exchange, copies = None if others is None else others.exchange, transfers.replicators
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, exchange, on_event, copies, keeper.place)
+    copies = transfers.replicators
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, others, on_event, copies, keeper.place)
 
 
 def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
@@ -275,7 +268,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             keeper=node.keeper,
             host=platform.node(),
             url=node.url,
-            exchange=None if node.exchange is None else node.exchange.url,
+            exchange=node.others.url,
             replicas={name: one.said for name, one in node.replicators.items() if one.is_mine()},
         )
 
@@ -284,17 +277,10 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
 
 def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, stack: ExitStack) -> Services:
     """The services that the HTTP edge uses."""
-    from holdfast_service.api.services import Services, no_other_node, no_secret
+    from holdfast_service.api.services import Services
 
     saver, about, control = node.saver, _about(config, root, node), root.control
-    cluster = control.cluster
-    if cluster is not None:
-
-        def told() -> dict[str, Any]:
-            saves = [held_name(one.step.run, one.step.step, one.step.attempt) for one in saver.holds.report()]
-            return {**about().model_dump(exclude=_MEMBERS), "held": dict(node.arena.holders), HOLDS: saves}
-
-        take_part(cluster, control, saver, told, stack)
+    node.others.start(saver, about, lambda: node.arena.holders)
 
     def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
         return control.lives.by_run(runs, saver.lives())
@@ -324,37 +310,31 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
-        checking=partial(_checking, control),
-        members=tuple if cluster is None else cluster.membership.members,
-        census=(lambda: ONE_ALONE) if cluster is None else cluster.membership.census,
-        node_ranks=dict if cluster is None else cluster.node_ranks.by_node,
-        heartbeat_s=lambda: None if cluster is None else cluster.membership.beaten_s,
-        forget=no_other_node if cluster is None else cluster.membership.forget,
-        rotate_secret=no_secret if cluster is None else cluster.rotate_secret,
+        checking=partial(_checking, saver),
+        nodes=control.nodes,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
         event_commands=node.on_event,
         watched=watched(config, stack),
     )
-    duties = None if cluster is None else cluster.duties
     watch_alerts(made, stack)
-    return replace(made, notifier=notifier(config, made, duties, stack))
+    return replace(made, notifier=notifier(config, made, control.nodes, stack))
 
 
-def _checking(control: Control, run: str, step: int) -> bodies.Checking | None:
+def _checking(saver: Saver, run: str, step: int) -> bodies.Checking | None:
     """The progress of a check that several nodes share; None if there is none."""
-    progress = None if control.shared_checks is None else control.shared_checks.progress(run, step)
+    progress = saver.spread.progress(run, step)
     return None if progress is None else bodies.Checking(done_bytes=progress.done, total_bytes=progress.total)
 
 
-def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, cluster: Cluster | None) -> Scrub:
+def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, claims: ScrubClaims | None) -> Scrub:
     """The scrub, which begins with committed checkpoints that were never checked, found now or left by a daemon that died.
     If there may be other nodes, these may be about to check them: the scrub looks twice.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
-    if cluster is not None:
-        return Scrub(checker, control, saver, plan, CheckClaims(cluster.duties))
-    scrub = Scrub(checker, control, saver, plan)
+    scrub = Scrub(checker, control, saver, plan, claims)
+    if claims is not None:
+        return scrub
     try:
         scrub.check_soon(place for place in control.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:
@@ -362,9 +342,9 @@ def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, clu
     return scrub
 
 
-def _trains(saver: Saver, cluster: Cluster | None) -> Callable[[str], bool]:
+def _trains(saver: Saver, control: Control, run: str) -> bool:
     """Whether ranks of a run are connected, to this node or to another one."""
-    return lambda run: run in saver.runs or (cluster is not None and run in cluster.node_ranks.connected())
+    return run in saver.runs or run in control.nodes.connected()
 
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:
@@ -385,7 +365,7 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
         control.tier,
         control.store,
         control.thinning,
-        node=control.node_of_many,
+        node=control.nodes.node,
         pace=pace,
         suspect=saver.checks.suspect,
     )
@@ -410,7 +390,7 @@ def _keeper(root: ServedRoot, config: Config) -> DescriptorKeeper:
 
 
 def _holder_path(root: ServedRoot, config: Config) -> Path:
-    return holder_path(config.socket, root.path, "" if root.control.cluster is None else config.node)
+    return holder_path(config.socket, root.path, root.control.nodes.node)
 
 
 def _successor(root: ServedRoot, config: Config) -> Start:

@@ -55,7 +55,7 @@ class Importer:
         planned = plan(Goal(wanted.run, wanted.step, attempt))
         if wanted.arguments.dry_run:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
-        planned = planned._replace(node=self._control.node_of_many)
+        planned = planned._replace(node=self._control.nodes.node)
         try:
             return self._made(planned, progress)
         except Interrupted:
@@ -108,7 +108,7 @@ class Importer:
         imports, run, step = self._control.imports, wanted.run, wanted.step
         pair = open_checkpoint(source, "")
         # A node that has lost its lease may still write, and must not meet the one that has taken its job.
-        place = naming.job_place(run, step, digest(f"{self._control.node_of_many} ".encode() + pair.commit))
+        place = naming.job_place(run, step, digest(f"{self._control.nodes.node} ".encode() + pair.commit))
         goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), place.path, imports.way(run))
         plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))

@@ -20,7 +20,6 @@ from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.membership import Membership
 from holdfast_service.wiring.transfers import Transfers
 
 MOST_CHANGED = 100  # tensors that a comparison names
@@ -34,9 +33,9 @@ class Workers(NamedTuple):
     transfers: Transfers
 
 
-def start_jobs(node: str, workers: Workers, membership: Membership | None = None) -> JobRunner:
+def start_jobs(node: str, workers: Workers) -> JobRunner:
     catalog, control, transfers = workers.catalog, workers.control, workers.transfers
-    runner = JobRunner(Jobs(catalog.database, node, utc_now, membership), control.events, begin=give_way)
+    runner = JobRunner(Jobs(catalog.database, node, utc_now, control.nodes), control.events, begin=give_way)
 
     def exists(wanted: VerifyJob) -> None:
         if not (wanted.arguments.repair and transfers.repairer.has_copy(wanted.run, wanted.step)):

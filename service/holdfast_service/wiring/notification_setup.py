@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,8 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.measurements import Attention
 from holdfast_service.config import Config, command_words, plain_environment
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.nodes import Nodes
 from holdfast_service.daemon.tied_command import Command
-from holdfast_service.wings.cluster.duties import Duties
 from holdfast_service.wings.notify.alerts import AlertSources
 from holdfast_service.wings.notify.delivery_records import DeliveryRecords
 from holdfast_service.wings.notify.event_commands import EventCommands
@@ -47,7 +48,7 @@ def watched(config: Config, stack: ExitStack) -> DaemonWatch | None:
     return made
 
 
-def notifier(config: Config, services: Services, duties: Duties | None, stack: ExitStack) -> Notifier | None:
+def notifier(config: Config, services: Services, nodes: Nodes, stack: ExitStack) -> Notifier | None:
     """The notifier of --notify, until the `stack` unwinds; of several nodes, the one on duty sends."""
     if config.notify is None:
         return None
@@ -64,7 +65,7 @@ def notifier(config: Config, services: Services, duties: Duties | None, stack: E
         DeliveryRecords(services.catalog.database, config.node),
         AlertSources(summaries, lambda: of_service(services, summaries), watched).now,
         services.events,
-        (lambda: True) if duties is None else (lambda: duties.has(DUTY)),
+        partial(nodes.has, DUTY),
         config.node,
     )
     made = Notifier(config.notify, telling)

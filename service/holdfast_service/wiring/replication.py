@@ -14,6 +14,7 @@ from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords
+from holdfast_service.control.nodes import replica_duty
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
@@ -21,7 +22,6 @@ from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
 from holdfast_service.storage import PosixStore, PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
-from holdfast_service.wings.cluster.cluster import replica_duty
 from holdfast_service.wiring.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _copies_here(control: Control, name: str) -> bool:
     """Whether it is this node that copies to a replica, of several that were given one of this name."""
-    return control.cluster is None or control.cluster.duties.has(replica_duty(name))
+    return control.nodes.has(replica_duty(name))
 
 
 class Replication:

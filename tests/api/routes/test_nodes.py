@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.api.routes.nodes import _Record
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.wings.cluster.cluster import NodeRanks
+from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.console.pages.nodes import behind
 from tests.checkpoints import build_root
 from tests.serving import served

@@ -249,7 +249,7 @@ def test_jobs_of_a_node_that_is_gone_by_the_databases_clock(nodes: Nodes, clock:
     a, b = nodes.add("a"), nodes.add("b")
     slow, fast = Clock(), Clock()
     fast.minute = 59
-    first, second = Jobs(a.database, "a", slow, a.membership), Jobs(b.database, "b", fast, b.membership)
+    first, second = Jobs(a.database, "a", slow, a), Jobs(b.database, "b", fast, b)
     job, _ = first.submit(VERIFY)
     claimed = first.claim(KINDS)
     assert claimed is not None and claimed.id == job.id

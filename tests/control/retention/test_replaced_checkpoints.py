@@ -11,10 +11,10 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InUse, NoSuchCheckpoint
 from holdfast_formats.lineage import Intent
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.recovery import sweep
 from holdfast_service.control.retention import replaced_checkpoints
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import MemoryTier
-from holdfast_service.wings.cluster import root_maintenance
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
 from tests.daemons import wait_until
 
@@ -226,7 +226,7 @@ def test_a_start_after_a_crash_keeps_the_sound_one(
     kept = verify(tier, sound)
     flip(tier, hurt)
     with saver_world(tier) as world:
-        root_maintenance.sweep(world.control.store)
+        sweep(world.control.store)
         assert verify(tier, sound if sound == PATH else naming.replaced_path(RUN, 1)) == kept
         world.control.recovery.recover()
         assert world.control.record_queue.recorded(30)

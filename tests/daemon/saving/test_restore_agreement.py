@@ -99,7 +99,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
 def agreement(node: Cluster) -> RestoreAgreement:
     """Of a node of a launch that spans several."""
     known = Known()
-    return RestoreAgreement(lambda run, step, error: error, known, rendezvous=node.rendezvous, spans=lambda who: True)  # type: ignore[arg-type]
+    return RestoreAgreement(lambda run, step, error: error, known, vote=node.rendezvous.vote, spans=lambda who: True)  # type: ignore[arg-type]
 
 
 def test_a_restore_that_is_given_up_is_waited_for_on_no_node(nodes: Nodes) -> None:
@@ -148,7 +148,7 @@ def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
     """
     here, b = agreement(nodes.add("a")), nodes.add("b")
     late, known = OneIsLate(b.rendezvous), Known()
-    there = RestoreAgreement(lambda run, step, error: error, known, rendezvous=late, spans=lambda who: True)  # type: ignore[arg-type]
+    there = RestoreAgreement(lambda run, step, error: error, known, vote=late.vote, spans=lambda who: True)  # type: ignore[arg-type]
     with ThreadPoolExecutor(3) as threads:
         waiting = threads.submit(here.judge, rank(0, 3), 0, WELL, 15.0)
         first = threads.submit(there.judge, rank(1, 3), 0, WELL, 15.0)

@@ -11,9 +11,10 @@ import numpy as np
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.distributed_checks import DistributedChecks
+from holdfast_service.wings.cluster.shared_checks import SharedChecks
 from tests.checkpoints import Built, build
 from tests.daemons import wait_until
 from tests.regressions.test_daemons_that_share_a_root import Node
@@ -29,8 +30,7 @@ class SpreadNode(Node):
     def __init__(self, nodes: Nodes, root: Path, name: str, seen: Callable[[Tier], Tier], ready: bool) -> None:
         super().__init__(nodes, root, name)
         self.heed: Callable[[int], None] = lambda size: None
-        assert self.control.shared_checks is not None
-        self.shared = self.control.shared_checks
+        self.shared = SharedChecks(self.cluster.membership, self.control.findings)
         self.sees = seen(self.tier)
         self.checker = Checker(self.sees, self.control)
         self.spread: DistributedChecks | None = self.begun() if ready else None

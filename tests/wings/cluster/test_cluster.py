@@ -8,8 +8,10 @@ from sqlalchemy import update
 
 from holdfast_service.control.database.schema import HoldRow
 from holdfast_service.control.database.visible import limited_to
-from holdfast_service.wings.cluster.cluster import LATE_S, Cluster, NodeRanks, deciding
+from holdfast_service.control.nodes import deciding
+from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.membership import later
+from holdfast_service.wings.cluster.node_ranks import LATE_S, NodeRanks
 from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]

@@ -13,9 +13,9 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.nodes import replica_duty
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster import distributed_checks, shared_checks
-from holdfast_service.wings.cluster.cluster import replica_duty
 from tests.checkpoints import flip
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes

@@ -123,8 +123,7 @@ def test_beats_go_on_by_themselves_and_tell_who_listens(nodes: Nodes) -> None:
     """A node that has started stays a member for longer than a lease, and hears each of its beats."""
     a = nodes.add("a", lease_s=3.0, beat_s=0.3)
     heard = threading.Semaphore(0)
-    a.membership.listeners.append(heard.release)
-    a.membership.start()
+    a.membership.start(after_beat=[heard.release])
     assert all(heard.acquire(timeout=30) for _ in range(12))
     assert live(nodes)["a"]
 

@@ -11,11 +11,12 @@ from sqlalchemy import text
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, RunBusy, StaleAttempt
-from holdfast_service.control.catalog.attempts import Attempts, Member
+from holdfast_service.control.catalog.attempts import Attempts, Member, make_one
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
-from holdfast_service.wings.cluster.shared_attempts import SharedAttempts, make_one
+from holdfast_service.wings.cluster.cluster import Cluster
+from holdfast_service.wings.cluster.node_ranks import NodeRanks
+from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
 from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
@@ -32,7 +33,7 @@ class Site:
     def node(self, name: str) -> SharedAttempts:
         if name not in self.clusters:
             self.clusters[name] = self._nodes.add(name)
-        return SharedAttempts(self.tier, self.clusters[name])
+        return self.clusters[name].attempts(self.tier)
 
     def part(self, name: str) -> None:
         """No rank is connected to this node any more."""

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from holdfast_service.control.nodes import UPKEEP
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
-from holdfast_service.wings.cluster import start as clustering
 from holdfast_service.wings.cluster.cluster import Cluster
-from holdfast_service.wings.cluster.duties import UPKEEP
-from holdfast_service.wings.cluster.start import DutyThread
+from holdfast_service.wings.cluster.start import LOOPBACK, DutyThread, Listening
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes
 
@@ -44,7 +43,7 @@ def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:
     a, b = nodes.add("a"), nodes.add("b")
     first, second = Cared(), Cared()
     first.fails = True
-    a.membership.start()
+    a.membership.start(after_beat=[a.duties.renew])
     of_a = caring(a, first)
     wait_until(lambda: first.times > 3)
     of_b = caring(b, second)
@@ -71,10 +70,11 @@ def test_the_address_is_found_once_the_catalog_answers(nodes: Nodes) -> None:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", nothing)
         holds = MemoryCheckpoints(lambda run, step: None)
-        exchange = clustering.party(node, None, holds, stack).exchange
-        assert exchange.url.startswith(f"http://{clustering.LOOPBACK}:")
+        listening = Listening(node, None, holds, stack)
+        exchange = listening.exchange
+        assert exchange.url.startswith(f"http://{LOOPBACK}:")
         patched.setattr(socket, "getaddrinfo", loopback)
-        node.membership.start()
+        node.membership.start(after_beat=[listening.learn_address])
         node.membership.beat_soon()
         wait_until(lambda: exchange.url.startswith("http://[::1]:"))
-        assert clustering.party(node, None, holds, stack).exchange.url.startswith("http://[::1]:")
+        assert Listening(node, None, holds, stack).exchange.url.startswith("http://[::1]:")

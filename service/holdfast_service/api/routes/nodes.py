@@ -15,8 +15,7 @@ from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Services, Viewer, Wired
 from holdfast_service.config import NODE_NAME
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.wings.cluster.duties import UPKEEP
-from holdfast_service.wings.cluster.membership import ClusterNode
+from holdfast_service.control.nodes import UPKEEP, ClusterNode
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
 
@@ -37,7 +36,7 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
 )
 def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
     """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
-    services.forget(name)
+    services.nodes.forget(name)
     services.events.add("node-forgotten", f"the node {name} is listed no more")
 
 
@@ -49,7 +48,7 @@ def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) 
 )
 def rotate_secret(services: Wired) -> None:
     """By this secret nodes know each other. The one before is accepted until the next rotation."""
-    services.rotate_secret()
+    services.nodes.rotate_secret()
     services.events.add("secret-rotated", "the nodes of this catalog have a new secret, by which they know each other")
 
 
@@ -58,12 +57,12 @@ def listed_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
     ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
     here = _Record(services.node(), services.held(), ranks)
     try:
-        members = services.members()
+        members = services.nodes.members()
     except CatalogUnavailable:  # this node reports that itself
         members = ()
     nodes = [here]
     if members:
-        node_ranks = services.node_ranks()
+        node_ranks = services.nodes.by_node()
         nodes = [here if m.name == here.node.name else _Record.of(m, node_ranks.get(m.name, {})) for m in members]
         nodes = [one._replace(node=_as_member(one.node, m)) for one, m in zip(nodes, members, strict=True)]
     return [one.seen_by(viewer) for one in nodes]

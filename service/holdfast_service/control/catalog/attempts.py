@@ -29,6 +29,8 @@ _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attem
 _Attempt = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
+Ask = Callable[[Callable[[], "int | None"]], "int | None"]  # runs a query, and may give up
+
 
 class RunAttempts(BaseModel):
     """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; only the newest of each are
@@ -283,6 +285,9 @@ class Attempts:
         """The newest attempts of these runs, of those that have begun on another node since this was last asked."""
         return {}
 
+    def refuse_overtaken(self, run: str, attempt: int, ask: Ask) -> None:
+        """`StaleAttempt` where a newer launch, on another node, has an answer about what to restore."""
+
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
         """Wait until no other node writes a save of this run that all ranks have sealed; False on timeout."""
         return True
@@ -322,3 +327,23 @@ def read(tier: Tier, path: str) -> dict[str, RunAttempts] | None:
     except (ValidationError, Damaged) as error:
         log.error("cannot read %s, rebuilding it from the catalog: %s", path, str(error)[:200])
         return None
+
+
+def make_one(tier: Tier) -> None:
+    """Merge what the daemons of several nodes know of attempts into the file of one that serves the root alone.
+
+    The caller holds the root's lock, and the others have been stopped for good. No number is given out twice.
+    """
+    nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
+    claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]
+    if not nodes and not claims:
+        return
+    alone = Attempts(tier)
+    alone.merge({})
+    for name in nodes:
+        alone.merge(read(tier, name) or {})
+    for run, attempt in claims:
+        alone.saw(run, attempt)
+    for name in nodes:
+        tier.remove_file(name)
+    tier.remove_tree(naming.CLAIMS)

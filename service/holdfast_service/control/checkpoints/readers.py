@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
+from holdfast_service.control.nodes import ONE_NODE, SharedReaders
 from holdfast_service.control.signals import Signal
-from holdfast_service.wings.cluster.cluster import SharedHolds
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
 OPENED = "HTTP"  # it opens files before it answers, and reads on whatever replaces them
@@ -32,7 +32,7 @@ class Readers:
     not announced: they detect that their checkpoint is gone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, shared: SharedHolds | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, shared: SharedReaders = ONE_NODE) -> None:
         self._clock, self._shared = clock, shared
         self._lock = threading.Lock()
         self._holds: dict[_Key, dict[str, float]] = {}  # by reader: until when
@@ -60,7 +60,7 @@ class Readers:
             announced = not known and not who.startswith(CHECK)
             if announced:
                 self._announced[(run, step), opened] = self._clock() + ANNOUNCED_S
-        if announced and self._shared is not None:
+        if announced:
             self._shared.announce(run, step, opened)
 
     def release(self, run: str, step: int, who: str) -> None:
@@ -121,8 +121,6 @@ class Readers:
 
     def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:
         """What other nodes read. A save that replaces a checkpoint does not fail because this cannot be queried."""
-        if self._shared is None:
-            return {}
         try:
             return self._shared.elsewhere(run, opened)
         except CatalogUnavailable:

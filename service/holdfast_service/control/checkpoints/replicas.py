@@ -30,9 +30,8 @@ from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
+from holdfast_service.control.nodes import Nodes, repairing
 from holdfast_service.storage import PosixStore, Tier
-from holdfast_service.wings.cluster.cluster import repairing
-from holdfast_service.wings.cluster.duties import ClusterLocks
 
 log = logging.getLogger(__name__)
 
@@ -264,11 +263,8 @@ class ReplicaRecords:
 class RepairRecords:
     """The catalog's queries and records for repairs."""
 
-    def __init__(
-        self, tier: Tier, catalog: Catalog, events: Events, record_queue: RecordQueue, locks: ClusterLocks | None
-    ) -> None:
-        """`locks` of a root that several nodes serve."""
-        self._tier, self._catalog, self._events, self._record_queue, self._locks = tier, catalog, events, record_queue, locks
+    def __init__(self, tier: Tier, catalog: Catalog, events: Events, record_queue: RecordQueue, nodes: Nodes) -> None:
+        self._tier, self._catalog, self._events, self._record_queue, self._nodes = tier, catalog, events, record_queue, nodes
 
     @contextmanager
     def repairing(self, run: str, step: int) -> Iterator[None]:
@@ -276,13 +272,12 @@ class RepairRecords:
         catalog can be asked. `CatalogUnavailable` if another one takes long.
         """
         with ExitStack() as held:
-            if self._locks is not None:
-                try:
-                    held.enter_context(self._locks.locked(repairing(run, step), asks=False))
-                except CatalogUnavailable as away:
-                    if self._record_queue.trouble is None:
-                        raise
-                    log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
+            try:
+                held.enter_context(self._nodes.locked(repairing(run, step), asks=False))
+            except CatalogUnavailable as away:
+                if self._record_queue.trouble is None:
+                    raise
+                log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
             yield
 
     def known(self, run: str, step: int) -> bodies.CheckpointInfo | None:

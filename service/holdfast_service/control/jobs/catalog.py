@@ -26,7 +26,7 @@ from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow, NodeRow
-from holdfast_service.wings.cluster.membership import Membership
+from holdfast_service.control.nodes import ONE_NODE, Nodes
 
 TRIES_MAX = 3
 LOST_S = 300.0
@@ -66,11 +66,11 @@ class Jobs:
         database: Database,
         node: str,
         now: Callable[[], str],
-        membership: Membership | None = None,
+        nodes: Nodes = ONE_NODE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With a `membership`, daemons of other nodes take the same jobs."""
-        self._database, self._node, self._now, self._membership = database, node, now, membership
+        """Daemons of all `nodes` take the same jobs."""
+        self._database, self._node, self._now, self._nodes = database, node, now, nodes
         self._clock = clock
         self._signs: dict[_Sign, float] = {}  # of jobs of other nodes, and since when they are the last
 
@@ -155,7 +155,7 @@ class Jobs:
                 return None
             row.state, row.node, row.tries, row.started, row.ended = "running", self._node, row.tries + 1, self._now(), None
             row.seen, row.done_bytes, row.total_bytes = row.started, 0, 0
-            row.boot = None if self._membership is None else self._membership.me.boot
+            row.boot = self._nodes.boot
             return _job(row)
 
     def progress(self, claimed: Job, done_bytes: int | None = None, total_bytes: int = 0) -> bool:
@@ -204,7 +204,7 @@ class Jobs:
 
     def recover_lost(self) -> list[Job]:
         """As `recover`, for jobs of nodes that are gone."""
-        lost = self._is_silent() if self._membership is None else _is_gone()
+        lost = self._is_silent() if self._nodes.alone else _is_gone()
         with self._database.read() as session:
             if session.scalar(select(JobRow.id).where(JobRow.state == "running", lost).limit(1)) is None:
                 return []

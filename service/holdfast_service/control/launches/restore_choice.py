@@ -20,9 +20,9 @@ from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.committed_steps import CommittedSteps
 from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
+from holdfast_service.control.nodes import Nodes
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Store
-from holdfast_service.wings.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +90,11 @@ class RestoreSelector:
         record_queue: RecordQueue,
         events: Events,
         known: Known,
-        cluster: Cluster | None,
+        nodes: Nodes,
     ) -> None:
         """`tell` records an event asynchronously."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
-        self._record_queue, self._events, self._cluster = record_queue, events, cluster
+        self._record_queue, self._events, self._nodes = record_queue, events, nodes
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
         self._committed_steps, self._relist, self._absences = known.committed_steps, known.relist, known.absences
         self._mending = known.mending
@@ -112,7 +112,7 @@ class RestoreSelector:
         without asking to; also where a step is named and another rank got another answer. For a healthy one:
         `NoSuchCheckpoint` where only others exist, `CatalogUnavailable` where the catalog is needed.
         """
-        if self._cluster is not None:
+        if not self._nodes.alone:
             self._committed_steps.start_launch(run, (attempt, turn))
         asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
@@ -131,8 +131,8 @@ class RestoreSelector:
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt read what they restored no more."""
-        if self._release(run, attempt) and self._cluster is not None:
-            self._cluster.membership.beat_soon()
+        if self._release(run, attempt):
+            self._nodes.changed()
 
     def _release(self, run: str, attempt: int) -> bool:
         step = self._restored.pop((run, attempt), None)

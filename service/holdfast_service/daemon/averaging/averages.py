@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -28,11 +28,10 @@ from holdfast_service.daemon.arena.average_segment import PREFIX, AverageSegment
 from holdfast_service.daemon.arena.segment import SealedSlot, memfd
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
+from holdfast_service.daemon.averaging.agreement import OneNodeAgreement, UpdateAgreement
 from holdfast_service.daemon.averaging.folding import fold
 from holdfast_service.daemon.averaging.rank_set import RETURN_S, AveragingRanks, Filled, PendingFill, RankSetKey
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.wings.cluster.average_agreement import Agreement
-from holdfast_service.wings.cluster.average_votes import AverageVotes
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +41,16 @@ LOOK_S = 1.0  # ranks notify; this is for those whose daemon died before it read
 class Averages:
     """All averages of this node. Thread-safe."""
 
-    def __init__(self, arena: Arena, votes: AverageVotes | None = None) -> None:
-        """With `votes`, ranks of a world may be on other nodes."""
+    def __init__(
+        self, arena: Arena, agree: Callable[[Callable[[RankSetKey], None]], UpdateAgreement] = OneNodeAgreement
+    ) -> None:
+        """`agree` makes the agreement with other nodes, which calls its argument after their votes."""
         self._arena = arena
         self._lock = threading.Condition()
         self._node_ranks: dict[RankSetKey, AveragingRanks] = {}
         self._rung: set[RankSetKey] = set()
         self._ending = False
-        self._agreement = None if votes is None else Agreement(votes, self._ring)
+        self._agreement = agree(self._ring)
         self._thread = threading.Thread(target=self._run, name="holdfast-averages", daemon=True)
 
     def recover(self) -> None:
@@ -68,8 +69,7 @@ class Averages:
             self._lock.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        if self._agreement is not None:
-            self._agreement.close()
+        self._agreement.close()
 
     def reserve(
         self, owner: SegmentOwner, room: average.AverageGeometry, holder: ShareHolder, user: object
@@ -122,10 +122,6 @@ class Averages:
     def wake(self, owner: SegmentOwner) -> None:
         """A rank has sealed or skipped an update."""
         self._ring(_rank_set_of(owner))
-
-    def look(self) -> None:
-        if self._agreement is not None:
-            self._agreement.look()
 
     def leave(self, owner: SegmentOwner, user: object, parted: bool) -> None:
         """A rank's connection has ended; `parted`: regularly."""
@@ -229,7 +225,7 @@ class Averages:
                 del self._node_ranks[key]
         for segment in unused or ():
             self._arena.let_go(segment)
-        if unused is not None and self._agreement is not None:
+        if unused is not None:
             self._agreement.forget(key)
 
     def _next(self, key: RankSetKey, rank_set: AveragingRanks) -> bool:
@@ -243,7 +239,7 @@ class Averages:
             if header.state is SlotState.SEALED and header.number <= records[rank].number:
                 segment.free()  # a daemon died between the record and this
         spread = len(segments) < key.world
-        if not segments or (spread and self._agreement is None):
+        if not segments or (spread and self._agreement.alone):
             return False
         number = min(record.number for record in records.values()) + 1
         behind = {rank: segment for rank, segment in segments.items() if records[rank].number < number}
@@ -251,7 +247,7 @@ class Averages:
             return False
         history = self._history_after(behind, records, number)  # after it was looked what they have decided
         counts = history is not None
-        if spread and self._agreement is not None:
+        if spread:
             folded = min(records[rank].folded for rank in behind)
             agreed = self._agreement.counts(key, AverageVote(tuple(segments), number, history or "", folded))
             if agreed is None:
@@ -349,7 +345,7 @@ class Averages:
         return True
 
     def _waits(self, fill: PendingFill) -> bool:
-        if self._agreement is not None and self._agreement.away:
+        if self._agreement.away:
             fill.renew()
         return not fill.is_late and not self._ending
 

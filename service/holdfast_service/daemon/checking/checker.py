@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
@@ -25,9 +25,9 @@ from holdfast_service.control.findings.checks import Fence
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
+from holdfast_service.daemon.checking.node_checks import ONE_NODE, CheckDistributor, WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 
 log = logging.getLogger(__name__)
 
@@ -284,13 +284,6 @@ class Committed(NamedTuple):
     written: Sequence[WrittenSpan] = ()
 
 
-class CheckDistributor(Protocol):
-    """Distributes checks over all nodes."""
-
-    def begin(self, run: str, step: int, written: Sequence[WrittenSpan]) -> str | None: ...
-    def follow(self, run: str, step: int, sha256: str, is_over: Callable[[], bool]) -> bool: ...
-
-
 class Checks:
     """A thread that checks committed checkpoints one after the other, and damage reported by readers."""
 
@@ -300,7 +293,7 @@ class Checks:
         took: Callable[[Committed, float], None] = lambda committed, seconds: None,
         heed: Heed | None = None,
         recorded: Callable[[float], bool] = lambda wait_s: True,
-        spread: CheckDistributor | None = None,
+        spread: CheckDistributor = ONE_NODE,
     ) -> None:
         """`took` is called for every commit found sound, with the seconds. `heed` may wait in a check; `recorded` waits, so
         many seconds, for the catalog: nothing is checked that it does not know yet. Checkpoints written by several nodes are
@@ -404,12 +397,11 @@ class Checks:
     def _first_check(self, committed: Committed) -> None:
         """By all nodes for several nodes' checkpoint; otherwise, or if they leave it, by this one."""
         began = time.monotonic()
-        spread = self._spread if committed.written else None
-        sha256 = None if spread is None else spread.begin(committed.run, committed.step, committed.written)
-        if spread is None or sha256 is None:
+        sha256 = self._spread.begin(committed.run, committed.step, committed.written) if committed.written else None
+        if sha256 is None:
             self._took(committed, self._checker.check(committed.run, committed.step, self._heed)["seconds"])
             return
-        if not spread.follow(committed.run, committed.step, sha256, lambda: self._closed):
+        if not self._spread.follow(committed.run, committed.step, sha256, lambda: self._closed):
             return  # this daemon ends: others go on with it
         state = self._checker.result_of(committed.run, committed.step)
         if state == "unknown":

@@ -95,12 +95,14 @@ class ActiveSaves:
 
     def is_elsewhere(self, who: Participant) -> bool:
         """Whether ranks of this rank's launch may be on other nodes."""
+        if not self._jointly:
+            return False
         with self.lock:
             return len(self.connected.ranks(who.run, who.attempt)) < who.world
 
     def is_reported_elsewhere(self, who: Participant) -> bool:
         """Whether another node, that of the launch's first rank, records the progress of its saves."""
-        if not self._jointly or who.rank == 0 or not self.is_elsewhere(who):
+        if who.rank == 0 or not self.is_elsewhere(who):
             return False
         with self.lock:
             return 0 not in self.connected.ranks(who.run, who.attempt)

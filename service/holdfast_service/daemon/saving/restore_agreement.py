@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
+from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.saving.rounds import Participant
-from holdfast_service.wings.cluster.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 
 UNHEARD_S = 60.0  # how long to wait for ranks that never asked what to restore
 UNHEARD_ELSEWHERE_S = 1800.0  # and where they may be on other nodes, and read still
 REPEAT_S = 1.0  # between two tries to report damage, while the catalog is unavailable
-VOTE_S = 0.2  # interval of polling other nodes
+VOTE_S, LOOK_S = 0.2, 1.0  # interval of polling other nodes, and of looking whether there are any
 TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
 Look = Callable[[str, int, Damaged], Damaged | None]
+Vote = Callable[[str, int, int, Collection[int], "Mapping[str, Any] | None"], Votes]  # see `OtherNodes.vote`
 
 
 class _Turn:
@@ -56,11 +58,11 @@ class RestoreAgreement:
         look: Look,
         control: Control,
         unheard_s: float = UNHEARD_S,
-        rendezvous: Rendezvous | None = None,
+        vote: Vote = lambda run, attempt, turn, ranks, problem: Votes(frozenset(ranks), None),
         spans: Callable[[Participant], bool] = lambda who: False,
     ) -> None:
-        """With a `rendezvous`, ranks of a launch may be on other nodes; `spans` returns whether they may now."""
-        self._rendezvous, self._spans = rendezvous, spans
+        """`spans` returns whether ranks of a launch may be on other nodes now, to which `vote` tells what is known here."""
+        self._ask, self._spans = vote, spans
         self._look, self._control, self._findings, self.unheard_s = look, control, control.findings, unheard_s
         self._changed = threading.Condition()
         self._turns: dict[tuple[str, int, int], _Turn] = {}  # oldest first
@@ -148,8 +150,8 @@ class RestoreAgreement:
                 left = limit - time.monotonic()
                 if left <= 0:
                     return None
-                if self._rendezvous is None or current.voted is not None:
-                    self._changed.wait(min(left, 1.0 if self._rendezvous is None else VOTE_S))
+                if current.voted is not None:
+                    self._changed.wait(min(left, VOTE_S if current.spans else LOOK_S))
             self._vote(who, turn, current)
         with self._changed:
             if current.failed is not None:
@@ -238,11 +240,10 @@ class RestoreAgreement:
 
     def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
         """Send this turn's result to other nodes and get theirs; does nothing if all ranks are here."""
-        if self._rendezvous is not None:
-            with current.voting:
-                self._tell(self._rendezvous, who, turn, current)
+        with current.voting:
+            self._tell(who, turn, current)
 
-    def _tell(self, rendezvous: Rendezvous, who: Participant, turn: int, current: _Turn) -> None:
+    def _tell(self, who: Participant, turn: int, current: _Turn) -> None:
         spans = self._spans(who)  # not under the lock: `spans` takes another one
         with self._changed:
             current.spans = spans
@@ -257,7 +258,7 @@ class RestoreAgreement:
             current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()
         try:
-            votes = rendezvous.vote(who.run, who.attempt, turn, done, problem)
+            votes = self._ask(who.run, who.attempt, turn, done, problem)
         except CheckpointError as away:
             log.info("other nodes cannot be asked how a restore of %s ended: %s", who.run, away.detail)
             votes = None

@@ -28,9 +28,11 @@ from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker, Checks
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.active_saves import ActiveSaves
 from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.failed_rounds import FailedRounds
+from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Host, LocalRanks, OtherNodes, Result
 from holdfast_service.daemon.saving.read_throttle import ReadThrottle
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound, SlotLease, outcome_of
@@ -41,12 +43,6 @@ from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.daemon.writing.disk_limit import Probe
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
-from holdfast_service.wings.cluster.distributed_checks import DistributedChecks
-from holdfast_service.wings.cluster.saving.joined_round import Result
-from holdfast_service.wings.cluster.saving.joint_saves import Host, JointParty, JointSaves
-from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter
-from holdfast_service.wings.cluster.saving.rank_report_exchange import LocalRanks, RankReportExchange
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +61,15 @@ class Saver:
         control: Control,
         node: str,
         checker: Checker | None = None,
-        party: JointParty | None = None,
+        others: OtherNodes = NO_OTHER_NODES,
         *,
         holds: MemoryCheckpoints | None = None,
         averages: Averages | None = None,
         probe: Probe | None = None,
     ) -> None:
-        """With a `party`, ranks of a save may be on other nodes; `probe` measures the disk."""
+        """Ranks of a save may be on `others`; `probe` measures the disk."""
         self._control, self._node = control, node
-        self._going = ActiveSaves(jointly=party is not None)
+        self._going = ActiveSaves(jointly=not others.alone)
         self._lock, self._connected = self._going.lock, self._going.connected
         self._entering: dict[str, threading.Lock] = {}
         self._open, self._pending = self._going.open, self._going.pending
@@ -82,34 +78,19 @@ class Saver:
         self._ends = FailedRounds(control, self.history)
         checker = checker or Checker(tier, control)
         self.giving_way = ReadThrottle(lambda: self._staging or self.restores.under_way)
-        self.spread: DistributedChecks | None = None
-        if party is not None and control.shared_checks is not None:
-            self.spread = DistributedChecks(tier, control, checker, control.shared_checks, self.giving_way)
+        self.spread = others.checks(checker, self.giving_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, control.record_queue.recorded, self.spread)
-        self.restores = RestoreAgreement(
-            checker.suspect, control, rendezvous=party.rendezvous if party else None, spans=self._going.is_elsewhere
-        )
-        self.stops = StopAgreement(self._lock, self._connected, None if party is None else self.look_at_ranks)
-        self.holds = holds or MemoryCheckpoints(control.committed_steps.launch, partly=party is not None)
+        self.restores = RestoreAgreement(checker.suspect, control, vote=others.vote, spans=self._going.is_elsewhere)
+        self.stops = StopAgreement(self._lock, self._connected, None if others.alone else self._look_at_ranks)
+        self.holds = holds or MemoryCheckpoints(control.committed_steps.launch, partly=not others.alone)
         self.averages = averages
         self._write_queue = WriteQueue(control, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(averages, self._filled)
-        self._joint: JointSaves | None = None
-        self._ranks: RankReportExchange | None = None
-        if party is not None:
-            writer = ShareWriter(control, node, party.rendezvous, party.exchange, self.history)
-            going = self._going
-            host = Host(
-                self._ready,
-                going.is_open,
-                self._joint_sealed,
-                going.renew,
-                self._joint_given_up,
-                self._joint_ended,
-            )
-            self._joint = JointSaves(party, control, node, writer, host=host, history=self.history)
-            here = LocalRanks(going.spanning, self._waited_for, self._end_stuck_of_nodes)
-            self._ranks = RankReportExchange(party.words, node, here, self.stops)
+        going = self._going
+        host = Host(self._ready, going.is_open, self._joint_sealed, going.renew, self._joint_given_up, self._joint_ended)
+        self._joint = others.joint_saves(host, self.history)
+        here = LocalRanks(going.spanning, self._waited_for, self._end_stuck_of_nodes)
+        self._ranks = others.rank_news(here, self.stops)
 
     @property
     def busy(self) -> bool:
@@ -171,23 +152,9 @@ class Saver:
         with self._lock:
             self._end_older(run, newest)
 
-    def look_at_others(self) -> None:
-        if self._joint is not None:
-            self._joint.look_at_all()
-
-    def look_at_ranks(self) -> None:
-        """A rank's statement concerns other nodes, or theirs concern ranks here."""
-        if self._ranks is not None:
-            self._ranks.look()
-
-    def look_at_averages(self) -> None:
-        """Another node has voted on averages."""
-        if self.averages is not None:
-            self.averages.look()
-
-    def look_at_checks(self) -> None:
-        if self.spread is not None:
-            self.spread.look()
+    def _look_at_ranks(self) -> None:
+        """A rank's statement concerns other nodes."""
+        self._ranks.look()
 
     def _ready(self) -> list[SaveRound]:
         """Saves with this node's part complete, and others on other nodes."""
@@ -325,8 +292,7 @@ class Saver:
             del current.leases[who.rank]
             count = self._take(current, who.rank, sealed)
         self._control.rounds.seal(current.id, count)
-        if self._joint is not None:
-            self._joint.look()
+        self._joint.look()
 
     def adopt(
         self, who: Participant, step: int, round_id: int, segment: ArenaSegment, slot: int, sealed: SealedSlot | None
@@ -383,7 +349,7 @@ class Saver:
         with self._lock:
             who.awaits, who.closing = step, who.closing or step is None
             self._end_stuck(who.run, who.attempt)
-        self.look_at_ranks()
+        self._look_at_ranks()
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the save ends for every rank, including later ones."""
@@ -394,7 +360,7 @@ class Saver:
                 self._abort(current, error)
             elif key not in self._pending and self._control.committed_steps.launch(who.run, step) is None:
                 self._given_up.know(key, who.rank, error)
-                if self._joint is not None and len(self._connected.of(who.run)) < who.world:
+                if len(self._connected.of(who.run)) < who.world:
                     self._joint.refuse(key, who.world, error)
 
     def refuse_given_up(self, who: Participant, step: int) -> None:
@@ -470,14 +436,11 @@ class Saver:
         if self.averages is not None:
             self.averages.close()
         self._write_queue.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._joint is not None:
-            self._joint.close()
+        self._ranks.close()
+        self._joint.close()
         self._control.record_queue.recorded(CLOSE_S)
         self.checks.close()
-        if self.spread is not None:
-            self.spread.close()
+        self.spread.close()
         self.history.disk.close()
         self.history.flush(everything=True)
         self.holds.close()
@@ -507,8 +470,7 @@ class Saver:
             current.averaged = set(parts)
             if current.complete and not self._fills.wants(current):
                 self._write_queue.add(current)
-        if self._joint is not None:
-            self._joint.look()
+        self._joint.look()
 
     def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
         """Process the slot of a rank that is gone, which it may have sealed without reporting it."""
@@ -544,7 +506,7 @@ class Saver:
     def _end_stuck_of_nodes(self, launch: LaunchKey, open_saves: OpenSaves, others: Sequence[OpenSaves]) -> None:
         """End the saves whose ranks on all nodes wait for one another, if this node's statement `open_saves` still holds."""
         with self._lock:
-            if self._joint is None or self._going.saves(launch) != open_saves:
+            if self._going.saves(launch) != open_saves:
                 return
             whole = open_saves.joined(others)
             for step in whole.stuck():
@@ -577,7 +539,7 @@ class Saver:
 
     def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = (), heard: bool = False) -> None:
         """End a round that is not being written. `heard`: on another node's report."""
-        if self._joint is not None and not heard and self._going.spans(current):
+        if not heard and self._going.spans(current):
             self._joint.refuse(current.key, current.world, error)
         if self._open.get(current.key) is current:
             del self._open[current.key]

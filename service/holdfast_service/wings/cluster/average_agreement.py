@@ -60,6 +60,8 @@ class _Poll:
 class Agreement:
     """The thread that polls other nodes. Thread-safe."""
 
+    alone = False
+
     def __init__(self, votes: AverageVotes, changed: Callable[[RankSetKey], None]) -> None:
         """`changed` is called, in another thread, after votes of other nodes."""
         self._votes, self._changed = votes, changed

@@ -13,17 +13,9 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.staging.shared_check import PortionPlan, Span
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
 
 PORTION_BYTES_MIN = 2**18  # as the shortest block that a node writes
-
-
-class WrittenSpan(NamedTuple):
-    """The bytes [begin, end) of a file, and the node that wrote them."""
-
-    file: str
-    begin: int
-    end: int
-    node: str
 
 
 class _Stretch(NamedTuple):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import Insert, insert
@@ -15,111 +13,23 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DUTY_CHARS_MAX, HoldRow, NodeRanksRow, NodeRow, SecretRow, SpeakerRow
+from holdfast_service.control.database.schema import HoldRow, SecretRow
+from holdfast_service.control.nodes import deciding
+from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster.average_votes import AverageVotes
 from holdfast_service.wings.cluster.duties import ClusterLocks, Duties
 from holdfast_service.wings.cluster.joint_rounds import JointRounds
 from holdfast_service.wings.cluster.membership import Membership, later, now, this_daemon
+from holdfast_service.wings.cluster.node_ranks import ConnectedNodes
 from holdfast_service.wings.cluster.rank_reports import RankReports
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
+from holdfast_service.wings.cluster.shared_attempts import SharedAttempts
 
 log = logging.getLogger(__name__)
 
+NAMES_S = 90.0  # network file systems' clients cache names for no longer by default
 HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
-REPLICA = "replica "  # what the names of such duties begin with
 _SECRET, _SECRET_BEFORE = "exchange", "exchange-before"
-LATE_S = 5.0  # a beat that comes so much later than it should is missed
-ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
-
-
-class NodeRanks(NamedTuple):
-    """Connected ranks of a run: their number, of which attempt and world.
-
-    `left_s`: in how many seconds all of them count as gone without another sign of life; None where one certainly lives.
-    """
-
-    attempt: int
-    world: int
-    ranks: int
-    left_s: float | None = None
-
-
-class ConnectedNodes:
-    """Connected ranks by node."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership, self._database = membership, membership.database
-        self._arriving: dict[str, float] = {}  # by run, until when (monotonic)
-        self._lock = threading.Lock()
-
-    def elsewhere(self, session: Session, run: str) -> dict[str, NodeRanks]:
-        """The ranks of a run at other member nodes, by node. Those of a node that has missed a heartbeat count as gone when
-        its lease ends.
-        """
-        me, late_s = self._membership.me, self._membership.lease_s - self._membership.beat_s - LATE_S
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
-        query = select(NodeRanksRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, live)
-        node_ranks = {}
-        for row, lease_s in session.execute(
-            query.where(NodeRanksRow.run == run, NodeRanksRow.node != me.name, NodeRanksRow.ranks > 0)
-        ):
-            left = [row.left_s, float(lease_s) if lease_s < late_s else None]
-            left_s = min((one for one in left if one is not None), default=None)
-            node_ranks[row.node] = NodeRanks(row.attempt, row.world, row.ranks, left_s)
-        return node_ranks
-
-    def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
-        """The number of connected ranks of an attempt per member node, and all ranks that ever were connected."""
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
-        query = select(NodeRanksRow.node, NodeRanksRow.ranks).join(NodeRow, live)
-        with self._database.apart() as session:
-            rows = session.execute(query.where(NodeRanksRow.run == run, NodeRanksRow.attempt == attempt))
-            spoken = select(SpeakerRow.rank).where(SpeakerRow.run == run, SpeakerRow.attempt == attempt)
-            return {node: int(ranks) for node, ranks in rows}, set(session.scalars(spoken))
-
-    def by_node(self) -> dict[str, dict[str, int]]:
-        """The number of connected ranks of the visible runs, by node and run."""
-        found: dict[str, dict[str, int]] = {}
-        with self._database.read() as session:
-            wanted = select(NodeRanksRow.node, NodeRanksRow.run, NodeRanksRow.ranks).where(NodeRanksRow.ranks > 0)
-            for node, run, ranks in session.execute(wanted.order_by(NodeRanksRow.node, NodeRanksRow.run)):
-                found.setdefault(node, {})[run] = int(ranks)
-        return found
-
-    def connected(self) -> set[str]:
-        """The runs with ranks connected to a member node."""
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
-        with self._database.read() as session:
-            return set(session.scalars(select(NodeRanksRow.run).join(NodeRow, live).where(NodeRanksRow.ranks > 0)))
-
-    def arrive(self, session: Session, run: str, rank_set: NodeRanks) -> None:
-        """Record a new rank of this run at this node. Until the next heartbeat has its state, other nodes ask again."""
-        with self._lock:
-            self._arriving[run] = time.monotonic() + ARRIVING_S
-        self._put(session, run, rank_set._replace(left_s=self._membership.beat_s + LATE_S))
-
-    def report(self, here: Mapping[str, NodeRanks]) -> None:
-        """Tell the others whose ranks are connected here now."""
-        me = self._membership.me
-        with self._lock:
-            self._arriving = {run: until for run, until in self._arriving.items() if until > time.monotonic()}
-            stays = here.keys() | self._arriving.keys()
-        with self._database.apart() as session:
-            session.execute(delete(NodeRanksRow).where(NodeRanksRow.node == me.name, NodeRanksRow.run.not_in(stays)))
-            for run, rank_set in sorted(here.items()):
-                self._put(session, run, rank_set)
-
-    def parted(self, run: str) -> None:
-        """Record that the run has no connected rank here any more."""
-        with self._lock:
-            self._arriving.pop(run, None)
-        self._membership.beat_soon()
-
-    def _put(self, session: Session, run: str, rank_set: NodeRanks) -> None:
-        me = self._membership.me
-        values = {"boot": me.boot, **rank_set._asdict()}
-        statement = insert(NodeRanksRow).values({"run": run, "node": me.name} | values)
-        session.execute(statement.on_conflict_do_update(index_elements=[NodeRanksRow.run, NodeRanksRow.node], set_=values))
 
 
 class SharedHolds:
@@ -172,7 +82,11 @@ class SharedHolds:
 
 
 class Cluster:
-    """This daemon's view of its cluster: of one node, as long as no other daemon uses the catalog."""
+    """This daemon's view of its cluster, as control asks it (`Nodes`): of one node, as long as no other daemon uses the
+    catalog.
+    """
+
+    alone, names_s = False, NAMES_S
 
     def __init__(self, database: Database, node: str, **lease: Any) -> None:
         """Does not contact the database. `lease` are the times of `Membership`."""
@@ -186,10 +100,30 @@ class Cluster:
         self.rounds = JointRounds(database)
         self.votes = AverageVotes(self.membership)
         self.words = RankReports(self.membership)
+        self.has, self.locked, self.settle = self.duties.has, self.locks.locked, self.rendezvous.settle
+        self.changed, self.members = self.membership.beat_soon, self.membership.members
+        self.census, self.forget, self.close = self.membership.census, self.membership.forget, self.membership.close
+        self.parted, self.connected = self.node_ranks.parted, self.node_ranks.connected
+        self.by_node = self.node_ranks.by_node
 
     @property
     def node(self) -> str:
         return self.membership.me.name
+
+    @property
+    def boot(self) -> str:
+        return self.membership.me.boot
+
+    def attempts(self, tier: Tier) -> SharedAttempts:
+        return SharedAttempts(tier, self.membership, self.node_ranks, self.rounds)
+
+    def join(self, wait_s: float | None = None) -> None:
+        """As `Membership.join`; does nothing for a member."""
+        if not self.membership.joined:
+            self.membership.join(wait_s)
+
+    def beaten_s(self) -> float:
+        return self.membership.beaten_s
 
     def secrets(self) -> tuple[str, ...]:
         """The secrets shared by the nodes of this cluster, newest first; the first node creates one."""
@@ -211,29 +145,6 @@ class Cluster:
                 session.execute(put.on_conflict_do_update(index_elements=[SecretRow.name], set_={"value": value}))
         self.membership.beat_soon()
 
-    def close(self) -> None:
-        self.membership.close()
-
 
 def _secret(name: str, value: str) -> Insert:
     return insert(SecretRow).values(name=name, value=value)
-
-
-def deciding(run: str) -> str:
-    """The name of the lock under which a run's checkpoints are removed, replaced, pinned and labelled."""
-    return f"deciding {run}"
-
-
-def changing(run: str) -> str:
-    """The name of the lock under which a run's file is read and replaced."""
-    return f"run file {run}"
-
-
-def repairing(run: str, step: int) -> str:
-    """The name of the lock under which a checkpoint is repaired."""
-    return f"repairing {run}@{step}"
-
-
-def replica_duty(name: str) -> str:
-    """The name of the duty to copy to a replica: one node does, also where several are configured with it."""
-    return f"{REPLICA}{name}"[:DUTY_CHARS_MAX]

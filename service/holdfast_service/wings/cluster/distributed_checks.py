@@ -28,16 +28,16 @@ from holdfast_formats.errors import (
     NotFound,
 )
 from holdfast_formats.naming import CheckpointId
-from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, Portion
+from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, CheckProgress, Portion
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import health
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.checking.verifier import Heed, prove
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster import check_shares
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.shared_checks import SharedChecks
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,14 @@ class DistributedChecks:
                 return False
             pause = min(pause * 1.5, FOLLOW_S[1])
         return True
+
+    def going(self) -> set[tuple[str, int]]:
+        """The shared checks, by run and step. `CatalogUnavailable`."""
+        return self._shared.going()
+
+    def progress(self, run: str, step: int) -> CheckProgress | None:
+        """The progress of a check; None if there is none. `CatalogUnavailable`."""
+        return self._shared.progress(run, step)
 
     def _run(self) -> None:
         give_way()

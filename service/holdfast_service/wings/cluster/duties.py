@@ -19,8 +19,6 @@ from holdfast_service.wings.cluster.membership import Membership, later, now
 
 log = logging.getLogger(__name__)
 
-UPKEEP = "upkeep"  # the care of the root
-THINNING = "thinning"  # takes optimizer and masters out of old checkpoints
 _HELD_S = 600  # a removal on slow storage keeps its lock for so long without a statement
 _LOCK_TIMEOUT = "55P03"
 _HOLDER = "holdfast boot "  # what connections that have a lock are called, before their daemon's boot
@@ -49,7 +47,6 @@ class Duties:
         self._lock = threading.Lock()
         self._mine: set[str] = set()
         self._known: set[str] = set()  # duties that this node takes when they are free
-        membership.listeners.append(self.renew)
 
     def has(self, name: str) -> bool:
         """Whether this node has this duty; takes it if it is free. False while the catalog is away."""

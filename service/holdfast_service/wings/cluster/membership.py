@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +22,17 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NoSuchResource, RootBusy
-from holdfast_formats.rest.bodies import NodeState
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow, NodeRow
+from holdfast_service.control.nodes import CAME_BACK, LEASE_S, LEFT, RETURNED_S, Census, ClusterNode
 
 log = logging.getLogger(__name__)
 
-LEASE_S, BEAT_S = 30.0, 10.0
+BEAT_S = 10.0
 JOIN_POLL_S = 0.5
 STOPPED_S = 3600.0  # a node that was stopped is listed for so long
 LOST_S = 7 * 86_400.0  # a lost one is listed for longer, so that an operator can investigate or remove it
-RETURNED_S = 900.0  # a node that was lost and is back is shown as such for so long
-_LEFT, _CAME_BACK, _NOTED = "left", "came_back", "noted"  # what a row's `about` says of a membership itself
+_NOTED = "noted"  # in a row's `about`: some node was told that it is lost
 
 
 class NodeIdentity(NamedTuple):
@@ -43,46 +42,6 @@ class NodeIdentity(NamedTuple):
     boot: str
     machine: str
     pid: int
-
-
-class ClusterNode(NamedTuple):
-    """A node as the others see it. `lease_s` are the seconds for which it counts as live; negative when it is gone."""
-
-    name: str
-    boot: str
-    lease_s: float
-    since: datetime
-    age_s: float  # of this membership
-    about: Mapping[str, Any]
-    duties: tuple[str, ...]
-
-    @property
-    def live(self) -> bool:
-        return self.lease_s > 0
-
-    @property
-    def state(self) -> NodeState:
-        """`stopped`: it has left. `lost`: its lease has ended without that. `returned`: live, and it, or the daemon of its
-        name before it, was lost lately.
-        """
-        if not self.live:
-            return "stopped" if self.about.get(_LEFT) else "lost"
-        return "returned" if self.about.get(_CAME_BACK) and self.age_s < RETURNED_S else "live"
-
-    @property
-    def heard_s(self) -> float:
-        """Seconds since its last sign of life."""
-        return max(-self.lease_s if self.state == "stopped" else LEASE_S - self.lease_s, 0.0)
-
-
-class Census(NamedTuple):
-    """How many nodes are in each state, and the names of those that are lost."""
-
-    states: Mapping[NodeState, int]
-    lost: tuple[str, ...]
-
-
-ONE_ALONE = Census({"live": 1}, ())
 
 
 def this_daemon(name: str) -> NodeIdentity:
@@ -108,7 +67,7 @@ def later(seconds: float) -> ColumnElement[datetime]:
 class Membership:
     """This daemon's membership: `join` it, then it beats until `close`. Thread-safe.
 
-    `about` says what the other nodes show of this one. After each beat `heard` is called, in the beat's thread.
+    `about` says what the other nodes show of this one.
     """
 
     def __init__(
@@ -122,7 +81,7 @@ class Membership:
     ) -> None:
         self.database, self.me, self.about = database, me, about
         self.lease_s, self.beat_s = lease_s, beat_s
-        self.listeners: list[Callable[[], None]] = []
+        self._after_beat: Sequence[Callable[[], None]] = ()
         self.joined = False
         self._came_back = False  # this node was lost before it joined
         self._said: dict[str, Any] = {}  # what this node last said of itself
@@ -161,9 +120,13 @@ class Membership:
         """Seconds since this node's membership was last renewed."""
         return time.monotonic() - self._beaten
 
-    def start(self, about: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """Renew the lease from now on, and show `about` to the other nodes."""
-        self.about = about or self.about
+    def start(
+        self, about: Callable[[], Mapping[str, Any]] | None = None, after_beat: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Renew the lease from now on, and show `about` to the other nodes. Each of `after_beat` is called after every beat,
+        in its thread.
+        """
+        self.about, self._after_beat = about or self.about, after_beat
         self._thread = threading.Thread(target=self._run, name="holdfast-membership", daemon=True)
         self._thread.start()
 
@@ -245,7 +208,7 @@ class Membership:
                     session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
                 session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
                 mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
-                session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._said, _LEFT: True}))
+                session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._said, LEFT: True}))
         except CheckpointError as error:
             log.info("cannot say goodbye to the cluster: %s", error.detail)
 
@@ -259,8 +222,8 @@ class Membership:
                 if not self.joined:
                     self.join()
                 self.beat()
-                for hear in tuple(self.listeners):  # one may have nothing more to do
-                    hear()
+                for act in self._after_beat:
+                    act()
             except CatalogUnavailable as away:
                 log.info("cannot renew this node's membership: %s", away.detail)
             except CheckpointError as error:
@@ -273,7 +236,7 @@ class Membership:
         with self.database.apart(hopeful=True) as session:
             row = session.get(NodeRow, self.me.name)
             dead = row.boot if row is not None and row.machine == self.me.machine else ""
-            came_back = row is not None and not row.about.get(_LEFT)
+            came_back = row is not None and not row.about.get(LEFT)
             free = (NodeRow.until <= now()) | NodeRow.boot.in_([self.me.boot, dead])
             values = {
                 "boot": self.me.boot,
@@ -281,7 +244,7 @@ class Membership:
                 "pid": self.me.pid,
                 "since": now(),
                 "until": later(self.lease_s),
-                "about": (report := {**self.about(), _CAME_BACK: came_back}),
+                "about": (report := {**self.about(), CAME_BACK: came_back}),
             }
             statement = insert(NodeRow).values({"name": self.me.name} | values)
             taken = session.scalar(
@@ -298,7 +261,7 @@ class Membership:
         return None
 
     def _about(self) -> dict[str, Any]:
-        self._said = {**self.about(), _CAME_BACK: self._came_back}
+        self._said = {**self.about(), CAME_BACK: self._came_back}
         return self._said
 
 

@@ -1,21 +1,19 @@
-"""Maintenance of a root: sweeps what crashes left behind, and in a cluster all other work that one node does for all."""
+"""Maintenance of a root that several nodes serve: one of them, on duty, does this work for all."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import span, utc_now
-from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots
 from holdfast_service.control.jobs.staged import wanted_places
-from holdfast_service.storage import Store, Tier
-from holdfast_service.wings.cluster.cluster import Cluster, deciding
+from holdfast_service.control.nodes import deciding
+from holdfast_service.control.opening import Control
+from holdfast_service.control.recovery import sweep
+from holdfast_service.wings.cluster.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -23,35 +21,13 @@ LOOKS = 5  # for a checkpoint in another one's place: a network file system may 
 IDLE_S = 3600.0  # no process writes any more to what is unchanged for so long, by the storage's clock
 
 
-def sweep(store: Store, cluster: Cluster | None = None, idle_s: float | None = None, spared: Collection[Place] = ()) -> None:
-    """Restore interrupted replacements, and remove what was never committed, except `spared` places; in a cluster, only what
-    belongs to no open round and was not written to for `idle_s`.
-    """
-    live = [*spared, *([] if cluster is None else cluster.rounds.places())]
-    put_back = store.put_back(lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
-    for path in put_back:
-        log.warning("put back %s, which was being replaced", path)
-    for path in store.sweep(live, idle_s):
-        log.info("swept %s", path)
-
-
 class RootMaintenance:
     """The work that one node of a cluster does for all, while it has the duty. For one thread."""
 
-    def __init__(  # noqa: PLR0913 - each is one thing
-        self,
-        tier: Tier,
-        store: Store,
-        catalog: Catalog,
-        cluster: Cluster,
-        events: Events,
-        due: Callable[[str], None],
-        absences: roots.NegativeCache,
-    ) -> None:
-        """`due` schedules a run's policy."""
-        self._tier, self._store, self._catalog = tier, store, catalog
-        self._cluster, self._events, self._due = cluster, events, due
-        self._absences = absences
+    def __init__(self, control: Control, cluster: Cluster) -> None:
+        self._tier, self._store, self._catalog = control.tier, control.store, control.catalog
+        self._cluster, self._events, self._due = cluster, control.events, control.rotation.due
+        self._absences = control.absences
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
         self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
@@ -60,7 +36,8 @@ class RootMaintenance:
         """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as lost with their
         node, list committed checkpoints that are not listed, and apply all policies.
         """
-        sweep(self._store, self._cluster, idle_s, wanted_places(self._catalog.database, self._store.files))
+        spared = [*wanted_places(self._catalog.database, self._store.files), *self._cluster.rounds.places()]
+        sweep(self._store, spared, idle_s, lambda run: self._cluster.locked(deciding(run)))
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._note_lost_nodes()

@@ -31,6 +31,7 @@ from holdfast_service.control.catalog.attempts import (
     LAUNCH_LENGTH_MAX,
     SPOKEN_ATTEMPTS_MAX,
     UNNAMED,
+    Ask,
     Attempts,
     Member,
     RunAttempts,
@@ -39,7 +40,9 @@ from holdfast_service.control.catalog.attempts import (
 from holdfast_service.control.catalog.catalog import lock_run
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow, SpeakerRow
 from holdfast_service.storage import Tier
-from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
+from holdfast_service.wings.cluster.joint_rounds import JointRounds
+from holdfast_service.wings.cluster.membership import Membership, members
+from holdfast_service.wings.cluster.node_ranks import ConnectedNodes, NodeRanks
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +57,6 @@ BUSY_HINT = (
 
 _decode_answer = decoding.decoder(int | None)  # type: ignore[arg-type]
 
-Ask = Callable[[Callable[[], "int | None"]], "int | None"]
-
 
 def _directly(question: Callable[[], int | None]) -> int | None:
     return question()
@@ -64,9 +65,10 @@ def _directly(question: Callable[[], int | None]) -> int | None:
 class SharedAttempts(Attempts):
     """As `Attempts`, for one daemon of several. Thread-safe."""
 
-    def __init__(self, tier: Tier, cluster: Cluster) -> None:
-        super().__init__(tier, naming.attempts_file(cluster.node))
-        self._cluster, self._database = cluster, cluster.database
+    def __init__(self, tier: Tier, membership: Membership, node_ranks: ConnectedNodes, rounds: JointRounds) -> None:
+        super().__init__(tier, naming.attempts_file(membership.me.name))
+        self._node, self._database = membership.me.name, membership.database
+        self._node_ranks, self._rounds = node_ranks, rounds
         if not self.complete:
             before = read(tier, naming.ATTEMPTS)  # of the time when one daemon served this root alone
             self._runs = {} if before is None else before
@@ -174,7 +176,7 @@ class SharedAttempts(Attempts):
     def _answered_elsewhere(self, run: str, attempt: int) -> int | None:
         attempts = []
         for name in self._tier.list(""):
-            if naming.parse_attempts_file(name) in (None, self._cluster.node):
+            if naming.parse_attempts_file(name) in (None, self._node):
                 continue
             others: Mapping[str, RunAttempts] = read(self._tier, name) or {}
             answers = others.get(run, RunAttempts()).answers
@@ -197,7 +199,7 @@ class SharedAttempts(Attempts):
                 given = [number for number in self._claims(run) if self._launch_of(run, number) == launch]
                 declared = RunAttempts(launches={launch: max(given)} if given else {})
             attempt = declared.attempt_of(launch, member)
-            node_ranks = self._cluster.node_ranks.elsewhere(session, run)
+            node_ranks = self._node_ranks.elsewhere(session, run)
             new = attempt is None
             if attempt is None:
                 _refuse_busy(run, node_ranks, member)
@@ -211,7 +213,7 @@ class SharedAttempts(Attempts):
             if member.session:
                 speaks = insert(SpeakerRow).values(run=run, attempt=attempt, rank=member.rank, session=member.session)
                 session.execute(speaks.on_conflict_do_nothing())
-            self._cluster.node_ranks.arrive(session, run, NodeRanks(attempt, member.world, 1))
+            self._node_ranks.arrive(session, run, NodeRanks(attempt, member.world, 1))
         return attempt, new
 
     def _claimed(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
@@ -271,13 +273,13 @@ class SharedAttempts(Attempts):
 
     def _is_writing_elsewhere(self, run: str) -> bool:
         try:
-            return self.sealed_elsewhere(run) or self._cluster.rounds.is_writing(run)
+            return self.sealed_elsewhere(run) or self._rounds.is_writing(run)
         except CatalogUnavailable:
             return False
 
     def sealed_elsewhere(self, run: str) -> bool:
         """Whether another member node still writes a save of this run that all ranks have sealed."""
-        going = (RoundRow.run == run, RoundRow.state == "sealed", RoundRow.node != self._cluster.node)
+        going = (RoundRow.run == run, RoundRow.state == "sealed", RoundRow.node != self._node)
         try:
             with self._database.apart() as session:
                 nodes = set(session.scalars(select(RoundRow.node).where(*going)))
@@ -287,8 +289,6 @@ class SharedAttempts(Attempts):
             return False
 
     def _live(self, session: Session) -> list[str]:
-        from holdfast_service.wings.cluster.membership import members
-
         return [member.name for member in members(session) if member.live]
 
 
@@ -322,23 +322,3 @@ def _refuse_busy(run: str, node_ranks: Mapping[str, NodeRanks], member: Member) 
         node=node,
         retry_after_s=0.0 if None in left else round(max(0.1, *filter(None, left)), 1),
     )
-
-
-def make_one(tier: Tier) -> None:
-    """Merge what the daemons of several nodes know of attempts into the file of one that serves the root alone.
-
-    The caller holds the root's lock, and the others have been stopped for good. No number is given out twice.
-    """
-    nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
-    claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]
-    if not nodes and not claims:
-        return
-    alone = Attempts(tier)
-    alone.merge({})
-    for name in nodes:
-        alone.merge(read(tier, name) or {})
-    for run, attempt in claims:
-        alone.saw(run, attempt)
-    for name in nodes:
-        tier.remove_file(name)
-    tier.remove_tree(naming.CLAIMS)

@@ -27,7 +27,7 @@ from holdfast_formats.staging.shared_check import (
 )
 from holdfast_service.control.database.schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
 from holdfast_service.control.findings.checks import Findings
-from holdfast_service.wings.cluster.cluster import REPLICA
+from holdfast_service.control.nodes import REPLICA
 from holdfast_service.wings.cluster.membership import Membership, later, now
 from holdfast_service.wings.cluster.notify_listener import CHANNEL, CHECKS
 

@@ -86,8 +86,7 @@ class Holding:
         self.name, self.rank, self.of = name, rank, of
         self.data = os.urandom(SIZE)
         self.holds = MemoryCheckpoints(lambda run, step: (of.attempt, of.turn), partly=True)
-        self.exchange = _BehindRelay("127.0.0.1")
-        self.exchange.secrets, self.exchange.lent = (SECRET,), self.holds.lent
+        self.exchange = _BehindRelay("127.0.0.1", 0, self.holds.lent, lambda: (SECRET,))
         geometry = arena.geometry(slots, SIZE, 4096)
         owner = SegmentOwner(of.run, rank, of.world, of.attempt)
         self.segment = ArenaSegment.make(memfd("test", geometry.segment_bytes), geometry, owner)

@@ -53,8 +53,7 @@ def answer(body: bytes, *headers: str) -> bytes:
 
 @contextmanager
 def serving(*secrets: str) -> Iterator[ExchangeServer]:
-    with closing(ExchangeServer("127.0.0.1")) as exchange:
-        exchange.secrets = secrets
+    with closing(ExchangeServer("127.0.0.1", secrets=lambda: secrets)) as exchange:
         exchange.offer(7, {0: memoryview(b"private")})
         yield exchange
 

@@ -27,8 +27,7 @@ SECRET = "s" * 43
 
 @pytest.fixture
 def exchange() -> Iterator[ExchangeServer]:
-    made = ExchangeServer("127.0.0.1")
-    made.secrets = (SECRET,)
+    made = ExchangeServer("127.0.0.1", secrets=lambda: (SECRET,))
     yield made
     made.close()
 
@@ -81,7 +80,7 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
         connection = NodeConnection(exchange.url, secrets, 10, 10)
         with closing(connection), pytest.raises(Unproven, match="does not know any secret"):
             connection.request("/rounds/7/bytes", asked)
-    exchange.secrets = ()
+    exchange.secrets = tuple
     with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):
         connection.request("/rounds/7/bytes", asked)
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 from holdfast_formats.staging.messages import PassedStep
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
+from holdfast_service.daemon.saving.other_nodes import LocalRanks
 from holdfast_service.daemon.saving.rounds import LaunchKey, Participant
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.wings.cluster.cluster import Cluster
-from holdfast_service.wings.cluster.saving.rank_report_exchange import LocalRanks, RankReportExchange
+from holdfast_service.wings.cluster.saving.rank_report_exchange import RankReportExchange
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes
 

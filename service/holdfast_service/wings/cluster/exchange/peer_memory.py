@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
-from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
 from holdfast_service.wings.cluster.exchange.holders import HolderLost, HoldingNode
@@ -183,33 +182,6 @@ class PeerMemory:
                 lent.lost.add(holder.node)
                 log.warning("node %s sends too slowly: %d bytes in %.1f s; ranks read the root", holder.node, sent, took_s)
         return True
-
-
-class Borrower:
-    """A rank that reads other nodes' slots of its own run."""
-
-    def __init__(self, memory: PeerMemory | None) -> None:
-        self._memory = memory
-
-    def slots(self, run: str, asked: wire.HeldElsewhere) -> list[Mirror]:
-        """The next of other nodes' slots of the requested save."""
-        if self._memory is None:
-            return []
-        mirrors = self._memory.open(_of(run, asked), self)
-        return [mirror for mirror in mirrors if mirror.report.rank > asked.after][: wire.HELD_RANKS_MAX]
-
-    def fetch(self, run: str, asked: wire.Fetch) -> wire.Fetched:
-        ranges = [SlotRange(*one) for one in asked.ranges]
-        lost = {one.rank for one in ranges} if self._memory is None else self._memory.fetch(_of(run, asked), ranges)
-        return wire.Fetched(reply_to=asked.id, lost=tuple(sorted(lost)))
-
-    def release(self) -> None:
-        if self._memory is not None:
-            self._memory.release(self)
-
-
-def _of(run: str, asked: wire.OfSave) -> MemoryStep:
-    return MemoryStep(run, asked.step, asked.attempt, asked.turn, asked.world)
 
 
 def _settle(lent: _Lent, ranges: Iterable[SlotRange], there: bool) -> None:

@@ -62,19 +62,22 @@ class _Answer(NamedTuple):
 
 
 class ExchangeServer:
-    """Listens from the start. Clients must know one of the `secrets`: without one, none is answered. Thread-safe."""
+    """Listens from the start. Thread-safe."""
 
-    def __init__(self, host: str, port: int = 0, lent: Callable[[MemoryStep], Sequence[LentSlot]] = lambda of: ()) -> None:
-        """`lent` is what this node holds of a save in memory."""
-        self.secrets: tuple[str, ...] = ()  # the newest one first
-        self.lent = lent
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        lent: Callable[[MemoryStep], Sequence[LentSlot]] = lambda of: (),
+        secrets: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """`lent` is what this node holds of a save in memory. Clients must know one of the `secrets`, the newest one first:
+        without one, none is answered.
+        """
+        self.secrets, self.lent = secrets, lent
         self._offers: dict[int, Mapping[int, memoryview]] = {}
         self._lock = threading.Lock()
         self._listening = _Listening(self, host, port)
-
-    def accept(self, secrets: tuple[str, ...]) -> None:
-        """From now on a client has to know one of these secrets."""
-        self.secrets = secrets
 
     def move_to(self, host: str) -> None:
         """Listen at another address of this machine from now on; `OSError`, without a change, if that fails."""
@@ -218,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._asked += 1
         stated = self.headers.get(proofs.BODY_HEADER, "")
         asked = proofs.NodeQuestion(server.exchange.url, self._nonce, self._asked, self.path, stated)
-        prove = asked.check(self.headers.get("Authorization", ""), server.exchange.secrets)
+        prove = asked.check(self.headers.get("Authorization", ""), server.exchange.secrets())
         if prove is not None:
             server.knows(self.connection)
         return prove

@@ -7,16 +7,13 @@ import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.joint import JointRound, ShareHandover
+from holdfast_service.daemon.saving.other_nodes import Result
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWritten
 
 POLL_S = (1.0, 5.0)  # besides notifications (`JointSaves.look_at_all`): after a change, and at most
-
-Result = Manifest | CheckpointError | None  # None: another node has committed it
 
 
 class JoinedEnd(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -21,19 +21,18 @@ from holdfast_formats.errors import (
     RoundAborted,
     from_problem,
 )
-from holdfast_formats.naming import Place
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.opening import Control
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
+from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
-from holdfast_service.wings.cluster.rank_reports import RankReports
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
 from holdfast_service.wings.cluster.saving.awaited_nodes import AwaitedNodes, NodeRanksOf, ShareHandovers, on_node
-from holdfast_service.wings.cluster.saving.joined_round import POLL_S, JoinedEnd, JoinedRound, Result
+from holdfast_service.wings.cluster.saving.joined_round import POLL_S, JoinedEnd, JoinedRound
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 
 log = logging.getLogger(__name__)
@@ -43,26 +42,11 @@ CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a ro
 
 
 class JointParty(NamedTuple):
-    """A daemon's access to joint saves. `node_ranks` returns the connected ranks of a run's attempt by node, and all that
-    ever     connected; `words` the nodes' statements on their ranks.
-    """
+    """A daemon's access to joint saves. `node_ranks` returns an attempt's connected ranks by node, and all that were."""
 
     rendezvous: Rendezvous
     exchange: ExchangeServer
     node_ranks: NodeRanksOf
-    words: RankReports
-
-
-class Host(NamedTuple):
-    """The saver's side: the rounds with this node's complete part, and their results."""
-
-    ready: Callable[[], list[SaveRound]]
-    is_open: Callable[[SaveRound], bool]
-    sealed: Callable[[SaveRound], bool]  # False where it has been given up here
-    wait_on: Callable[[], None]  # what is sealed waits, because other nodes cannot be met
-    given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
-    # With the staged files, if they may be removed, and the writer of each part.
-    ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
 
 
 class JointSaves:

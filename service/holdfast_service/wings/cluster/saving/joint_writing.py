@@ -18,9 +18,9 @@ from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.control.opening import Control
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.exchange.fetching import Peer
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
@@ -113,7 +113,7 @@ class ShareWriter:
         plan, began = share.plan, time.monotonic()
         place = Place(plan.run, plan.step, plan.attempt, seen.id)
         timed = FsyncTimed(self._control.store.begin(place))
-        peers = Peers(seen, self._node, self._exchange.secrets, is_over, lambda: self._rendezvous.rounds(seen.id))
+        peers = Peers(seen, self._node, self._exchange.secrets(), is_over, lambda: self._rendezvous.rounds(seen.id))
         ranks = next(one.ranks for one in seen.parts if one.node == node)
         what = NodeShare(share.shares, share.block_bytes, ranks)
         try:

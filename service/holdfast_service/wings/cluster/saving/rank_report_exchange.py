@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from holdfast_formats.errors import CatalogUnavailable
+from holdfast_service.daemon.saving.other_nodes import LocalRanks
 from holdfast_service.daemon.saving.rounds import LaunchKey
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves, held_together
@@ -22,16 +22,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.3  # while something is to be agreed on
 AWAY_S = 0.5  # between two tries, while the catalog is away
 NOTHING: Mapping[str, object] = {"passed": {}, "gone": []}
-
-
-class LocalRanks(NamedTuple):
-    """The saver's side: launches that may have ranks on other nodes, their awaited saves, and how stuck ones end, unless the
-    state here has changed meanwhile.
-    """
-
-    launches: Callable[[], set[LaunchKey]]
-    waited_for: Callable[[], Mapping[LaunchKey, OpenSaves]]
-    end_stuck: Callable[[LaunchKey, OpenSaves, Sequence[OpenSaves]], None]
 
 
 class RankReportExchange:
