@@ -40,15 +40,15 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
+from holdfast_service.daemon.checking.node_checks import WrittenSpan
+from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wings.cluster.check_shares import WrittenSpan
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.notify_listener import NotifyListener
-from holdfast_service.wings.cluster.saving.joined_round import Result
-from holdfast_service.wings.cluster.saving.joint_saves import Host, JointParty, JointSaves
+from holdfast_service.wings.cluster.saving.joint_saves import JointParty, JointSaves
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter
 from tests.databases import running_postgres
 from tests.in_memory import in_memory

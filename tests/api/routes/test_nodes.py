@@ -53,14 +53,7 @@ def http(tmp_path: Path, nodes: Nodes) -> Iterator[httpx.Client]:
         assert others["node-2"].duties.has(duty)
     nodes.lapse(others["node-3"])
     others["node-4"].close()
-    changes = {
-        "members": here.membership.members,
-        "census": here.membership.census,
-        "node_ranks": here.node_ranks.by_node,
-        "forget": here.membership.forget,
-        "rotate_secret": here.rotate_secret,
-    }
-    with served(tmp_path, **changes) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+    with served(tmp_path, nodes=here) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
         yield client
 
 

@@ -31,11 +31,12 @@ from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.wings.cluster.average_agreement import Agreement
 from holdfast_service.wings.cluster.check_claims import CheckClaims
-from holdfast_service.wings.cluster.cluster import Cluster, NodeRanks
+from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.distributed_checks import DistributedChecks
 from holdfast_service.wings.cluster.exchange.holders import HoldingNode
 from holdfast_service.wings.cluster.exchange.peer_memory import PeerMemory
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
+from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.cluster.notify_listener import NotifyListener
 from holdfast_service.wings.cluster.remote_memory import HOLDS, held_name, holders
 from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
