@@ -13,12 +13,13 @@ from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_ranges import SlotRange
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryStep
+from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower
 from holdfast_service.wings.cluster.exchange import memory_requests, mirrors, peer_memory
 from holdfast_service.wings.cluster.exchange import ranges as wanted
 from holdfast_service.wings.cluster.exchange import server as serving
 from holdfast_service.wings.cluster.exchange.holders import HolderLost
 from holdfast_service.wings.cluster.exchange.node_connection import NodeConnection, Unproven
-from holdfast_service.wings.cluster.exchange.peer_memory import Borrower, PeerMemory
+from holdfast_service.wings.cluster.exchange.peer_memory import PeerMemory
 from tests.wings.cluster.exchange.holding_nodes import SECRET, SIZE, STEP, Holding
 
 ROOM = 2**40
@@ -272,7 +273,7 @@ def test_a_rank_gets_bytes_of_its_own_run_only(two: tuple[Holding, Holding]) -> 
     assert mine.fetch("run", fetch).lost == ()
     assert other.slots("another", asked) == [] and other.fetch("another", fetch).lost == (0, 1)
     assert [mirror.report.rank for mirror in mine.slots("run", asked.model_copy(update={"after": 0}))] == [1]
-    alone = Borrower(None)
+    alone = Borrower(NO_OTHER_NODES)
     assert alone.slots("run", asked) == [] and alone.fetch("run", fetch).lost == (0, 1)
     for one in (mine, other, alone):
         one.release()
