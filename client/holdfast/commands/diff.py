@@ -12,7 +12,7 @@ from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
-from holdfast_formats.rest import comparing
+from holdfast_formats.rest import comparing, lists
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.measurements import Difference
 
@@ -78,27 +78,6 @@ def _print(labels: list[str], differences: list[Difference], total: comparing.Su
     rows.sort(key=lambda one: comparing.largest_first(one, None if sort == "name" else getattr(one, sort)))  # stable
     if not rows:
         return
-    numbers = ("RELATIVE", "CHANGE", "NORM A", "NORM B", "DIFFERING")
-    drop = ("NORM A", "NORM B", "GROUP", "DIFFERING", "CHANGE")
-    table = console.table("GROUP", "TENSOR", "WHAT", *numbers, right=numbers, drop=drop, wrap=("WHAT",))
-    for one in rows[:most]:
-        figures = [_figure(value) for value in (one.relative, one.change, one.norm_a, one.norm_b)]
-        table.add_row(one.group, Text(one.name), _what(one), *figures, str(one.detail.get("differing", "")))
-    out.print(table)
+    out.print(console.table_of(lists.DIFFERENCES, rows[:most]))
     if len(rows) > most:
         out.print(Text(f"and {len(rows) - most} more: raise --most, or use --json for all", "dim"))
-
-
-def _what(one: Difference) -> Text:
-    if one.state == "reshaped":
-        return Text(f"reshaped: {one.detail['shape_a']} → {one.shape}", "yellow")
-    if one.state == "retyped":
-        return Text(f"retyped: {one.detail['dtype_a']} → {one.dtype}", "yellow")
-    sides = (("A", one.detail.get("nonfinite_a")), ("B", one.detail.get("nonfinite_b")))
-    sick = " and ".join(f"{count} in {side}" for side, count in sides if count)
-    state = one.state.replace("-", " ")
-    return Text(f"{state}, not finite: {sick}", "red") if sick else Text(state)
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

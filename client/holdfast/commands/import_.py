@@ -19,6 +19,7 @@ from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.foreign import kinds
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
 from holdfast_formats.rest.offline import RootJob
 from holdfast_formats.rest.recipes import average_of_last
@@ -122,25 +123,14 @@ def _done(wanted: ImportJob | MergeJob, root: Path | None, url: str | None, doin
 def _print_report(done: dict[str, Any]) -> None:
     source = done["source"]
     console.out().print(f"kind: {source['kind']}")
-    columns = ("GROUP", "TENSORS", "BYTES", "DTYPES", "FOR EXAMPLE")
-    groups = console.table(*columns, right=("TENSORS", "BYTES"), wrap=("DTYPES", "FOR EXAMPLE"))
-    for name, group in sorted(done.get("groups", {}).items()):
-        values = [f"value {key}" for key in group.get("values", ())]
-        size = console.human_bytes(group["bytes"])
-        examples = Text(", ".join([*group["names"], *values]))  # names may look like markup
-        groups.add_row(name, str(group["tensors"]), size, " ".join(group["dtypes"]), examples)
-    console.out().print(groups)
+    console.out().print(console.table_of(lists.GROUPS, sorted(done.get("groups", {}).items())))
     print_files(source)
 
 
 def print_files(source: dict[str, Any]) -> None:
     """Print every file of a source, its use, and the notes."""
-    files = console.table("FILE OF THE SOURCE", "BYTES", "BECOMES", "WHY", right=("BYTES",), wrap=("BECOMES", "WHY"))
-    for file in source["files"][:FILES_SHOWN]:
-        size = "" if file["bytes"] is None else console.human_bytes(file["bytes"])
-        files.add_row(Text(file["file"]), size, file["use"], Text(file.get("reason", "")))
     out = console.out()
-    out.print(files)
+    out.print(console.table_of(lists.SOURCE_FILES, source["files"][:FILES_SHOWN]))
     more = len(source["files"]) - FILES_SHOWN + source.get("more_files", 0)
     if more > 0:
         out.print(f"and {more} more files; --json lists them")

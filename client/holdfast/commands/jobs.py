@@ -14,13 +14,13 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import exit_status, from_problem
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.job_labels import Fact, facts
 from holdfast_formats.rest.jobs import JobRequest, parse
 from holdfast_formats.rest.operations import Job, JobKind, JobState
 
 SHOWN_MAX = 50
 WAIT_S = 0.5  # between two polls of a job
-_COLOURS = {"done": "green", "failed": "bold red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
 
 app = typer.Typer(help="Submit, list, watch and cancel background jobs of the service.", no_args_is_help=True)
 Number = Annotated[int, typer.Argument(metavar="JOB", help="The job ID.", min=0)]
@@ -46,16 +46,7 @@ def list_jobs(
     """List jobs, newest first."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         jobs = list(islice(api.jobs(kind, state, run), limit))
-    if as_json:
-        console.print_json([job.model_dump() for job in jobs])
-        return
-    columns = ("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE")
-    table = console.table(*columns, right=("JOB", "BYTES"), drop=("NODE", "BYTES"))
-    for job in jobs:
-        state_text = Text(job.state, _COLOURS[job.state])
-        age = console.human_age(job.created)
-        table.add_row(str(job.id), job.kind, Text(_subject(job)), state_text, _bytes(job), age, Text(job.node))
-    console.show(table if jobs else "No jobs.")
+    console.listed(lists.JOBS, jobs, "No jobs.", as_json)
 
 
 @app.command("show")
@@ -118,8 +109,14 @@ def _followed(api: Api, job: Job, shown: bool) -> Job:
 
 def _print(job: Job) -> None:
     out = console.out()
-    out.print(Text.assemble(f"job {job.id}: {job.kind} {_subject(job)}  ", (job.state, _COLOURS[job.state])))
-    about = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node, "bytes": _bytes(job)}
+    out.print(Text.assemble(f"job {job.id}: {job.kind} {_subject(job)}  ", (job.state, console.STYLES[job.state])))
+    about = {
+        "created": job.created,
+        "started": job.started,
+        "ended": job.ended,
+        "node": job.node,
+        "bytes": console.progress_text(job.done_bytes, job.total_bytes),
+    }
     shown = [Fact(name.capitalize(), value) for name, value in about.items() if value is not None]
     result = {name: value for name, value in (job.result or {}).items() if name != "bytes"}
     shown += facts({**job.arguments, **result}, console.human_bytes, console.human_seconds)
@@ -134,11 +131,3 @@ def _subject(job: Job) -> str:
     if job.run is None:
         return "-"
     return job.run if job.step is None else f"{job.run}@{job.step}"
-
-
-def _bytes(job: Job) -> str:
-    if not job.total_bytes:
-        return "-"
-    if job.done_bytes >= job.total_bytes:
-        return console.human_bytes(job.total_bytes)
-    return f"{job.done_bytes / job.total_bytes:.0%} of {console.human_bytes(job.total_bytes)}"

@@ -12,9 +12,8 @@ from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import completion, console, run_lists
 from holdfast.terminal.options import AsJson, Root, Url
-from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
-from holdfast_formats.rest import bodies
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.measurements import RUN_SORTS
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
@@ -80,20 +79,10 @@ def ls(  # noqa: PLR0913 — one an option
 def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: bool) -> None:
     summaries = run_lists.runs(library, sort)
     runs = [run for run in summaries if everything or run.life not in _HIDDEN]
-    if as_json:
-        console.print_json([run.model_dump() for run in runs])
-        return
-    extra = run_lists.extra(library, sort)
-    right = ("NEWEST", "CHECKPOINTS", "BYTES")
-    columns = ("RUN", *right, "STATE", *([extra.title] if extra else []))
-    table = console.table(*columns, right=(*right, *columns[5:]), drop=("CHECKPOINTS",))
-    for run in runs:
-        newest = "-" if run.newest is None else str(run.newest)
-        life = run.life if isinstance(library, ServiceIndex) else "-"
-        more = [extra.values.get(run.name, "-")] if extra else []
-        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), life, *more)
-    console.show(table if runs else f"No runs in {library.label}.")
-    if left := len(summaries) - len(runs):
+    extra = None if as_json else run_lists.extra(library, sort)
+    columns = lists.runs(isinstance(library, ServiceIndex), extra)
+    console.listed(columns, runs, f"No runs in {library.label}.", as_json)
+    if not as_json and (left := len(summaries) - len(runs)):
         _warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
 
@@ -106,8 +95,7 @@ def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, health
     else:
         such = "" if wanted == NO_FILTER and not healthy else " such"
         nothing = f"No{such} checkpoints of {run} in {library.label}."
-        shown = _table(listing.checkpoints, isinstance(library, ServiceIndex)) if listing.checkpoints else nothing
-        console.show(shown)
+        console.listed(lists.checkpoints(isinstance(library, ServiceIndex)), listing.checkpoints, nothing, False)
     for checkpoint in listing.checkpoints:
         if checkpoint.damage is not None:
             _warn(f"step {checkpoint.step} is damaged: {checkpoint.damage.get('detail', 'unknown')}")
@@ -127,26 +115,6 @@ def _missing(library: CheckpointIndex, run: str) -> list[int]:
         return runs.about(library.api, run).missing[:MISSING_SHOWN]
     except NoSuchResource:  # an older service
         return []
-
-
-def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> Table:
-    """`asked`: a service answered, so states and labels are known. A directory alone shows only the commits."""
-    columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
-    drop = ("TENSORS", "GROUPS", "METRICS", "BYTES")
-    table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"), drop=drop, wrap=("METRICS", "MARKS"))
-    for checkpoint in checkpoints:
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in checkpoint.metrics.items())
-        facts = (
-            console.human_age(checkpoint.created) if checkpoint.created else "-",
-            f"{checkpoint.state} (not checked yet)" if asked and checkpoint.unchecked else checkpoint.state,
-            console.human_bytes(checkpoint.bytes),
-            str(checkpoint.tensors),
-        )
-        weights = ["weights only"] if checkpoint.thinned is not None else []
-        weights += [f"compact ({checkpoint.compacted.optim})"] if checkpoint.compacted is not None else []
-        marks = " ".join([*weights, *(["pinned"] if checkpoint.pinned else []), *checkpoint.labels])
-        table.add_row(str(checkpoint.step), *facts, " ".join(checkpoint.groups), metrics, marks)
-    return table
 
 
 def _warn(text: str) -> None:

@@ -9,8 +9,8 @@ import typer
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast.terminal.node_table import render
 from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest import lists
 
 Forget = Annotated[
     list[str] | None, typer.Option("--forget", metavar="NAME", help="List this node no more; it has to be gone. Repeatable.")
@@ -32,8 +32,8 @@ def nodes(forget: Forget = None, rotate_secret: Rotate = False, url: Url = None,
         if rotate_secret:
             api.rotate_node_secret()
         found = api.nodes()
-    if as_json:
-        console.print_json([node.model_dump() for node in found])
-        return
-    for part in render(found):
-        console.out().print(part)
+    console.listed(lists.NODES, found, "No daemon writes to this catalog.", as_json)
+    lost = [node.name for node in found if node.state == "lost"]
+    if lost and not as_json:
+        gone = f"start the daemon there again, or `holdfast nodes --forget {lost[0]}` if it is gone"
+        console.out().print(f"\n! lost: {', '.join(lost)} → {gone}", style="yellow", markup=False)

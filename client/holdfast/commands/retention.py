@@ -16,7 +16,8 @@ from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy, Verdict
+from holdfast_formats.rest import lists
+from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -140,12 +141,7 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
 def show(preview: Preview) -> None:
     """A table of verdicts with their reasons."""
     out = console.out()
-    table = console.table("STEP", "VERDICT", "AGE", "BYTES", "WHY", right=("STEP", "BYTES"), wrap=("WHY",))
-    for verdict in preview.verdicts:
-        why = [*verdict.reasons, *([verdict.thin_reason] if verdict.thin_reason else [])]
-        row = (str(verdict.step), _act(verdict), console.human_age(verdict.created), _size(verdict))
-        table.add_row(*row, Text("; ".join(why)))
-    out.print(table)
+    out.print(console.table_of(lists.verdicts(""), preview.verdicts))
     out.print(_said(preview), markup=False)
     if preview.could_save:
         forms = [
@@ -167,21 +163,6 @@ def _said(preview: Preview) -> str:
         saved += f", thinned or compacted before: {sum(v.thinned or v.compacted for v in preview.verdicts)}"
         saved += f" (saved {console.human_bytes(preview.bytes_saved)})"
     return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}){saved}; the rules: {rules}"
-
-
-def _act(verdict: Verdict) -> Text:
-    if not verdict.keep:
-        return Text("remove", "red")
-    if verdict.thin or verdict.compact:
-        return Text("thin" if verdict.thin else "compact", "yellow")
-    return Text("keep", "green")
-
-
-def _size(verdict: Verdict) -> str:
-    """Its bytes, and those after thinning or compacting."""
-    about = "about " if verdict.compact else ""
-    after = "" if verdict.bytes_after is None else f" → {about}{console.human_bytes(verdict.bytes_after)}"
-    return console.human_bytes(verdict.bytes) + after
 
 
 def _policy(rules: dict[str, Any]) -> RetentionPolicy:

@@ -6,16 +6,14 @@ from itertools import islice
 from typing import Annotated, Literal
 
 import typer
-from rich.text import Text
 
 from holdfast.config import default_url
 from holdfast.read.checkpoint_index import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
-from holdfast.terminal.tables import Table
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.measurements import TensorStatistics
+from holdfast_formats.rest import lists
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 
@@ -48,23 +46,4 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
             raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="name RUN@STEP")
         with Api(url or default_url()) as api:
             statistics = list(islice(api.statistics(target.run, step_of(api, target), group, sort, name), first or None))
-    if as_json:
-        console.print_json([item.model_dump() for item in statistics])
-    else:
-        console.show(_table(statistics) if statistics else f"No tensor of {checkpoint} matches.")
-
-
-def _table(statistics: list[TensorStatistics]) -> Table:
-    numbers = ("NAN", "INF", "MINIMUM", "MAXIMUM", "MEAN", "RMS", "ZEROS", "CHANGE")
-    drop = ("MEAN", "DTYPE", "GROUP", "MINIMUM", "MAXIMUM", "ZEROS")
-    table = console.table("GROUP", "TENSOR", "DTYPE", *numbers, right=numbers, drop=drop)
-    for item in statistics:
-        broken = "bold red" if item.nan + item.inf else ""
-        moments = map(_number, (item.minimum, item.maximum, item.mean, item.rms))
-        counts = (Text(str(item.nan), broken), Text(str(item.inf), broken))
-        table.add_row(item.group, Text(item.name), item.dtype, *counts, *moments, f"{item.zeros:.1%}", _number(item.change))
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    console.listed(lists.STATISTICS, statistics, f"No tensor of {checkpoint} matches.", as_json)

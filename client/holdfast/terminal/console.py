@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from holdfast.rest.waiting_notice import silence_reported
-from holdfast.terminal.tables import Table
+from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
 from holdfast_formats.errors import CheckpointError, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
+from holdfast_formats.rest.columns import Listing, Part, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +46,33 @@ def show(result: Table | str) -> None:
         sys.stdout.write(result.plain() if isinstance(result, Table) else f"{visible_lines(result)}\n")
 
 
+def listed(listing: Listing[Row], rows: Sequence[Row], nothing: str, as_json: bool) -> None:
+    """Print a list as JSON or as a table; if it is empty, `nothing`."""
+    if as_json:
+        print_json(rows)
+    else:
+        show(table_of(listing, rows) if rows else nothing)
+
+
+def table_of(listing: Listing[Row], rows: Sequence[Row]) -> Table:
+    columns = {column.heading.upper(): column for column in listing.shown("command")}
+    drop = sorted((name for name, column in columns.items() if column.omit), key=lambda name: columns[name].omit)
+    right = [name for name, column in columns.items() if column.right]
+    filled = Table(tuple(columns), right, drop, [name for name, column in columns.items() if column.wraps])
+    for row in rows:
+        filled.add_row(*(_styled(column.parts(row)) for column in columns.values()))
+    return filled
+
+
+def _styled(parts: Sequence[Part]) -> Styled:
+    """A cell in the style of its first part."""
+    texts = ["-" if part.value is None else _TEXTS.get(part.form, str)(part.value) for part in parts if part.form != "more"]
+    return Styled(" ".join(texts), STYLES.get(parts[0].value if parts[0].form == "state" else parts[0].form, ""))
+
+
 def print_json(value: Any) -> None:
-    print(visible_json(json.dumps(value, indent=2, ensure_ascii=False)))
+    """`value` may contain models of the REST API."""
+    print(visible_json(json.dumps(value, indent=2, ensure_ascii=False, default=lambda model: model.model_dump())))
 
 
 @contextmanager
@@ -124,3 +150,38 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     unit_s, unit = next((size, unit) for limit, size, unit in _STEPS if seconds < limit)
     return f"{seconds / unit_s:.1f} {unit}"
+
+
+def progress_text(done: int, total: int) -> str:
+    if not total or done >= total:
+        return human_bytes(total) if total else "-"
+    return f"{done / total:.0%} of {human_bytes(total)}"
+
+
+_TEXTS: Mapping[str, Callable[[Any], str]] = {
+    "number": lambda number: f"{number:.4g}" if isinstance(number, float) else str(number),
+    "bytes": human_bytes,
+    "share": lambda share: f"{share:.1%}",
+    "duration": human_seconds,
+    "age": human_age,
+    "moment": lambda at: at[:19],
+    "progress": lambda part: progress_text(*part[:2]),
+}
+STYLES: Mapping[str, str] = {
+    "error": "bold red",
+    "warning": "yellow",
+    "quiet": "dim",
+    "done": "green",
+    "failed": "bold red",
+    "cancelled": "yellow",
+    "running": "cyan",
+    "queued": "dim",  # jobs
+    "live": "green",
+    "returned": "yellow",
+    "stopped": "dim",
+    "lost": "bold red",  # nodes
+    "keep": "green",
+    "thin": "yellow",
+    "compact": "yellow",
+    "remove": "red",  # verdicts
+}

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.columns import Column
 from holdfast_formats.rest.measurements import RunSummary
 
 METRIC = "metric:"
-
-
-class ExtraColumn(NamedTuple):
-    """A column, by run, that lists of runs do not have."""
-
-    title: str
-    values: Mapping[str, str]
 
 
 def runs(library: CheckpointIndex, sort: str) -> list[bodies.Run]:
@@ -37,7 +30,7 @@ def runs(library: CheckpointIndex, sort: str) -> list[bodies.Run]:
     return sorted(runs_by_name, key=key, reverse=sort.startswith("-"))
 
 
-def extra(library: CheckpointIndex, sort: str) -> ExtraColumn | None:
+def extra(library: CheckpointIndex, sort: str) -> Column[bodies.Run] | None:
     """The column that a service sorts by, if lists do not have it already."""
     name = sort.removeprefix("-")
     metric = name.removeprefix(METRIC) if name.startswith(METRIC) else None
@@ -46,8 +39,8 @@ def extra(library: CheckpointIndex, sort: str) -> ExtraColumn | None:
     from holdfast.rest.summaries import summaries
 
     shown = _SHOWN[name] if metric is None else (lambda run: _number(run.metrics.get(metric)))
-    title = (metric or name).upper()
-    return ExtraColumn(title, {run.run: shown(run) for run in summaries(library.api)})
+    values = {run.run: shown(run) for run in summaries(library.api)}
+    return Column(metric or name, lambda run: values.get(run.name), "number")
 
 
 def _number(value: float | None) -> str:

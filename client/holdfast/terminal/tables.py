@@ -21,8 +21,18 @@ LAST_MIN = 6  # cells to which a name is cut if nothing else is left
 CUT = "…"
 
 
+class Styled(NamedTuple):
+    """The text of a cell, or a line of it."""
+
+    text: str
+    style: Any = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Table:
-    """Rows of cells, which are strings or rich's styled texts."""
+    """Rows of cells, which are strings or styled texts."""
 
     def __init__(
         self, columns: Sequence[str], right: Sequence[str] = (), drop: Sequence[str] = (), wrap: Sequence[str] = ()
@@ -32,9 +42,9 @@ class Table:
         unknown = {*right, *drop, *wrap} - {*columns}
         if unknown:
             raise ValueError(f"no such columns: {unknown}")
-        self.rows: list[tuple[str | Text, ...]] = []
+        self.rows: list[tuple[str | Text | Styled, ...]] = []
 
-    def add_row(self, *cells: str | Text) -> None:
+    def add_row(self, *cells: str | Text | Styled) -> None:
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
@@ -72,13 +82,6 @@ class Table:
         return [self.columns.index(name) for name in self._drop]
 
 
-class _Styled(NamedTuple):
-    """The text of a cell, or a line of it."""
-
-    text: str
-    style: Any = ""
-
-
 class _Fitted:
     """A table at one width of a terminal."""
 
@@ -101,16 +104,16 @@ class _Fitted:
         self.widths = self._spread(least, width)
 
     def lines(self) -> Iterator[Text]:
-        yield self._line([_Styled(name, "bold") for name in self._table.columns])
+        yield self._line([Styled(name, "bold") for name in self._table.columns])
         for row in self._rows:
             parts = [self._parts(number, row[number]) for number in range(len(row))]
             for level in range(max([len(parts[number]) for number in self.shown], default=0)):
-                yield self._line([part[level] if level < len(part) else _Styled("") for part in parts])
+                yield self._line([part[level] if level < len(part) else Styled("") for part in parts])
         if self.dropped:
             text = f"left out: {', '.join(self.dropped)} (a wider terminal, a pipe and --json have them)"
             yield self._text(text, "dim")
 
-    def _line(self, cells: Sequence[_Styled]) -> Text:
+    def _line(self, cells: Sequence[Styled]) -> Text:
         line = self._text(no_wrap=True, end="\n")
         for place, number in enumerate(self.shown):
             text, style = cells[number]
@@ -122,11 +125,11 @@ class _Fitted:
                 line.append(room)
         return line
 
-    def _parts(self, number: int, cell: _Styled) -> list[_Styled]:
+    def _parts(self, number: int, cell: Styled) -> list[Styled]:
         width = self.widths[number]
         if not self._table.wraps(number):
-            return [_Styled(shortened(cell.text, width), cell.style)]
-        return [_Styled(line, cell.style) for line in wrapped(cell.text, width)]
+            return [Styled(shortened(cell.text, width), cell.style)]
+        return [Styled(line, cell.style) for line in wrapped(cell.text, width)]
 
     def _longest_word(self, number: int) -> int:
         return max([_cells(word) for row in self._rows for word in row[number][0].split(" ")], default=0)
@@ -184,11 +187,11 @@ def shortened(text: str, width: int) -> str:
     return text[:begin] + CUT + text[end:]
 
 
-def _cell(cell: str | Text) -> _Styled:
+def _cell(cell: str | Text | Styled) -> Styled:
     """Text and style of a cell on one line; several styles become that of its beginning."""
-    if isinstance(cell, str):
-        return _Styled(visible(cell))
-    return _Styled(visible(cell.plain), cell.style)
+    if isinstance(cell, (str, Styled)):
+        return Styled(visible(str(cell)), cell.style if isinstance(cell, Styled) else "")
+    return Styled(visible(cell.plain), cell.style)
 
 
 def _cells(text: str) -> int:

@@ -12,6 +12,7 @@ from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.printable import visible_lines
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.access import AuditEntry
 
 RankIdentity = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
@@ -40,30 +41,9 @@ def audit(  # noqa: PLR0913 - options of a command
         if as_csv:
             limit = str(min(count, 1000))
             params = {name: value for name, value in {**query, "format": "csv", "limit": limit}.items() if value}
-            text = api.request("GET", "/v1/audit", params=params).text
+            text = api.request("GET", lists.AUDIT.path, params=params).text
             print(visible_lines(text.replace("\r\n", "\n")), end="")
             return
         limit = str(min(count, PAGE_ITEMS))
-        entries = list(islice(api.pages("/v1/audit", AuditEntry, {**query, "limit": limit}), count))
-    if as_json:
-        console.print_json([entry.model_dump() for entry in entries])
-        return
-    table = console.table("WHEN", "WHO", "FROM", "WHAT", "ABOUT", "RESULT", drop=("FROM",), wrap=("RESULT",))
-    for entry in entries:
-        table.add_row(entry.at[:19], entry.who or "?", _from(entry), entry.kind, _about(entry), _result(entry))
-    console.show(table if entries else "No entries.")
-
-
-def _from(entry: AuditEntry) -> str:
-    return f"{entry.address or 'this machine'}, {entry.via}"
-
-
-def _about(entry: AuditEntry) -> str:
-    where = "" if entry.run is None else entry.run if entry.step is None else f"{entry.run}@{entry.step}"
-    what = entry.target or (f"{entry.method} {entry.path}" if entry.kind in ("read", "other") else "")
-    return " ".join(part for part in (where, what) if part)
-
-
-def _result(entry: AuditEntry) -> str:
-    done = "done" if entry.status and entry.status < 400 else entry.code or str(entry.status or "cut off")
-    return f"{done}, and {entry.untold} more" if entry.untold else done
+        entries = list(islice(api.pages(lists.AUDIT.path, AuditEntry, {**query, "limit": limit}), count))
+    console.listed(lists.AUDIT, entries, "No entries.", as_json)

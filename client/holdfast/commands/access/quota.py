@@ -12,6 +12,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.access import Quota, QuotaRequest
 
 app = typer.Typer(help="Show and set how many bytes all runs of a team may hold together.", no_args_is_help=True)
@@ -23,16 +24,8 @@ Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may ho
 def ls(url: Url = None, as_json: AsJson = False) -> None:
     """List quotas, and how much of each is used."""
     with console.reporting(as_json), Api(url or default_url()) as api:
-        quotas = list(api.pages("/v1/quotas", Quota))
-    if as_json:
-        console.print_json([quota.model_dump() for quota in quotas])
-        return
-    table = console.table("RUNS", "USED", "QUOTA", "FULL", "COUNT", right=("USED", "QUOTA", "FULL", "COUNT"))
-    for quota in quotas:
-        full = f"{100 * quota.used_bytes / quota.quota_bytes:.0f} %"
-        sizes = (console.human_bytes(size) for size in (quota.used_bytes, quota.quota_bytes))
-        table.add_row(quota.pattern, *sizes, full, str(quota.runs))
-    console.show(table if quotas else "No quotas.")
+        quotas = list(api.pages(lists.QUOTAS.path, Quota))
+    console.listed(lists.QUOTAS, quotas, "No quotas.", as_json)
 
 
 @app.command("set")

@@ -18,8 +18,8 @@ from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, Token, TokenRequest
-from holdfast_formats.timestamps import utc_now
+from holdfast_formats.rest import lists
+from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, TokenRequest
 
 app = typer.Typer(help="Create, rotate, list and revoke the tokens that the service requires.", no_args_is_help=True)
 Root = Annotated[
@@ -113,15 +113,7 @@ def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJ
     """List tokens, newest first."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         tokens = store.all()
-    if as_json:
-        console.print_json([token.model_dump() for token in tokens])
-        return
-    table = console.table("NAME", "SCOPE", "RUNS", "CREATED", "USED", "STATE", drop=("CREATED", "USED"))
-    for token in tokens:
-        used = console.human_age(token.used) if token.used else "never"
-        used += f", {token.used_from}" if token.used_from else ""
-        table.add_row(token.name, token.scope, token.runs, console.human_age(token.created), used, _state(token))
-    console.show(table if tokens else "No tokens.")
+    console.listed(lists.TOKENS, tokens, "No tokens.", as_json)
 
 
 @app.command()
@@ -153,13 +145,3 @@ def _seconds(span: str | None, option: str = "--expires") -> int | None:
     if span is not None and match is None:
         raise InvalidRequest(f"{option} {span!r} is not a time span", hint="write 900s, 15min, 12h or 30d")
     return int(match[1]) * _SECONDS[match[2]] if match else None
-
-
-def _state(token: Token) -> str:
-    if token.revoked is not None:
-        return "revoked"
-    limits = [f"{token.requests_per_s} requests/s"] if token.requests_per_s else []
-    limits += [f"{console.human_bytes(token.bytes_per_s)}/s"] if token.bytes_per_s else []
-    if token.expires is not None and token.expires <= utc_now():
-        return "expired"
-    return ", ".join(["in force" if token.expires is None else f"until {token.expires[:19]}", *limits])

@@ -11,7 +11,7 @@ from holdfast.rest import notifications
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.rest.notifications import NotificationTarget
+from holdfast_formats.rest import lists
 
 app = typer.Typer(
     help="Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", no_args_is_help=True
@@ -24,14 +24,7 @@ def ls(url: Url = None, as_json: AsJson = False) -> None:
     """List targets, and how messages to them have fared. Secrets are not shown."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         notification_targets = notifications.targets(api)
-    if as_json:
-        console.print_json([target.model_dump() for target in notification_targets])
-        return
-    table = console.table("NAME", "KIND", "TO", "RUNS", "LEVEL", "FIRING", "LAST SENT", "STATE", right=("FIRING",))
-    for one in notification_targets:
-        sent = console.human_age(one.last_sent) if one.last_sent else "never"
-        table.add_row(one.name, one.kind, one.to, one.runs, one.level, str(one.firing), sent, _state(one))
-    console.out().print(table if notification_targets else "The file of --notify has no target.", markup=False)
+    console.listed(lists.TARGETS, notification_targets, "The file of --notify has no target.", as_json)
 
 
 @app.command()
@@ -47,7 +40,3 @@ def test(name: Name, url: Url = None, as_json: AsJson = False) -> None:
         console.err().print(f"{name} was not told: {delivery.problem}\n  {delivery.hint}", markup=False)
     if not delivery.delivered:
         raise typer.Exit(1)
-
-
-def _state(one: NotificationTarget) -> str:
-    return "fine" if one.problem is None else f"not told: {one.problem}"

@@ -12,6 +12,7 @@ from holdfast.rest.api import Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.runs import Trash, TrashedRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.", autocompletion=completion.deleted)]
@@ -76,14 +77,7 @@ def _show(trash: Trash) -> None:
     if not trash.items:
         console.out().print("The trash is empty.")
         return
-    right = ("CHECKPOINTS", "NEWEST", "BYTES")
-    table = console.table("RUN", "DELETED", "UNTIL", *right, "ENTRY", right=right)
-    for one in trash.items:
-        newest = "-" if one.newest is None else str(one.newest)
-        until = one.expires or "for ever"
-        numbers = (str(one.checkpoints), newest, console.human_bytes(one.bytes))
-        table.add_row(one.run, console.human_age(one.deleted), until, *numbers, one.entry)
-    console.out().print(table)
+    console.show(console.table_of(lists.TRASH, trash.items))
     console.out().print(f"{console.human_bytes(trash.bytes)} in all; it goes first when the disk is full", markup=False)
 
 

@@ -1,0 +1,406 @@
+"""The lists that commands, pages and CSV files show, and their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import AUDITED, AuditEntry
+from holdfast_formats.rest.columns import Column, Listing, Part, bad, checkpoint, count, quiet
+from holdfast_formats.timestamps import utc_now
+
+if TYPE_CHECKING:
+    from holdfast_formats.rest.access import Quota
+    from holdfast_formats.rest.measurements import Difference, RunSummary, TensorStatistics
+    from holdfast_formats.rest.notifications import NotificationTarget
+    from holdfast_formats.rest.operations import Event, Job, Token
+    from holdfast_formats.rest.retention import Verdict
+    from holdfast_formats.rest.runs import TrashedRun
+
+NEARLY_FULL = 0.9  # of a quota
+LATE_S = 20.0  # a node renews its membership every 10 s
+DUTIES = {
+    "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
+    "notifications": "tells people of alerts",
+}
+
+
+def _expiry(token: Token) -> tuple[Part, ...]:
+    if token.revoked is not None:
+        return bad("revoked"), Part(token.revoked, "age")
+    expired = token.expires is not None and token.expires <= utc_now()
+    return (*([bad("expired")] if expired else []), Part(token.expires, "age") if token.expires else quiet("never"))
+
+
+def _limits(token: Token) -> list[Part]:
+    limits = [Part(f"{token.requests_per_s} requests/s")] if token.requests_per_s else []
+    limits += [Part(token.bytes_per_s, "bytes"), Part("a second")] if token.bytes_per_s else []
+    return limits or [quiet("none")]
+
+
+TOKENS: Listing[Token] = Listing(
+    (
+        Column("Name", "name"),
+        Column("Scope", "scope"),
+        Column("Runs", "runs", "code"),
+        Column("Created", "created", "age", omit=1),
+        Column(
+            "Used", lambda one: (one.used or quiet("never"), one.used_from and quiet(f"from {one.used_from}")), "age", omit=2
+        ),
+        Column("Expires", _expiry),
+        Column("Limits", _limits, omit=3),
+    ),
+    "/v1/tokens",
+    ("name", "scope", "runs", "created", "used", "expires", "revoked"),
+)
+
+
+def _fullness(quota: Quota) -> tuple[Part | None, ...]:
+    share = quota.used_bytes / quota.quota_bytes
+    level = bad("full: saves are refused") if share >= 1 else Part("nearly full", "warning")
+    return Part(share, "share"), level if share >= NEARLY_FULL else None
+
+
+def _pattern(quota: Quota) -> Part:
+    return Part(quota.pattern, "code", None if quota.pattern == "*" else f"/?q={quota.pattern.replace('*', '')}")
+
+
+QUOTAS: Listing[Quota] = Listing(
+    (
+        Column("Runs", _pattern),
+        Column("Used", "used_bytes", "bytes"),
+        Column("Quota", "quota_bytes", "bytes"),
+        Column("Full", _fullness, "share"),
+        Column("Count", "runs", "number"),
+    ),
+    "/v1/quotas",
+    ("pattern", "used_bytes", "quota_bytes", "runs"),
+    sick=lambda quota: quota.used_bytes >= quota.quota_bytes,
+)
+
+
+def _about(entry: AuditEntry) -> tuple[Part | str | None, ...]:
+    asked = Part(f"{entry.method} {entry.path}", "code") if entry.kind in ("read", "other") else None
+    return checkpoint(entry.run, entry.step) if entry.run else None, entry.target, asked
+
+
+def _result(entry: AuditEntry) -> tuple[Part | str | None, ...]:
+    refused = bad(entry.code or str(entry.status)) if entry.status else quiet("cut off")
+    more = {"Request": f"{entry.method} {entry.path} {entry.status}", "Node": entry.node, "ID": entry.request}
+    return (
+        "done" if entry.status and entry.status < 400 else refused,
+        quiet(f"and {entry.untold} more") if entry.untold else None,
+        Part(more, "more", None, "more"),
+    )
+
+
+AUDIT: Listing[AuditEntry] = Listing(
+    (
+        Column("When", "at", "moment"),
+        Column("Who", lambda entry: Part(entry.who, "text", f"/audit?who={entry.who}") if entry.who else None),
+        Column("From", lambda entry: (entry.address or "this machine", quiet(entry.via)), omit=1),
+        Column("What", lambda entry: Part(entry.kind, "text", None, AUDITED.get(entry.kind, ""))),
+        Column("About", _about),
+        Column("Result", _result, wraps=True),
+    ),
+    "/v1/audit",
+    tuple(AuditEntry.model_fields),
+)
+
+
+def _name(node: bodies.Node) -> tuple[Part | str | None, ...]:
+    return node.name, quiet(node.host) if node.host and node.host.split(".")[0] != node.name else None
+
+
+def _state(node: bodies.Node) -> tuple[Part | None, ...]:
+    gone = not node.live and node.heard_s is not None
+    return Part(node.state, "state"), Part(round(node.heard_s or 0), "duration") if gone else None
+
+
+def _ranks(node: bodies.Node) -> list[Part]:
+    runs = sorted(node.runs.items())
+    links = [checkpoint(run, None, f"{ranks} of {run}{',' if run != runs[-1][0] else ''}") for run, ranks in runs]
+    return links or [quiet(str(node.ranks or "none"))]
+
+
+def _memory(node: bodies.Node) -> list[Part]:
+    held = [(checkpoint(one.run, None, f"{one.run}@{one.step}:"), Part(one.bytes, "bytes")) for one in node.memory]
+    return [Part(node.arena_bytes, "bytes"), *(part for pair in held for part in pair)] if node.live else []
+
+
+def behind(node: bodies.Node) -> list[Part | str]:
+    """How far a live node is behind: its heartbeat, its saves, and its queued catalog writes."""
+    late = node.heard_s is not None and node.heard_s > LATE_S
+    lag: list[Part | str] = ["not heard of for", Part(round(node.heard_s or 0), "duration")] if late else []
+    lag += [f"{count(node.sealed, 'save')} sealed, not committed yet"] if node.sealed else []
+    waiting = f"{count(node.catalog_waiting, 'record waits', 'records wait')} for the catalog"
+    lag += [node.catalog] if node.catalog else [waiting] if node.catalog_waiting else []
+    return (lag or [quiet("nothing")]) if node.live else []
+
+
+def _address(node: bodies.Node) -> Part:
+    more = {"Process": node.pid, "Root": node.root, "Socket": node.socket or "none", "For other nodes": node.exchange}
+    more |= {"Version": node.version, "Member since": node.since}
+    return Part({name: str(fact) for name, fact in more.items() if fact}, "more", None, node.url or "no HTTP")
+
+
+NODES: Listing[bodies.Node] = Listing(
+    (
+        Column("Node", _name),
+        Column("State", _state),
+        Column("Ranks", _ranks, wraps=True),
+        Column("Memory", _memory, wraps=True, omit=3),
+        Column("Duties", lambda node: [Part(one, "text", None, DUTIES.get(one, "")) for one in node.duties], omit=4),
+        Column("Behind", behind, wraps=True),
+        Column("Up since", lambda node: node.started if node.live else None, "age", omit=2),
+        Column("Address", "url", omit=1, only="command"),
+        Column("Address", _address, only="page"),
+    ),
+    "/v1/nodes",
+    ("name", "host", "state", "ranks", "runs", "arena_bytes", "duties", "sealed", "started", "version", "url"),
+    sick=lambda node: node.state == "lost",
+)
+
+SAVES: Listing[bodies.Round] = Listing(
+    (
+        Column("Run", lambda save: checkpoint(save.run)),
+        Column("Step", "step", "step"),
+        Column("State", "state", "state"),
+        Column("Ranks sealed", lambda save: f"{save.sealed} of {save.world}"),
+        Column("Started", "opened", "age"),
+        Column("Node", "node"),
+        Column("Why", "detail", wraps=True),
+    ),
+    "/v1/rounds",
+    ("run", "step", "attempt", "state", "sealed", "world", "opened", "ended", "node", "code", "detail"),
+    ("run", "state", "step_min", "step_max", "since"),
+)
+
+JOBS: Listing[Job] = Listing(
+    (
+        Column("Job", lambda job: Part(job.id, "step", f"/jobs/{job.id}"), "step"),
+        Column("Kind", "kind"),
+        Column("Of", lambda job: checkpoint(job.run, job.step) if job.run else quiet("everything")),
+        Column("State", "state", "state"),
+        Column("Why", lambda job: (job.problem or {}).get("detail"), "error", only="page"),
+        Column("Bytes", lambda job: (job.done_bytes, job.total_bytes, job.state), "progress", omit=2),
+        Column("Created", "created", "age"),
+        Column("Node", "node", omit=1),
+    ),
+    "/v1/jobs",
+    ("id", "kind", "run", "step", "state", "created", "started", "ended", "done_bytes", "total_bytes", "node", "problem"),
+    ("state", "kind", "run"),
+)
+
+TRASH: Listing[TrashedRun] = Listing(
+    (
+        Column("Run", "run"),
+        Column("Deleted", "deleted", "age"),
+        Column("Until", lambda one: one.expires or Part("for ever"), "moment"),
+        Column("Checkpoints", "checkpoints", "number"),
+        Column("Newest", "newest", "step"),
+        Column("Bytes", "bytes", "bytes"),
+        Column("Entry", "entry", only="command"),
+    )
+)
+
+
+def _gets(target: NotificationTarget) -> list[Part | str]:
+    told: list[Part | str] = [f"errors{'' if target.level == 'error' else ' and warnings'} of"]
+    told += ["all runs," if target.runs == "*" else Part(f"{target.runs},", "code")]
+    told += ["again every", Part(target.repeat_s, "duration")] if target.repeat_s else ["once"]
+    return told + ([] if target.recovery else ["and not when it is over"])
+
+
+def _delivery(target: NotificationTarget) -> tuple[Part | str | None, ...]:
+    if target.problem is None:
+        return ("fine",)
+    return bad("not sent:"), target.problem, Part(target.problem_since, "age") if target.problem_since else None
+
+
+TARGETS: Listing[NotificationTarget] = Listing(
+    (
+        Column("Name", "name"),
+        Column("Kind", "kind"),
+        Column("To", "to", "code"),
+        Column("Gets", _gets, wraps=True),
+        Column("Firing", "firing", "number"),
+        Column(
+            "Last sent",
+            lambda one: (one.last_sent or quiet("never"), one.last_node and quiet(f"from {one.last_node}")),
+            "age",
+        ),
+        Column("State", _delivery, wraps=True),
+        Column("Sent", "sent", "number", omit=1),
+        Column("Failed", "failed", "number", omit=2),
+        Column("Dropped", "dropped", "number", omit=3),
+    ),
+    "/v1/notifications",
+    sick=lambda target: target.problem is not None,
+)
+
+
+def verdicts(run: str, new: Collection[int] = ()) -> Listing[Verdict]:
+    """`new`: steps whose verdict a proposed policy changes."""
+
+    def act(verdict: Verdict) -> tuple[Part | None, ...]:
+        word = "remove" if not verdict.keep else "thin" if verdict.thin else "compact" if verdict.compact else "keep"
+        return Part(word, "state"), Part("new", "state") if verdict.step in new else None
+
+    def size(verdict: Verdict) -> list[Part | int]:
+        """Its bytes, and those after thinning or compacting."""
+        about = Part("→ about" if verdict.compact else "→")
+        return [verdict.bytes] if verdict.bytes_after is None else [verdict.bytes, about, verdict.bytes_after]
+
+    return Listing(
+        (
+            Column("Step", lambda one: checkpoint(run, one.step, str(one.step)), "step"),
+            Column("Verdict", act),
+            Column("Age", "created", "age"),
+            Column("Bytes", size, "bytes"),
+            Column("Why", lambda one: "; ".join(filter(None, [*one.reasons, one.thin_reason])), wraps=True),
+        )
+    )
+
+
+def _unsound(name: str) -> Column[TensorStatistics]:
+    return Column(name, lambda one: Part(getattr(one, name), "error" if one.nan + one.inf else "text"), "number")
+
+
+STATISTICS: Listing[TensorStatistics] = Listing(
+    (
+        Column("Group", "group", omit=3),
+        Column("Tensor", "name"),
+        Column("Dtype", "dtype", omit=2),
+        _unsound("nan"),
+        _unsound("inf"),
+        Column("Minimum", "minimum", "number", omit=4),
+        Column("Maximum", "maximum", "number", omit=5),
+        Column("Mean", "mean", "number", omit=1),
+        Column("RMS", "rms", "number"),
+        Column("Zeros", "zeros", "share", omit=6),
+        Column("Change", "change", "number"),
+    ),
+    "statistics",
+    ("group", "name", "dtype", "elements", "nan", "inf", "minimum", "maximum", "mean", "rms", "zeros", "change"),
+    ("group", "q", "sort"),
+)
+
+
+def _difference(one: Difference) -> Part:
+    if one.state in ("reshaped", "retyped"):
+        before, now = (one.detail["shape_a"], one.shape) if one.state == "reshaped" else (one.detail["dtype_a"], one.dtype)
+        return Part(f"{one.state}: {before} → {now}", "warning")
+    sides = (("A", one.detail.get("nonfinite_a")), ("B", one.detail.get("nonfinite_b")))
+    sick = " and ".join(f"{number} in {side}" for side, number in sides if number)
+    state = one.state.replace("-", " ")
+    return bad(f"{state}, not finite: {sick}") if sick else Part(state)
+
+
+DIFFERENCES: Listing[Difference] = Listing(
+    (
+        Column("Group", "group", omit=3),
+        Column("Tensor", "name"),
+        Column("What", _difference, wraps=True),
+        Column("Relative", "relative", "number"),
+        Column("Change", "change", "number", omit=5),
+        Column("Norm A", "norm_a", "number", omit=1),
+        Column("Norm B", "norm_b", "number", omit=2),
+        Column("Differing", lambda one: one.detail.get("differing"), "number", omit=4),
+    ),
+    "compare",
+    ("group", "name", "state", "dtype", "shape", "bytes", "norm_a", "norm_b", "change", "relative"),
+    ("a", "b", "run_b", "group", "state", "q"),
+)
+
+
+def runs(asked: bool, extra: Column[bodies.Run] | None = None) -> Listing[bodies.Run]:
+    """`asked`: a service answered, which knows what the runs do. `extra`: what they are sorted by."""
+    return Listing(
+        (
+            Column("Run", "name"),
+            Column("Newest", "newest", "step"),
+            Column("Checkpoints", "checkpoints", "step", omit=1),
+            Column("Bytes", "bytes", "bytes"),
+            Column("State", lambda run: run.life if asked else None),
+            *([extra] if extra else []),
+        )
+    )
+
+
+def _with_state(row: dict[str, Any]) -> Mapping[str, Any]:
+    return {**row, "state": bodies.CheckpointInfo.model_validate(row).state}
+
+
+def _marks(info: bodies.CheckpointInfo) -> list[str]:
+    compact = f"compact ({info.compacted.optim})" if info.compacted is not None else ""
+    return ["weights only" if info.thinned is not None else "", compact, "pinned" if info.pinned else "", *info.labels]
+
+
+def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
+    """`asked`: a service answered, so states and labels are known. A directory alone shows only the commits."""
+    unchecked = " (not checked yet)" if asked else ""
+    return Listing(
+        (
+            Column("Step", "step", "step"),
+            Column("Created", "created", "age"),
+            Column("State", lambda one: f"{one.state}{unchecked if one.unchecked else ''}"),
+            Column("Bytes", "bytes", "bytes", omit=4),
+            Column("Tensors", "tensors", "step", omit=1),
+            Column("Groups", "groups", omit=2),
+            Column(
+                "Metrics", lambda one: [f"{name}={value:.6g}" for name, value in one.metrics.items()], wraps=True, omit=3
+            ),
+            Column("Marks", _marks, wraps=True),
+        ),
+        "checkpoints",
+        ("step", "state", "created", "bytes", "tensors", "groups", "metrics", "pinned", "labels", "attempt", "world"),
+        ("label", "state", "step_min", "step_max", "since", "sort"),
+        _with_state,
+    )
+
+
+SUMMARIES: Listing[RunSummary] = Listing(
+    path="/v1/summaries",
+    fields=(
+        *("run", "state", "newest", "checkpoints", "bytes", "last_commit", "exposed_s", "stall_p50_s", "stall_p95_s"),
+        *("goodput_lost", "failed", "dropped", "saves", "metrics"),
+    ),
+    filters=("prefix", "q", "sort"),
+)
+EVENTS: Listing[Event] = Listing(
+    (), "/v1/events", ("id", "at", "level", "kind", "run", "step", "node", "text"), ("run", "kind")
+)
+FILES: Listing[bodies.File] = Listing((), "files", ("name", "bytes", "stored", "digest"))
+TENSORS: Listing[bodies.Tensor] = Listing(
+    (), "tensors", ("group", "name", "dtype", "shape", "bytes", "file", "placement"), ("group",)
+)
+
+# What an import and an export report: a group is its name and facts; files of the source; what was left out.
+GROUPS: Listing[tuple[str, Mapping[str, Any]]] = Listing(
+    (
+        Column("Group", lambda group: group[0]),
+        Column("Tensors", lambda group: group[1]["tensors"], "number"),
+        Column("Bytes", lambda group: group[1]["bytes"], "bytes"),
+        Column("Dtypes", lambda group: group[1]["dtypes"], "code", wraps=True),
+        Column(
+            "For example", lambda group: ", ".join([*group[1]["names"], *group[1].get("values", ())]), "code", wraps=True
+        ),
+    )
+)
+SOURCE_FILES: Listing[Mapping[str, Any]] = Listing(
+    (
+        Column("File of the source", "file", "code"),
+        Column("Bytes", "bytes", "bytes"),
+        Column("Becomes", "use", wraps=True),
+        Column("Why", lambda file: file.get("reason"), wraps=True),
+    )
+)
+LEFT_OUT: Listing[Mapping[str, Any]] = Listing((Column("Not in it", "what", "code"), Column("Why", "reason", wraps=True)))
+
+# The lists that pages offer as CSV, by name.
+_ALL = (("runs", SUMMARIES), ("jobs", JOBS), ("events", EVENTS), ("nodes", NODES), ("saves", SAVES), ("quotas", QUOTAS))
+OF_ALL: Mapping[str, Listing[Any]] = {**dict[str, Any](_ALL), "tokens": TOKENS}
+OF_RUN: Mapping[str, Listing[Any]] = {"checkpoints": checkpoints(True), "compare": DIFFERENCES}
+OF_CHECKPOINT: Mapping[str, Listing[Any]] = {"files": FILES, "tensors": TENSORS, "statistics": STATISTICS}
