@@ -165,6 +165,7 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {
     "duration": human_seconds,
     "age": human_age,
     "moment": lambda at: at[:19],
+    "meter": lambda part: f"{part[0] / part[1]:.0%}",
     "progress": lambda part: progress_text(*part[:2]),
 }
 STYLES: Mapping[str, str] = {

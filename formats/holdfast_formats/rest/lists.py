@@ -59,7 +59,7 @@ TOKENS: Listing[Token] = Listing(
 def _fullness(quota: Quota) -> tuple[Part | None, ...]:
     share = quota.used_bytes / quota.quota_bytes
     level = bad("full: saves are refused") if share >= 1 else Part("nearly full", "warning")
-    return Part(share, "share"), level if share >= NEARLY_FULL else None
+    return Part((quota.used_bytes, quota.quota_bytes), "meter"), level if share >= NEARLY_FULL else None
 
 
 def _pattern(quota: Quota) -> Part:
@@ -71,7 +71,7 @@ QUOTAS: Listing[Quota] = Listing(
         Column("Runs", _pattern),
         Column("Used", "used_bytes", "bytes"),
         Column("Quota", "quota_bytes", "bytes"),
-        Column("Full", _fullness, "share"),
+        Column("Full", _fullness, "meter"),
         Column("Count", "runs", "number"),
     ),
     "/v1/quotas",
@@ -385,7 +385,10 @@ GROUPS: Listing[tuple[str, Mapping[str, Any]]] = Listing(
         Column("Bytes", lambda group: group[1]["bytes"], "bytes"),
         Column("Dtypes", lambda group: group[1]["dtypes"], "code", wraps=True),
         Column(
-            "For example", lambda group: ", ".join([*group[1]["names"], *group[1].get("values", ())]), "code", wraps=True
+            "For example",
+            lambda group: ", ".join([*group[1]["names"], *(f"value {one}" for one in group[1].get("values", ()))]),
+            "code",
+            wraps=True,
         ),
     )
 )

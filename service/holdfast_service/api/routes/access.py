@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.printable import spreadsheet_cell
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry, Grant, Whoami
+from holdfast_formats.rest.lists import AUDIT
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Since, Viewer, Wired
@@ -22,7 +19,6 @@ from holdfast_service.control.access.audit import WantedEntries
 router = APIRouter(prefix="/v1", tags=["access"], responses=problems.RESPONSES)
 
 CSV = "text/csv"
-_COLUMNS = tuple(AuditEntry.model_fields)
 
 
 @router.get("/whoami", dependencies=needs("read", "none"), summary="The caller, and its permissions")
@@ -66,18 +62,4 @@ def list_audit(  # noqa: PLR0913 — one a filter
     headers = {"Content-Disposition": 'attachment; filename="holdfast-audit.csv"', "Cache-Control": "no-store"}
     if entries.next is not None:
         headers["Link"] = f'<?cursor={entries.next}>; rel="next"'
-    return Response(_as_csv(entries.items), media_type=CSV, headers=headers)
-
-
-def _as_csv(entries: Iterable[AuditEntry]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\r\n")
-    writer.writerow(_COLUMNS)
-    for entry in entries:
-        writer.writerow([_cell(value) for value in entry.model_dump().values()])
-    return text.getvalue()
-
-
-def _cell(value: object) -> object:
-    """A cell that every spreadsheet treats as text: names of tokens and paths may be malicious."""
-    return spreadsheet_cell(value) if isinstance(value, str) else "" if value is None else value
+    return Response(AUDIT.csv(entry.model_dump() for entry in entries.items), media_type=CSV, headers=headers)

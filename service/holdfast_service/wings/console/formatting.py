@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -10,6 +10,7 @@ from markupsafe import Markup, escape
 
 from holdfast_formats import timestamps
 from holdfast_formats.rest import job_labels
+from holdfast_formats.rest.columns import Part
 from holdfast_formats.rest.job_labels import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
@@ -108,6 +109,44 @@ def prose(text: str) -> Markup:
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
+def cell(parts: Sequence[Part]) -> Markup:
+    """A cell of a list."""
+    return Markup(" ").join(map(_part, parts))
+
+
+def _part(part: Part) -> Markup:
+    if part.value is None:
+        return NONE
+    shown = _SHOWN.get(part.form, escape)(part.value)
+    if part.form == "more":
+        return Markup("<details><summary class='long'>{}</summary>{}</details>").format(part.title, shown)
+    if part.title:
+        shown = Markup('<abbr title="{}">{}</abbr>').format(part.title, shown)
+    return Markup('<a href="{}">{}</a>').format(part.link, shown) if part.link else shown
+
+
+def _progress(part: tuple[int, int, str]) -> Markup:
+    done, total, state = part
+    bar = Markup('<progress max="{}" value="{}">{} of {} bytes</progress> ').format(total, done, done, total)
+    bar = (bar if total else Markup("<progress>started</progress> ")) if state == "running" else Markup()
+    of = Markup(' <span class="quiet">of {}</span>').format(bytes_text(total)) if total else Markup()
+    return bar + size(done) + of
+
+
+def _meter(part: tuple[int, int]) -> Markup:
+    text = '<meter min="0" max="{}" high="{}" optimum="0" value="{}"></meter> '
+    return Markup(text).format(part[1], part[1] * 0.9, part[0]) + percent(part[0] / part[1])
+
+
+def _badge(state: str) -> Markup:
+    return Markup('<span class="badge s-{}">{}</span>').format(state.replace(" ", "-"), state)
+
+
+def _more(values: Mapping[str, str]) -> Markup:
+    pairs = (Markup("<dt>{}</dt><dd>{}</dd>").format(name, text) for name, text in values.items())
+    return Markup('<dl class="facts">{}</dl>').format(Markup().join(pairs))
+
+
 def facts(values: Mapping[str, Any] | None) -> list[Fact]:
     """The facts about a job or an event, in words and units."""
     return job_labels.facts(values or {}, bytes_text, seconds_text)
@@ -120,3 +159,21 @@ def stamp(text: str) -> float:
 
 def _titled(text: str, title: str) -> Markup:
     return Markup(f'<span title="{escape(title)}">{escape(text)}</span>')
+
+
+_SHOWN: Mapping[str, Callable[[Any], Markup]] = {
+    "quiet": Markup('<span class="quiet">{}</span>').format,
+    "code": Markup('<span class="code">{}</span>').format,
+    "error": lambda text: Markup('<span class="error">{}</span>').format(prose(text)),
+    "warning": Markup('<span class="badge s-warning">{}</span>').format,
+    "state": _badge,
+    "number": number,
+    "bytes": size,
+    "share": percent,
+    "duration": seconds,
+    "age": when,
+    "moment": when,
+    "progress": _progress,
+    "meter": _meter,
+    "more": _more,
+}

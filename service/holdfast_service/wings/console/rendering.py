@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import Job
 from holdfast_service.wings.console import formatting, run_status
 from holdfast_service.wings.console.static import address
@@ -101,10 +102,12 @@ def environment() -> Environment:
         "prose": formatting.prose,
         "life": lambda summary: run_status.standing(summary.life).word,
         "facts": formatting.facts,
+        "cell": formatting.cell,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {
         "static": address,
+        "lists": lists,
         "link": link,
         "may_stop": may_stop,
         "favicon": favicon,

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from holdfast_formats.errors import CheckpointError, NotFound, from_problem
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.columns import Listing
 from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.rest.operations import Job
 
@@ -99,6 +100,16 @@ async def shown(asked: Awaitable[Value]) -> PagePart[Value]:
         return PagePart(await asked)
     except CheckpointError as error:
         return PagePart(None, error)
+
+
+async def listed(
+    api: ViewerApi, model: type[Model], listing: Listing[Any], cursor: str | None, limit: int, **asked: str
+) -> dict[str, Any]:
+    """What a page shows of a list that the API filters: values for its template."""
+    found = await shown(api.page(model, listing.path, cursor=cursor, limit=limit, **asked))
+    part = found.value or bodies.Page[Any](items=[])
+    more = {"first": cursor is None, "asked": asked, "listing": listing}
+    return {"found": found, "listed": part.items, "next": part.next, **more}
 
 
 def at(run: str, step: int | str | None = None, *more: str) -> str:

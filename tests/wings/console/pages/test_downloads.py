@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.printable import visible_lines
-from holdfast_service.wings.console import downloads
-from holdfast_service.wings.console.downloads import csv_text
+from holdfast_formats.rest.columns import Listing
+from holdfast_formats.rest.lists import OF_ALL
 from tests.wings.console.reading import Page
 
 PATHS = [
-    *(f"/csv/{name}" for name in downloads.OF_ALL),
+    *(f"/csv/{name}" for name in OF_ALL),
     "/runs/tiny/csv/checkpoints",
     "/runs/tiny/csv/compare?a=5&b=10",
     *(f"/runs/tiny/checkpoints/5/csv/{name}" for name in ("files", "tensors")),
@@ -57,7 +57,7 @@ def test_formulas_are_text(text: str) -> None:
     """What begins as a formula begins with an apostrophe; a number is a number, and everything else is what it was, but for
     characters that steer a terminal.
     """
-    written = csv_text(["a", "b"], [{"a": text, "b": -1.5}])
+    written = Listing[object](fields=("a", "b")).csv([{"a": text, "b": -1.5}])
     row = list(csv.reader(io.StringIO(written, newline="")))[1]
     assert row[1] == "-1.5"
     assert row[0] in (visible_lines(text), f"'{visible_lines(text)}")
@@ -67,8 +67,8 @@ def test_formulas_are_text(text: str) -> None:
 
 def test_cells() -> None:
     """Lists, pairs and what is deeper."""
-    made = csv_text(
-        ["a"], [{"a": ["x", "y"]}, {"a": {"loss": 2.5}}, {"a": [{"b": 1}]}, {"a": None}, {"a": True}, {"a": ["=x"]}]
+    made = Listing[object](fields=("a",)).csv(
+        [{"a": ["x", "y"]}, {"a": {"loss": 2.5}}, {"a": [{"b": 1}]}, {"a": None}, {"a": True}, {"a": ["=x"]}]
     )
     assert [row[0] if row else "" for row in csv.reader(io.StringIO(made))] == [
         "a",

@@ -9,52 +9,54 @@ from fastapi import Request
 from starlette.responses import Response
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_service.wings.console import downloads
-from holdfast_service.wings.console.downloads import DownloadTable
+from holdfast_formats.rest import lists
+from holdfast_formats.rest.columns import Listing
 from holdfast_service.wings.console.rendering import HEADERS
 from holdfast_service.wings.console.routing import page_router
 from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, ViewerApi, at
 
 router = page_router()
 
+ROWS_MAX = 20_000
+
 
 @router.get("/csv/{table}")
 async def of_all(request: Request, api: Asked, table: str) -> Response:
-    table_found = _named(downloads.OF_ALL, table)
-    return await _file(request, api, table_found, table_found.more, table)
+    listing = _named(lists.OF_ALL, table)
+    return await _file(request, api, listing, listing.path, table)
 
 
 @router.get("/runs/{run}/csv/{table}")
 async def of_run(request: Request, api: Asked, run: str, table: str) -> Response:
-    table_found = _named(downloads.OF_RUN, table)
-    return await _file(request, api, table_found, f"{at(run)}/{table_found.more}", f"{run}-{table}")
+    listing = _named(lists.OF_RUN, table)
+    return await _file(request, api, listing, f"{at(run)}/{listing.path}", f"{run}-{table}")
 
 
 @router.get("/runs/{run}/checkpoints/{step}/csv/{table}")
 async def of_checkpoint(request: Request, api: Asked, run: str, step: str, table: str) -> Response:
-    table_found = _named(downloads.OF_CHECKPOINT, table)
-    return await _file(request, api, table_found, at(run, step, table_found.more), f"{run}-{step}-{table}")
+    listing = _named(lists.OF_CHECKPOINT, table)
+    return await _file(request, api, listing, at(run, step, listing.path), f"{run}-{step}-{table}")
 
 
-def _named(tables: Mapping[str, DownloadTable], name: str) -> DownloadTable:
+def _named(tables: Mapping[str, Listing[Any]], name: str) -> Listing[Any]:
     if name not in tables:
         raise NoSuchResource(f"there is no table {name!r}", hint=f"one of {', '.join(tables)}")
     return tables[name]
 
 
-async def _file(request: Request, api: ViewerApi, table: DownloadTable, path: str, name: str) -> Response:
+async def _file(request: Request, api: ViewerApi, listing: Listing[Any], path: str, name: str) -> Response:
     """The first rows of the list, up to a spreadsheet's comfortable size; the file's name marks truncation."""
-    asked: dict[str, Any] = {key: request.query_params.get(key) for key in table.filters}
-    rows: list[dict[str, Any]] = []
+    asked: dict[str, Any] = {key: request.query_params.get(key) for key in listing.filters}
+    rows: list[Mapping[str, Any]] = []
     cursor: str | None = None
-    while len(rows) < downloads.ROWS_MAX:
+    while len(rows) < ROWS_MAX:
         answer = (await api.request("GET", path, **asked, cursor=cursor, limit=LIMIT_MAX)).json()
-        rows += map(table.more_of, answer["items"])
+        rows += map(listing.filled, answer["items"])
         cursor = answer.get("next")
         if cursor is None:
             break
-    text = downloads.csv_text(table.columns, rows[: downloads.ROWS_MAX])
+    text = listing.csv(rows[:ROWS_MAX])
     plain = "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "-" for one in name)
-    file = f"{plain}{f'-first-{downloads.ROWS_MAX}' if cursor is not None else ''}.csv"
+    file = f"{plain}{f'-first-{ROWS_MAX}' if cursor is not None else ''}.csv"
     about = {**HEADERS, "Content-Disposition": f'attachment; filename="{file}"'}
     return Response(text.encode(), headers=about, media_type="text/csv; charset=utf-8")

@@ -7,11 +7,11 @@ from typing import Annotated, Literal, NamedTuple
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats.rest import bodies
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import EVENTS, Event
 from holdfast_service.wings.console.rendering import link, page
 from holdfast_service.wings.console.routing import page_router
-from holdfast_service.wings.console.viewer_api import Asked, shown
+from holdfast_service.wings.console.viewer_api import Asked, listed
 
 router = page_router()
 
@@ -54,19 +54,15 @@ async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str |
     page.
     """
     run, kind, level = asked["run"], asked["kind"], asked["level"]
-    events = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
-    listed = events.value or bodies.Page[Event](items=[])
-    listed_events = [event for event in listed.items if level in ("", event.level)]
+    found = await listed(api, Event, lists.EVENTS, cursor, EVENTS_SHOWN, run=run, kind=kind)
+    events = [event for event in found["listed"] if level in ("", event.level)]
     return page(
         request,
         "events.html",
-        found=events,
-        events=listed_events,
-        groups=grouped(listed_events) if asked["order"] == "save" else None,
-        newest=listed.items[0].id if listed.items else 0,
-        next=listed.next,
-        first=cursor is None,
-        asked=asked,
+        events=events,
+        groups=grouped(events) if asked["order"] == "save" else None,
+        newest=found["listed"][0].id if found["listed"] else 0,
         kinds=EVENTS,
         stream=link("/v1/events", run=run, kind=kind),
+        **{**found, "asked": asked},
     )

@@ -7,17 +7,16 @@ from typing import Annotated, get_args
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Job, JobKind
+from holdfast_formats.rest import lists
+from holdfast_formats.rest.operations import Job, JobKind, JobState
 from holdfast_service.wings.console.rendering import page, see
 from holdfast_service.wings.console.routing import Posted, page_router
-from holdfast_service.wings.console.viewer_api import Asked, shown
+from holdfast_service.wings.console.viewer_api import Asked, listed
 
 router = page_router()
 
 JOBS_SHOWN = 50
 Text = Annotated[str, Query(max_length=128)]
-STATES = ("queued", "running", "done", "failed", "cancelled")
 GOING_ON = ("queued", "running")
 
 
@@ -26,21 +25,8 @@ async def show_jobs(
     request: Request, api: Asked, state: Text = "", kind: Text = "", run: Text = "", cursor: str | None = None
 ) -> Response:
     """A page of jobs, the newest first."""
-    jobs = await shown(api.page(Job, "/v1/jobs", state=state, kind=kind, run=run, cursor=cursor, limit=JOBS_SHOWN))
-    listed = jobs.value or bodies.Page[Job](items=[])
-    return page(
-        request,
-        "jobs.html",
-        jobs=jobs,
-        listed=listed.items,
-        next=listed.next,
-        first=cursor is None,
-        state=state,
-        asked={"state": state, "kind": kind, "run": run},
-        kinds=get_args(JobKind),
-        states=STATES,
-        going_on=GOING_ON,
-    )
+    jobs = await listed(api, Job, lists.JOBS, cursor, JOBS_SHOWN, state=state, kind=kind, run=run)
+    return page(request, "jobs.html", kinds=get_args(JobKind), states=get_args(JobState), going_on=GOING_ON, **jobs)
 
 
 @router.get("/jobs/{job_id}")

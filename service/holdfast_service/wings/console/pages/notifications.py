@@ -7,10 +7,11 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.responses import Response
 
+from holdfast_formats.rest.lists import TARGETS
 from holdfast_formats.rest.notifications import NotificationTarget, TestDelivery
 from holdfast_service.wings.console.rendering import page
 from holdfast_service.wings.console.routing import Posted, page_router
-from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, shown
+from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, ViewerApi, listed
 
 router = page_router()
 
@@ -28,6 +29,6 @@ async def send_test(request: Request, api: Asked, name: str, _: Posted) -> Respo
 
 
 async def _page(request: Request, api: ViewerApi, tested: TestDelivery | None) -> Response:
-    targets = await shown(api.page(NotificationTarget, "/v1/notifications"))
-    listed = targets.value.items if targets.value else []
-    return page(request, "notifications.html", targets=targets, listed=listed, tested=tested)
+    return page(
+        request, "notifications.html", tested=tested, **await listed(api, NotificationTarget, TARGETS, None, LIMIT_MAX)
+    )

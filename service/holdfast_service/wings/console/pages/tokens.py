@@ -7,12 +7,12 @@ from urllib.parse import quote
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats.rest import bodies
+from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.wings.console.rendering import page, see
 from holdfast_service.wings.console.routing import Form, Posted, filled, page_router
-from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, shown
+from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, listed
 
 router = page_router()
 
@@ -59,16 +59,5 @@ def _wanted(form: Form) -> TokenRequest:
 
 
 async def _page(request: Request, api: ViewerApi, cursor: str | None, new_token: NewToken | None) -> Response:
-    tokens = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
-    listed = tokens.value or bodies.Page[Token](items=[])
-    return page(
-        request,
-        "tokens.html",
-        tokens=tokens,
-        listed=listed.items,
-        next=listed.next,
-        first=cursor is None,
-        made=new_token,
-        scopes=SCOPES,
-        now=utc_now(),
-    )
+    tokens = await listed(api, Token, lists.TOKENS, cursor, TOKENS_SHOWN)
+    return page(request, "tokens.html", made=new_token, scopes=SCOPES, now=utc_now(), **tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import NamedTuple
 from urllib.parse import quote
 
 from fastapi import Request
@@ -17,25 +16,16 @@ from holdfast_service.wings.console.viewer_api import Asked, shown
 
 router = page_router()
 
-NEARLY_FULL = 0.9
 BYTES_MAX = 2**62
-
-
-class QuotaLine(NamedTuple):
-    """A quota, its use, and a label for that."""
-
-    quota: Quota
-    share: float
-    level: str  # error, warning or fine
-    says: str
 
 
 @router.get("/quotas")
 async def show_quotas(request: Request, api: Asked) -> Response:
     """The fullest first."""
     quotas = await shown(api.page(Quota, "/v1/quotas"))
-    lines = sorted(map(_line, quotas.value.items if quotas.value else []), key=lambda one: (-one.share, one.quota.pattern))
-    return page(request, "quotas.html", found=quotas, lines=lines)
+    items = quotas.value.items if quotas.value else []
+    fullest = sorted(items, key=lambda quota: (-quota.used_bytes / quota.quota_bytes, quota.pattern))
+    return page(request, "quotas.html", found=quotas, quotas=fullest)
 
 
 @router.post("/quotas")
@@ -48,13 +38,6 @@ async def set_quota(api: Asked, form: Posted) -> Response:
 async def remove_quota(api: Asked, pattern: str, _: Posted) -> Response:
     await api.request("DELETE", _at(pattern))
     return see("/quotas", "team-quota-removed")
-
-
-def _line(quota: Quota) -> QuotaLine:
-    share = quota.used_bytes / quota.quota_bytes
-    if share >= 1.0:
-        return QuotaLine(quota, share, "error", "full: saves are refused")
-    return QuotaLine(quota, share, *(("warning", "nearly full") if share >= NEARLY_FULL else ("fine", "has room")))
 
 
 def _at(pattern: str) -> str:
