@@ -12,8 +12,7 @@ from holdfast.config import default_url
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.errors import InvalidRequest
+from holdfast.terminal.options import AsJson, Url, one_place
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
 from holdfast_formats.rest.jobs import RebuildJob
 from holdfast_formats.rest.offline import CatalogWork
@@ -48,7 +47,7 @@ def check(
     """
     with console.reporting(as_json):
         if root is not None:
-            _one_place(url)
+            one_place(root, url)
             result = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root, catalog))
         else:
             with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
@@ -73,13 +72,13 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
     """
     with console.reporting(as_json):
         if root is not None:
-            _one_place(url)
+            one_place(root, url)
             made = CatalogRebuild.model_validate(_offline("rebuild", root, catalog))
         else:
             with Api(url or default_url()) as api:
                 made = CatalogRebuild.model_validate(service_jobs.as_job(api, RebuildJob(), lambda done, total: None))
     if as_json:
-        console.print_json(made.model_dump())
+        console.print_json(made)
     else:
         console.out().print(f"{made.checkpoints} checkpoints in {made.runs} runs are listed", markup=False)
         if made.set_aside is not None:
@@ -104,16 +103,8 @@ def adopt(
     """
     with console.reporting(as_json):
         report = CatalogAdoption.model_validate(_offline("adopt", root, catalog))
-    if as_json:
-        console.print_json(report.model_dump())
-    else:
-        had = f"; before, it belonged to {report.before}" if report.before is not None else ""
-        console.out().print(f"{report.catalog} now belongs to {report.root}{had}", markup=False)
-
-
-def _one_place(url: str | None) -> None:
-    if url is not None:
-        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
+    had = f"; before, it belonged to {report.before}" if report.before is not None else ""
+    console.answer(report, f"{report.catalog} now belongs to {report.root}{had}", as_json)
 
 
 def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path, catalog: str | None) -> Any:

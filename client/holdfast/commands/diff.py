@@ -58,7 +58,7 @@ def diff(  # noqa: PLR0913 — a command's options
     labels = [f"{reader.manifest.run}@{reader.manifest.step}" for reader in (left, right)]
     if as_json:
         summary = {"a": labels[0], "b": labels[1], "exact": not fast, **total._asdict()}
-        console.print_json({**summary, "items": [one.model_dump() for one in differences]})
+        console.print_json({**summary, "items": differences})
     else:
         _print(labels, differences, total, sort, most)
 

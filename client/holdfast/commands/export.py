@@ -90,10 +90,7 @@ def export(  # noqa: PLR0913 - typer makes an option of each
             done = _copied(reader, target, model_only, as_json)
         else:
             done = _converted(reader, source, arguments, url, as_json)
-    if as_json:
-        console.print_json(done)
-        return
-    _print_done("exported", target, done)
+    console.answer(done, lambda: _print_done("exported", target, done), as_json)
 
 
 def convert(  # noqa: PLR0913 - typer makes an option of each
@@ -136,13 +133,7 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
         )
         with console.told("converting", shown=not as_json) as on_bytes:
             done = service_jobs.offline(DirectoryConversion(arguments=arguments, progress=True), on_bytes)
-    if as_json:
-        console.print_json(done)
-        return
-    if dry_run:
-        _print_plan(done)
-        return
-    _print_done("converted", target, done)
+    console.answer(done, lambda: _print_plan(done) if dry_run else _print_done("converted", target, done), as_json)
 
 
 def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: bool) -> dict[str, Any]:

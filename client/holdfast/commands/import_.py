@@ -9,19 +9,16 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from holdfast.commands.jobs import finished
 from holdfast.commands.labels_and_pins import named
-from holdfast.config import default_url
 from holdfast.read.checkpoint_index import open_library, parse_target
-from holdfast.rest import service_jobs
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
-from holdfast.terminal.program_files import program_text
-from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast.terminal.program_files import file_text, program_text
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.foreign import kinds
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
-from holdfast_formats.rest.offline import RootJob
 from holdfast_formats.rest.recipes import average_of_last
 
 FILES_SHOWN = 40
@@ -83,8 +80,6 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
-        if root is not None and url is not None:
-            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         arguments = ImportArguments(
             source=source,
             kind=kind,
@@ -95,29 +90,22 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
             shards=shards,
             dry_run=dry_run,
         )
-        done = _done(ImportJob(run=run, step=step, arguments=arguments), root, url, None if as_json else "importing")
-    if as_json:
-        console.print_json(done)
-        return
+        wanted = ImportJob(run=run, step=step, arguments=arguments)
+        done = finished(wanted, root, url, None if as_json else "importing")
+    console.answer(done, lambda: _print_imported(done, f"{run}@{step}", dry_run), as_json)
+
+
+def _print_imported(done: dict[str, Any], checkpoint: str, dry_run: bool) -> None:
     if dry_run:
         _print_report(done)
     size = console.human_bytes(int(done["bytes"]))
-    what = f"{run}@{step}: {done['tensors']} tensors, {size} in {done['files']} files"
+    what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files"
     if dry_run:
         console.out().print(Text.assemble(("would import  ", "yellow"), f"{what}; nothing was written"))
         return
     console.out().print(Text.assemble(("imported  ", "green"), f"{what}, verified"))
     for note in done.get("source", {}).get("notes", []):
         console.out().print(Text.assemble(("note  ", "bold"), note))
-
-
-def _done(wanted: ImportJob | MergeJob, root: Path | None, url: str | None, doing: str | None) -> dict[str, Any]:
-    """Run it in a root that no daemon serves, or as a job of the service; the progress is shown as `doing`, if given."""
-    with console.told(doing or "", shown=doing is not None) as on_bytes:
-        if root is not None:
-            return service_jobs.offline(RootJob(root=str(root), job=wanted, progress=True), on_bytes)
-        with Api(url or default_url()) as api:
-            return service_jobs.as_job(api, wanted, on_bytes)
 
 
 def _print_report(done: dict[str, Any]) -> None:
@@ -156,28 +144,16 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
-        if root is not None and url is not None:
-            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         if average_last is None and dtype is not None:
             raise InvalidRequest("--dtype is an option of --average-last", hint="say `dtype` in the recipe")
-        text = _read(recipe) if average_last is None else _average(recipe, average_last, dtype, root, url)
-        wanted = MergeJob(run=run, step=step, arguments=MergeArguments(recipe=text, dry_run=dry_run))
-        done = _done(wanted, root, url, None if as_json else "merging")
-    _print_merged(done, f"{run}@{step}", dry_run, as_json)
-
-
-def _read(recipe: str) -> str:
-    path = Path(recipe)
-    if not path.is_file():
-        raise InvalidRequest(
-            f"there is no file {recipe}", hint="pass a recipe's file, or --average-last K with a run's name"
+        text = (
+            file_text(recipe, RECIPE_BYTES_MAX, "pass a recipe's file, or --average-last K with a run's name")
+            if average_last is None
+            else _average(recipe, average_last, dtype, root, url)
         )
-    if path.stat().st_size > RECIPE_BYTES_MAX:
-        raise LimitExceeded(f"{recipe} has more than {RECIPE_BYTES_MAX} bytes")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise InvalidRequest(f"{recipe} is not UTF-8: {error}") from error
+        wanted = MergeJob(run=run, step=step, arguments=MergeArguments(recipe=text, dry_run=dry_run))
+        done = finished(wanted, root, url, None if as_json else "merging")
+    console.answer(done, lambda: _print_merged(done, f"{run}@{step}", dry_run), as_json)
 
 
 def _average(run: str, count: int, dtype: str | None, root: Path | None, url: str | None) -> str:
@@ -190,10 +166,7 @@ def _average(run: str, count: int, dtype: str | None, root: Path | None, url: st
     return average_of_last(target.run, listed, count, dtype)
 
 
-def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool, as_json: bool) -> None:
-    if as_json:
-        console.print_json(done)
-        return
+def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool) -> None:
     out, source = console.out(), done["source"]
     size = console.human_bytes(int(done["bytes"]))
     what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files, of {len(source['models'])} sources"

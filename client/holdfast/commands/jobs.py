@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated, get_args
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.text import Text
 
 from holdfast.config import default_url
 from holdfast.read.checkpoint_index import parse_target, step_of
+from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast.terminal.options import SELECTED, AsJson, Url
+from holdfast.terminal.options import SELECTED, AsJson, Url, one_place
 from holdfast_formats.errors import exit_status, from_problem
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.job_labels import Fact, facts
 from holdfast_formats.rest.jobs import JobRequest, parse
+from holdfast_formats.rest.offline import RootJob
 from holdfast_formats.rest.operations import Job, JobKind, JobState
 
 SHOWN_MAX = 50
@@ -44,7 +48,7 @@ def list_jobs(
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         jobs = list(islice(api.jobs(kind, state, run), limit))
     console.listed(lists.JOBS, jobs, "No jobs.", as_json)
 
@@ -52,7 +56,7 @@ def list_jobs(
 @app.command("show")
 def show_job(job_id: Number, follow: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
     """Show one job. With --follow, wait for its end; the exit status reports the result."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         _show(api, api.job(job_id), follow, as_json)
 
 
@@ -66,15 +70,28 @@ def submit_job(
     as_json: AsJson = False,
 ) -> None:
     """Submit a job to the service. An identical request returns the same job while it is queued or running."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         _show(api, api.submit_job(_request(api, kind, target, argument or [])), follow, as_json)
 
 
 @app.command("cancel")
 def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None:
     """Ask a job to stop. Work that is already done is kept."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         _show(api, api.cancel_job(job_id), False, as_json)
+
+
+def finished(
+    wanted: JobRequest, root: Path | None, url: str | None, doing: str | None = None, replicas: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The result of a job in a root that no daemon serves, or of the service; its progress is shown as `doing`."""
+    one_place(root, url)
+    with console.told(doing or "", shown=doing is not None) as on_bytes:
+        if root is not None:
+            work = RootJob(root=str(root), job=wanted, progress=True, replicas=tuple(map(str, replicas)))
+            return service_jobs.offline(work, on_bytes)
+        with Api(url or default_url()) as api:
+            return service_jobs.as_job(api, wanted, on_bytes)
 
 
 def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> JobRequest:
@@ -91,10 +108,7 @@ def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> J
 def _show(api: Api, job: Job, follow: bool, as_json: bool) -> None:
     if follow:
         job = _followed(api, job, shown=not as_json)
-    if as_json:
-        console.print_json(job.model_dump())
-    else:
-        _print(job)
+    console.answer(job, lambda: _print(job), as_json)
     if follow and job.state == "failed":  # what went wrong is shown already
         raise typer.Exit(exit_status(from_problem(job.problem or {})))
 

@@ -37,27 +37,27 @@ Forced = Annotated[
 
 def pin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
     """Pin a checkpoint. It is not removed until you unpin it."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         run, step = named(checkpoint)
         retention.pin(api, run, step)
-    _print({"run": run, "step": step, "pinned": True}, f"pinned {run}@{step}", as_json)
+    console.answer({"run": run, "step": step, "pinned": True}, f"pinned {run}@{step}", as_json)
 
 
 def unpin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
     """Unpin a checkpoint. The run's retention rules apply to it again."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         run, step = named(checkpoint)
         retention.unpin(api, run, step)
-    _print({"run": run, "step": step, "pinned": False}, f"unpinned {run}@{step}", as_json)
+    console.answer({"run": run, "step": step, "pinned": False}, f"unpinned {run}@{step}", as_json)
 
 
 def label(checkpoint: Checkpoint, label: Label, remove: Remove = False, url: Url = None, as_json: AsJson = False) -> None:
     """Label a checkpoint. It is not removed while it has a label."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         run, step = named(checkpoint)
         (retention.unlabel if remove else retention.label)(api, run, step, label)
     text = f"removed the label {label} from {run}@{step}" if remove else f"labelled {run}@{step} {label}"
-    _print({"run": run, "step": step, "label": label, "removed": remove}, text, as_json)
+    console.answer({"run": run, "step": step, "label": label, "removed": remove}, text, as_json)
 
 
 def named(checkpoint: str) -> tuple[str, int]:
@@ -68,13 +68,6 @@ def named(checkpoint: str) -> tuple[str, int]:
             f"{checkpoint!r} has no step number", hint="write RUN@STEP with a step number; selectors are not allowed here"
         )
     return target.run, target.step
-
-
-def _print(result: dict[str, object], text: str, as_json: bool) -> None:
-    if as_json:
-        console.print_json(result)
-    else:
-        console.out().print(text, markup=False)
 
 
 def rm(  # noqa: PLR0913 - one an option
@@ -99,16 +92,12 @@ def rm(  # noqa: PLR0913 - one an option
         with Api(url or default_url()) as api:
             found = retention.try_remove(api, run, step, which)
             if not yes and not dry_run:
-                if as_json:
-                    raise InvalidRequest("nothing was removed: --json needs --yes")
                 question = f"Remove {run}@{step} ({console.human_bytes(found.bytes)}) from {api.url}?"
-                typer.confirm(question, abort=True, err=True)
+                console.confirm(question, "nothing was removed", as_json)
             if not dry_run:
                 retention.remove(api, run, step, which)
-    if as_json:
-        console.print_json({"would remove" if dry_run else "removed": found.model_dump()})
-    else:
-        console.out().print(f"{'would remove' if dry_run else 'removed'} {run}@{step}", markup=False)
+    word = "would remove" if dry_run else "removed"
+    console.answer({word: found}, f"{word} {run}@{step}", as_json)
 
 
 def _which(force: str | None) -> Force | None:

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from holdfast.config import default_url
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
@@ -26,7 +24,7 @@ Rotate = Annotated[
 
 def nodes(forget: Forget = None, rotate_secret: Rotate = False, url: Url = None, as_json: AsJson = False) -> None:
     """Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         for name in forget or ():
             api.forget_node(name)
         if rotate_secret:

@@ -34,7 +34,6 @@ from holdfast_formats.tensors import TensorSpec
 
 SHOWN_MAX = 40  # rows of a group that people see; --json prints all
 CONFIG = "config.json"
-PROGRAM_BYTES_MAX = 60_000  # what a job's request and a command line can carry
 
 app = typer.Typer(
     help="Mapping programs: how the tensors of one layout of names become those of another.", no_args_is_help=True
@@ -113,10 +112,7 @@ def check(  # noqa: PLR0913 — one an option
         compiled = compile_program(made, tried.specs, tried.config, ranks=Ranks(source_ranks, target_ranks))
         if back is None and not inverse:
             _check_back(made, compiled, tried, Ranks(target_ranks, source_ranks))
-        if as_json:
-            console.print_json(_document(made, back, compiled, tried))
-        else:
-            _print_compiled(made, back, compiled, tried)
+        console.answer(_document(made, back, compiled, tried), lambda: _print_compiled(made, back, compiled, tried), as_json)
 
 
 def _text(program: str) -> str:

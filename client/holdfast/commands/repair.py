@@ -8,15 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from holdfast.commands.jobs import finished
 from holdfast.commands.labels_and_pins import named
-from holdfast.config import default_url
-from holdfast.rest import service_jobs
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
-from holdfast_formats.rest.offline import RootJob
 
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The damaged checkpoint.")]
 Sources = Annotated[
@@ -33,24 +30,14 @@ def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: 
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
-        if root is not None and url is not None:
-            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         if sources and root is None:
             raise InvalidRequest("--from needs --root", hint="add --root DIR; a daemon uses its own --replica directories")
         wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=True))
-        if root is not None:
-            replicas = tuple(map(str, sources or ()))
-            done = service_jobs.offline(RootJob(root=str(root), job=wanted, replicas=replicas), lambda done, total: None)
-        else:
-            with Api(url or default_url()) as api:
-                done = service_jobs.as_job(api, wanted, lambda done, total: None)
-    _print(f"{run}@{step}", done, as_json)
+        done = finished(wanted, root, url, replicas=sources or ())
+    console.answer(done, lambda: _print(f"{run}@{step}", done), as_json)
 
 
-def _print(what: str, done: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        console.print_json(done)
-        return
+def _print(what: str, done: dict[str, Any]) -> None:
     out = console.out()
     repaired = done.get("repaired", [])
     if not repaired:

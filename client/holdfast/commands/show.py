@@ -37,7 +37,7 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
             if metadata is None:
                 raise
             if as_json:
-                console.print_json({"run": metadata.run, "about": metadata.model_dump()})
+                console.print_json({"run": metadata.run, "about": metadata})
 
 
 def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
@@ -61,8 +61,8 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     descent = None if origin is None else ancestry.Descent(source, origin)
     drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        document = {**_document(manifest, known), "replicas": [copy.model_dump() for copy in copies], "origin": origin}
-        console.print_json(document if metadata is None else {**document, "about": metadata.model_dump()})
+        document = {**_document(manifest, known), "replicas": copies, "origin": origin}
+        console.print_json(document if metadata is None else {**document, "about": metadata})
         return
     if metadata is not None:
         console.out().print()

@@ -11,8 +11,6 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.config import default_url
-from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
@@ -44,7 +42,7 @@ def top(  # noqa: PLR0913 — one option each
     as_json: AsJson = False,
 ) -> None:
     """Show how the checkpointing of all runs goes: last commit, exposure, stall, interval, and what needs attention."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
 
         def look() -> list[RunSummary]:
             return list(summaries(api, prefix, "name" if by_name else "attention", runs, failed=bool(prefix)))
@@ -100,15 +98,15 @@ def _cells(summary: RunSummary) -> list[str]:
     return [
         summary.life,
         "-" if summary.newest is None else str(summary.newest),
-        human_seconds(summary.last_commit_age_s),
-        human_seconds(summary.exposed_s),
-        human_seconds(summary.stall_p50_s),
-        human_seconds(summary.stall_p95_s),
-        human_seconds(summary.durable_p95_s),
+        console.human_seconds(summary.last_commit_age_s),
+        console.human_seconds(summary.exposed_s),
+        console.human_seconds(summary.stall_p50_s),
+        console.human_seconds(summary.stall_p95_s),
+        console.human_seconds(summary.durable_p95_s),
         "not measured" if summary.disk_ratio is None else f"{summary.disk_ratio:.0%}",
         lost,
-        human_seconds(summary.interval_s),
-        human_seconds(summary.recommended_interval_s),
+        console.human_seconds(summary.interval_s),
+        console.human_seconds(summary.recommended_interval_s),
     ]
 
 
@@ -116,14 +114,3 @@ def _flag(summary: RunSummary) -> Text:
     counted = [item for item in summary.attention if item.acknowledged is None]
     style = "bold red" if any(item.level == "error" for item in counted) else "yellow"
     return Text(" ".join(item.code for item in counted), style=style)
-
-
-def human_seconds(seconds: float | None) -> str:
-    """0.0123 -> 12 ms, 75 -> 75 s, 7500 -> 125 min; - for unknown."""
-    if not seconds:
-        return "-" if seconds is None else "0 s"
-    for below, unit_s, unit in ((1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < below:
-            value = seconds / unit_s
-            return f"{value:.1f} {unit}" if value < 10 and unit in ("ms", "s") else f"{value:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"

@@ -28,7 +28,7 @@ def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: 
     if as_json:
         rows = [damage._asdict() for damage in damages]
         summary = {"from": source.label, "bytes": checked, "intact": not damages, "damages": rows}
-        more = {"hint": _next(source)} if damages else {"repaired": [event.model_dump() for event in repairs]}
+        more = {"hint": _next(source)} if damages else {"repaired": repairs}
         console.print_json({**summary, **more})
     elif damages:
         _print_damages(source, damages)

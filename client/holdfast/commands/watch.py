@@ -9,8 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from holdfast.config import default_url
-from holdfast.rest.api import Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
@@ -37,7 +35,7 @@ def watch(
     as_json: Lines = False,
 ) -> None:
     """Show events as they happen, until interrupted. A lost connection is made again, and no event is missed."""
-    with console.reporting(as_json), Api(url or default_url()) as api, suppress(KeyboardInterrupt):
+    with console.service(url, as_json) as api, suppress(KeyboardInterrupt):
         if kind is not None and kind not in EVENTS:
             raise InvalidRequest(f"{kind!r} is not a kind of event", hint=f"one of {', '.join(EVENTS)}")
         for shown, event in enumerate(api.events(after, run, kind, on_gap=_say_line if as_json else _say_gap), 1):

@@ -14,13 +14,16 @@ import typer
 from holdfast.rest.waiting_notice import silence_reported
 from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
-from holdfast_formats.errors import CheckpointError, exit_status
+from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
 from holdfast_formats.rest.columns import Listing, Part, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
+
+    from holdfast.rest.api import Api
 
 _STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 86_400, "d"))
 
@@ -68,6 +71,33 @@ def _styled(parts: Sequence[Part]) -> Styled:
     """A cell in the style of its first part."""
     texts = ["-" if part.value is None else _TEXTS.get(part.form, str)(part.value) for part in parts if part.form != "more"]
     return Styled(" ".join(texts), STYLES.get(parts[0].value if parts[0].form == "state" else parts[0].form, ""))
+
+
+@contextmanager
+def service(url: str | None, as_json: bool) -> Iterator[Api]:
+    """The service at this URL, or at the default one; errors are reported."""
+    from holdfast.config import default_url
+    from holdfast.rest.api import Api
+
+    with reporting(as_json), Api(url or default_url()) as api:
+        yield api
+
+
+def answer(value: Any, text: str | Text | Callable[[], None], as_json: bool) -> None:
+    """Print the result of a command: `value` as JSON, or what people read, unless `text` prints it."""
+    if as_json:
+        print_json(value)
+    elif callable(text):
+        text()
+    else:
+        out().print(text, markup=False)
+
+
+def confirm(question: str, undone: str, as_json: bool) -> None:
+    """Ask on the terminal; `InvalidRequest` with what was not done if the output is JSON."""
+    if as_json:
+        raise InvalidRequest(f"{undone}: --json needs --yes")
+    typer.confirm(question, abort=True, err=True)
 
 
 def print_json(value: Any) -> None:
@@ -144,12 +174,15 @@ def human_age(created: str, now: datetime | None = None) -> str:
     return f"{seconds / unit_s:.0f} {unit} ago"
 
 
-def human_seconds(seconds: float) -> str:
-    """0.0123 -> 12 ms, 75 -> 1.2 min."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    unit_s, unit = next((size, unit) for limit, size, unit in _STEPS if seconds < limit)
-    return f"{seconds / unit_s:.1f} {unit}"
+def human_seconds(seconds: float | None) -> str:
+    """0.0123 -> 12 ms, 75 -> 75 s, 7500 -> 125 min; - for unknown."""
+    if not seconds:
+        return "-" if seconds is None else "0 s"
+    for below, unit_s, unit in ((1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < below:
+            value = seconds / unit_s
+            return f"{value:.1f} {unit}" if value < 10 and unit in ("ms", "s") else f"{value:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
 
 
 def progress_text(done: int, total: int) -> str:

@@ -24,6 +24,11 @@ def _local(path: Path | None) -> Path | None:
     return path
 
 
+def one_place(root: Path | None, url: str | None) -> None:
+    if root is not None and url is not None:
+        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
+
+
 Root = Annotated[
     Path | None,
     typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),

@@ -14,13 +14,18 @@ def program_text(given: str) -> str:
 
     Raises `InvalidRequest` for a file that does not exist or is no text, `LimitExceeded` for one that is too long.
     """
+    if not Path(given).is_file() and "/" not in given and not given.endswith(".toml"):
+        return given
+    return file_text(given, PROGRAM_BYTES_MAX, "pass a program's file, or the name of a shipped program")
+
+
+def file_text(given: str, bytes_max: int, hint: str) -> str:
+    """The text of a file; `InvalidRequest` if it does not exist or is no text, `LimitExceeded` if it is too long."""
     path = Path(given)
     if not path.is_file():
-        if "/" in given or given.endswith(".toml"):
-            raise InvalidRequest(f"there is no file {given}", hint="pass a program's file, or the name of a shipped program")
-        return given
-    if path.stat().st_size > PROGRAM_BYTES_MAX:
-        raise LimitExceeded(f"{given} has more than {PROGRAM_BYTES_MAX} bytes", hint="use patterns instead of single names")
+        raise InvalidRequest(f"there is no file {given}", hint=hint)
+    if path.stat().st_size > bytes_max:
+        raise LimitExceeded(f"{given} has more than {bytes_max} bytes", hint="a job's request cannot carry more")
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as error:

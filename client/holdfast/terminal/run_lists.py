@@ -47,10 +47,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else console.human_seconds(value)
-
-
 def _newest(values: list[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
@@ -67,7 +63,7 @@ _OF_A_DIRECTORY: Mapping[str, Callable[[bodies.Run], str | int]] = {
 }
 _SHOWN: Mapping[str, Callable[[RunSummary], str]] = {
     "age": lambda run: "-" if run.good is None else console.human_age(run.good.created),
-    "exposed": lambda run: _seconds(run.exposed_s),
-    "stall": lambda run: _seconds(_newest(run.trend.stall_s)),
+    "exposed": lambda run: console.human_seconds(run.exposed_s),
+    "stall": lambda run: console.human_seconds(_newest(run.trend.stall_s)),
     "goodput": lambda run: _share(_newest(run.trend.goodput)),
 }

@@ -13,7 +13,8 @@ from urllib.parse import quote
 from holdfast_formats.printable import spreadsheet_cell
 
 Row = TypeVar("Row")
-# A moment is an exact time; progress is bytes that are done, and all, with a state; a meter two numbers of bytes; more is pairs of a name and a text, on a page only.
+# A moment is an exact time; progress is bytes that are done, and all, with a state; a meter is two numbers of bytes; more
+# is pairs of a name and a text, on a page only.
 Words = Literal["text", "quiet", "code", "error", "warning", "state", "more"]
 Form = Words | Literal["step", "number", "bytes", "share", "duration", "age", "moment", "progress", "meter"]
 _RIGHT = ("step", "number", "bytes", "share", "progress", "meter")

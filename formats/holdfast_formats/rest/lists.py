@@ -12,7 +12,7 @@ from holdfast_formats.timestamps import utc_now
 
 if TYPE_CHECKING:
     from holdfast_formats.rest.access import Quota
-    from holdfast_formats.rest.measurements import Difference, RunSummary, TensorStatistics
+    from holdfast_formats.rest.measurements import Difference, TensorStatistics
     from holdfast_formats.rest.notifications import NotificationTarget
     from holdfast_formats.rest.operations import Event, Job, Token
     from holdfast_formats.rest.retention import Verdict
@@ -361,20 +361,8 @@ def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
     )
 
 
-SUMMARIES: Listing[RunSummary] = Listing(
-    path="/v1/summaries",
-    fields=(
-        *("run", "state", "newest", "checkpoints", "bytes", "last_commit", "exposed_s", "stall_p50_s", "stall_p95_s"),
-        *("goodput_lost", "failed", "dropped", "saves", "metrics"),
-    ),
-    filters=("prefix", "q", "sort"),
-)
 EVENTS: Listing[Event] = Listing(
     (), "/v1/events", ("id", "at", "level", "kind", "run", "step", "node", "text"), ("run", "kind")
-)
-FILES: Listing[bodies.File] = Listing((), "files", ("name", "bytes", "stored", "digest"))
-TENSORS: Listing[bodies.Tensor] = Listing(
-    (), "tensors", ("group", "name", "dtype", "shape", "bytes", "file", "placement"), ("group",)
 )
 
 # What an import and an export report: a group is its name and facts; files of the source; what was left out.
@@ -401,9 +389,3 @@ SOURCE_FILES: Listing[Mapping[str, Any]] = Listing(
     )
 )
 LEFT_OUT: Listing[Mapping[str, Any]] = Listing((Column("Not in it", "what", "code"), Column("Why", "reason", wraps=True)))
-
-# The lists that pages offer as CSV, by name.
-_ALL = (("runs", SUMMARIES), ("jobs", JOBS), ("events", EVENTS), ("nodes", NODES), ("saves", SAVES), ("quotas", QUOTAS))
-OF_ALL: Mapping[str, Listing[Any]] = {**dict[str, Any](_ALL), "tokens": TOKENS}
-OF_RUN: Mapping[str, Listing[Any]] = {"checkpoints": checkpoints(True), "compare": DIFFERENCES}
-OF_CHECKPOINT: Mapping[str, Listing[Any]] = {"files": FILES, "tensors": TENSORS, "statistics": STATISTICS}

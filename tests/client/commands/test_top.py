@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import app
-from holdfast.commands.top import human_seconds, render
+from holdfast.commands.top import render
 from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries, summary
+from holdfast.terminal.console import human_seconds
 from holdfast_formats.errors import DaemonGone, NoSuchRun, exit_status
 from tests.checkpoints import build_root
 from tests.serving import Served, served

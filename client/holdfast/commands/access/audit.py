@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.config import default_url
-from holdfast.rest.api import PAGE_ITEMS, Api
+from holdfast.rest.api import PAGE_ITEMS
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.printable import visible_lines
@@ -37,7 +36,7 @@ def audit(  # noqa: PLR0913 - options of a command
 ) -> None:
     """Show the audit log: every change, and every refused request, newest first."""
     query = {"who": who, "run": run, "kind": kind, "since": since, "refused": "true" if refused else None}
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         if as_csv:
             limit = str(min(count, 1000))
             params = {name: value for name, value in {**query, "format": "csv", "limit": limit}.items() if value}

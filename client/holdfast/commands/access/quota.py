@@ -8,8 +8,6 @@ from urllib.parse import quote
 import typer
 
 from holdfast.commands.retention import parse_bytes
-from holdfast.config import default_url
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
@@ -23,7 +21,7 @@ Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may ho
 @app.command()
 def ls(url: Url = None, as_json: AsJson = False) -> None:
     """List quotas, and how much of each is used."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         quotas = list(api.pages(lists.QUOTAS.path, Quota))
     console.listed(lists.QUOTAS, quotas, "No quotas.", as_json)
 
@@ -31,25 +29,19 @@ def ls(url: Url = None, as_json: AsJson = False) -> None:
 @app.command("set")
 def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False) -> None:
     """Set the quota of a pattern of runs. It holds from the next save on."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         body = QuotaRequest(quota_bytes=parse_bytes(size) or 0).model_dump()
         made = api.parsed(api.request("PUT", _path(pattern), json=body).content, Quota)
-    if as_json:
-        console.print_json(made.model_dump())
-    else:
-        used, quota = (console.human_bytes(size) for size in (made.used_bytes, made.quota_bytes))
-        console.out().print(f"runs {made.pattern} may hold {quota}; they hold {used}", markup=False)
+    used, quota = (console.human_bytes(size) for size in (made.used_bytes, made.quota_bytes))
+    console.answer(made, f"runs {made.pattern} may hold {quota}; they hold {used}", as_json)
 
 
 @app.command()
 def rm(pattern: Pattern, url: Url = None, as_json: AsJson = False) -> None:
     """Remove the quota of a pattern of runs."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         api.request("DELETE", _path(pattern))
-    if as_json:
-        console.print_json({"pattern": pattern, "removed": True})
-    else:
-        console.out().print(f"removed the quota of {pattern}", markup=False)
+    console.answer({"pattern": pattern, "removed": True}, f"removed the quota of {pattern}", as_json)
 
 
 def _path(pattern: str) -> str:

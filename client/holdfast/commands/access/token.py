@@ -16,7 +16,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Url
+from holdfast.terminal.options import AsJson, Url, one_place
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, TokenRequest
@@ -100,7 +100,7 @@ def rotate(  # noqa: PLR0913 - options of a command
 def _show(new_token: NewToken, as_json: bool) -> None:
     """The token goes to stdout, alone; its description to stderr."""
     if as_json:
-        console.print_json(new_token.model_dump())
+        console.print_json(new_token)
         return
     until = f" until {new_token.expires}" if new_token.expires else ""
     text = f"token {new_token.name}: scope {new_token.scope}, runs {new_token.runs}{until}; it cannot be shown again:"
@@ -121,16 +121,12 @@ def revoke(name: Name, root: Root = None, catalog: Catalog = None, url: Url = No
     """Revoke a token, at once and permanently."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         store.revoke(name)
-    if as_json:
-        console.print_json({"name": name, "revoked": True})
-    else:
-        console.out().print(f"revoked {name}", markup=False)
+    console.answer({"name": name, "revoked": True}, f"revoked {name}", as_json)
 
 
 @contextmanager
 def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[TokenStore]:
-    if root is not None and url is not None:
-        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
+    one_place(root, url)
     if root is not None:
         yield RootTokens(root, catalog)
         return

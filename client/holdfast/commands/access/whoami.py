@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.config import default_url
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.printable import visible
@@ -19,10 +17,10 @@ _BY = {
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
     """Show your name for the service, and your permissions."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         caller = api.get("/v1/whoami", Whoami)
     if as_json:
-        console.print_json(caller.model_dump())
+        console.print_json(caller)
         return
     facts = [("you are", caller.name), ("known by", _BY.get(caller.by, caller.by))]
     for grant in caller.grants or [Grant(scope=caller.scope, runs=caller.runs)]:

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.config import default_url
 from holdfast.rest import notifications
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
@@ -22,7 +20,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")
 @app.command()
 def ls(url: Url = None, as_json: AsJson = False) -> None:
     """List targets, and how messages to them have fared. Secrets are not shown."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         notification_targets = notifications.targets(api)
     console.listed(lists.TARGETS, notification_targets, "The file of --notify has no target.", as_json)
 
@@ -30,10 +28,10 @@ def ls(url: Url = None, as_json: AsJson = False) -> None:
 @app.command()
 def test(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     """Send a test message to a target, now. Exit status 1 if it is not accepted."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         delivery = notifications.send_test(api, name)
     if as_json:
-        console.print_json(delivery.model_dump())
+        console.print_json(delivery)
     elif delivery.delivered:
         console.out().print(f"{name} accepted the test message", markup=False)
     else:

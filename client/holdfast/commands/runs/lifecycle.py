@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.config import default_url
 from holdfast.rest import runs
-from holdfast.rest.api import Api
 from holdfast.terminal import completion, console, run_description
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest.runs import RunAbout, RunChange
@@ -28,7 +26,7 @@ Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
 def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
     """Set owner and notes of a run; without options, show what is remembered of it."""
     if owner is None and notes is None:
-        with console.reporting(as_json), Api(url or default_url()) as api:
+        with console.service(url, as_json) as api:
             metadata = runs.about(api, run)
         _show(metadata, as_json)
         return
@@ -47,7 +45,7 @@ def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = Fal
 
 def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
     """Rename a run without connected ranks. Nothing is copied; the checkpoints get new manifests."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         renamed = runs.rename(api, run, name)
     if as_json:
         console.print_json({"renamed": renamed.model_dump(), "to": name})
@@ -58,14 +56,14 @@ def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) ->
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         metadata = runs.change(api, run, change)
     _show(metadata, as_json)
 
 
 def _show(metadata: RunAbout, as_json: bool) -> None:
     if as_json:
-        console.print_json(metadata.model_dump())
+        console.print_json(metadata)
         return
     out = console.out()
     for line in run_description.lines(metadata):

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.config import default_url
 from holdfast.rest import runs
-from holdfast.rest.api import Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
@@ -25,16 +23,14 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 def remove_run(run: str, url: str | None, *, marked: bool, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Delete a whole run, after asking."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         trashed = runs.delete(api, run, marked, dry_run=True)
         if not yes and not dry_run:
-            if as_json:
-                raise InvalidRequest("nothing was deleted: --json needs --yes")
-            typer.confirm(f"Delete the run {run} ({_size(trashed)}) from {api.url}?", abort=True, err=True)
+            console.confirm(f"Delete the run {run} ({_size(trashed)}) from {api.url}?", "nothing was deleted", as_json)
         if not dry_run:
             trashed = runs.delete(api, run, marked)
     if as_json:
-        console.print_json({"would delete" if dry_run else "deleted": trashed.model_dump()})
+        console.print_json({"would delete" if dry_run else "deleted": trashed})
         return
     console.out().print(f"{'would delete' if dry_run else 'deleted'} {run} ({_size(trashed)})", markup=False)
     if not dry_run and trashed.checkpoints:
@@ -44,29 +40,24 @@ def remove_run(run: str, url: str | None, *, marked: bool, yes: bool, dry_run: b
 
 def undelete(run: Run, entry: Entry = None, url: Url = None, as_json: AsJson = False) -> None:
     """Bring a deleted run back from the trash."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         restored = runs.undelete(api, run, entry)
-    if as_json:
-        console.print_json({"undeleted": restored.model_dump()})
-    else:
-        console.out().print(f"brought {run} back ({_size(restored)})", markup=False)
+    console.answer({"undeleted": restored}, f"brought {run} back ({_size(restored)})", as_json)
 
 
 def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url = None, as_json: AsJson = False) -> None:
     """List deleted runs that can be brought back, and the space that they take."""
-    with console.reporting(as_json), Api(url or default_url()) as api:
+    with console.service(url, as_json) as api:
         if empty is None:
             if entry is not None:
                 raise InvalidRequest("--entry needs --empty RUN", hint="holdfast undelete RUN --entry ENTRY brings it back")
             found = runs.trash(api)
         else:
             if not yes:
-                if as_json:
-                    raise InvalidRequest("nothing was removed: --json needs --yes")
-                typer.confirm(f"Remove what was deleted of {empty} for good?", abort=True, err=True)
+                console.confirm(f"Remove what was deleted of {empty} for good?", "nothing was removed", as_json)
             found = runs.empty_trash(api, empty, entry)
     if as_json:
-        console.print_json(found.model_dump())
+        console.print_json(found)
     elif empty is not None:
         console.out().print(f"removed {console.human_bytes(found.bytes)} of {empty} for good", markup=False)
     else:

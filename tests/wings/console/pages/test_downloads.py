@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.printable import visible_lines
 from holdfast_formats.rest.columns import Listing
-from holdfast_formats.rest.lists import OF_ALL
+from holdfast_service.wings.console.pages.downloads import OF_ALL
 from tests.wings.console.reading import Page
 
 PATHS = [

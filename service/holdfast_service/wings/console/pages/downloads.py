@@ -18,23 +18,46 @@ from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, ViewerAp
 router = page_router()
 
 ROWS_MAX = 20_000
+_SUMMARIES: Listing[Any] = Listing(
+    path="/v1/summaries",
+    fields=(
+        *("run", "state", "newest", "checkpoints", "bytes", "last_commit", "exposed_s", "stall_p50_s", "stall_p95_s"),
+        *("goodput_lost", "failed", "dropped", "saves", "metrics"),
+    ),
+    filters=("prefix", "q", "sort"),
+)
+_FILES: Listing[Any] = Listing((), "files", ("name", "bytes", "stored", "digest"))
+_TENSORS: Listing[Any] = Listing(
+    (), "tensors", ("group", "name", "dtype", "shape", "bytes", "file", "placement"), ("group",)
+)
+OF_ALL: Mapping[str, Listing[Any]] = {
+    "runs": _SUMMARIES,
+    "jobs": lists.JOBS,
+    "events": lists.EVENTS,
+    "nodes": lists.NODES,
+    "quotas": lists.QUOTAS,
+    "saves": lists.SAVES,
+    "tokens": lists.TOKENS,
+}
+OF_RUN: Mapping[str, Listing[Any]] = {"checkpoints": lists.checkpoints(True), "compare": lists.DIFFERENCES}
+OF_CHECKPOINT: Mapping[str, Listing[Any]] = {"files": _FILES, "tensors": _TENSORS, "statistics": lists.STATISTICS}
 
 
 @router.get("/csv/{table}")
 async def of_all(request: Request, api: Asked, table: str) -> Response:
-    listing = _named(lists.OF_ALL, table)
+    listing = _named(OF_ALL, table)
     return await _file(request, api, listing, listing.path, table)
 
 
 @router.get("/runs/{run}/csv/{table}")
 async def of_run(request: Request, api: Asked, run: str, table: str) -> Response:
-    listing = _named(lists.OF_RUN, table)
+    listing = _named(OF_RUN, table)
     return await _file(request, api, listing, f"{at(run)}/{listing.path}", f"{run}-{table}")
 
 
 @router.get("/runs/{run}/checkpoints/{step}/csv/{table}")
 async def of_checkpoint(request: Request, api: Asked, run: str, step: str, table: str) -> Response:
-    listing = _named(lists.OF_CHECKPOINT, table)
+    listing = _named(OF_CHECKPOINT, table)
     return await _file(request, api, listing, at(run, step, listing.path), f"{run}-{step}-{table}")
 
 
