@@ -131,7 +131,7 @@ def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
             hello = wire.Hello(id=0, rank=rank, **about)
 
             def join(attempt: int) -> int:
-                world.saver.join(run_busy.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
+                world.saver.join(run_busy.ConnectedRank(hello, attempt, lambda outcome: None, lambda: False))
                 return attempt
 
             return run_busy.let_in(world.saver, world.control, hello, join, ADMIN)

@@ -129,14 +129,14 @@ def _memory(node: bodies.Node) -> list[Part]:
     return [Part(node.arena_bytes, "bytes"), *(part for pair in held for part in pair)] if node.live else []
 
 
-def behind(node: bodies.Node) -> list[Part | str]:
+def behind(node: bodies.Node) -> Part:
     """How far a live node is behind: its heartbeat, its saves, and its queued catalog writes."""
-    late = node.heard_s is not None and node.heard_s > LATE_S
-    lag: list[Part | str] = ["not heard of for", Part(round(node.heard_s or 0), "duration")] if late else []
+    late = node.heard_s if node.heard_s is not None and node.heard_s > LATE_S else None
+    lag = [] if late is None else [f"not heard of for {late:.0f} s"]
     lag += [f"{count(node.sealed, 'save')} sealed, not committed yet"] if node.sealed else []
     waiting = f"{count(node.catalog_waiting, 'record waits', 'records wait')} for the catalog"
     lag += [node.catalog] if node.catalog else [waiting] if node.catalog_waiting else []
-    return (lag or [quiet("nothing")]) if node.live else []
+    return Part(None) if not node.live else Part("; ".join(lag)) if lag else quiet("nothing")
 
 
 def _address(node: bodies.Node) -> Part:

@@ -30,7 +30,7 @@ from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, PeerSlots
 from holdfast_service.daemon.saving.rounds import Participant
-from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
+from holdfast_service.daemon.saving.run_busy import ConnectedRank, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.serving import Serving
 
@@ -211,7 +211,7 @@ class RankConnection:
         self._serving.check(request.root)
 
         def join(attempt: int) -> Participant:
-            who = self._who = NearParticipant(request, attempt, self._notify, self.has_lost_its_rank)
+            who = self._who = ConnectedRank(request, attempt, self._notify, self.has_lost_its_rank)
             plane.saver.join(who)
             return who
 

@@ -26,7 +26,7 @@ from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.arena.upload import Chunk, Part, SlotUpload
-from holdfast_service.daemon.saving.run_busy import DistantParticipant
+from holdfast_service.daemon.saving.run_busy import ConnectedRank
 from holdfast_service.daemon.saving.saver import Saver
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RemoteRank:
     def __init__(self, arena: Arena, saver: Saver, hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = arena, saver
         self.hello, self.holder = hello, ShareHolder(hello.run, tenant, remote=True)
-        self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
+        self.who = ConnectedRank(hello, attempt, self._notify, heard=lambda: self.heard)
         self.heard = time.monotonic()
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only

@@ -27,39 +27,32 @@ HINT = (
 ALONE_HINT = "; Checkpointer.alone() is for one rank of a job, and no other rank may construct one for this run"
 
 
-class DistantParticipant(Participant):
-    """A rank over HTTP: its death is not reported, so it counts as gone after a long silence."""
+class ConnectedRank(Participant):
+    """A rank of this daemon. One at the socket lives as long as its process: a forked child may keep the connection open.
+    The death of one over HTTP is not reported, so it counts as gone after a long silence.
+    """
 
     def __init__(
-        self, hello: HelloFields, attempt: int, tell: Callable[[Outcome | Stop], None], heard: Callable[[], float]
+        self,
+        hello: HelloFields,
+        attempt: int,
+        tell: Callable[[Outcome | Stop], None],
+        has_ended: Callable[[], bool] | None = None,
+        heard: Callable[[], float] = float,
     ) -> None:
-        """`heard` returns the time of its last request, by `time.monotonic()`."""
+        """`heard` returns the time of the last request over HTTP, by `time.monotonic()`; used without `has_ended`."""
         super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
-        self.process, self._tell, self._heard = hello.process, tell, heard
-
-    def ask_to_stop(self) -> None:
-        self._tell(Stop())
-
-    def left_s(self) -> float:
-        return max(BUSY_SILENCE_MAX_S - (time.monotonic() - self._heard()), 0.0)
-
-
-class NearParticipant(Participant):
-    """A rank at the socket. It lives as long as its process: a forked child may keep the connection open."""
-
-    def __init__(
-        self, hello: HelloFields, attempt: int, tell: Callable[[Outcome | Stop], None], has_ended: Callable[[], bool]
-    ) -> None:
-        super().__init__(hello.run, hello.rank, hello.world, attempt, tell)
-        self.process, self._tell, self._has_ended = hello.process, tell, has_ended
+        self.process, self._tell, self._has_ended, self._heard = hello.process, tell, has_ended, heard
 
     def ask_to_stop(self) -> None:
         self._tell(Stop())
 
     def is_gone(self) -> bool:
-        return self._has_ended()
+        return self._has_ended is not None and self._has_ended()
 
     def left_s(self) -> float | None:
+        if self._has_ended is None:
+            return max(BUSY_SILENCE_MAX_S - (time.monotonic() - self._heard()), 0.0)
         return 0.0 if self.is_gone() else None
 
 
