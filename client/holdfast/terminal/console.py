@@ -16,7 +16,7 @@ from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
-from holdfast_formats.rest.columns import Listing, Part, Row
+from holdfast_formats.rest.columns import Listing, CellPart, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def table_of(listing: Listing[Row], rows: Sequence[Row]) -> Table:
     return filled
 
 
-def _styled(parts: Sequence[Part]) -> Styled:
+def _styled(parts: Sequence[CellPart]) -> Styled:
     """A cell in the style of its first part."""
     texts = ["-" if part.value is None else _TEXTS.get(part.form, str)(part.value) for part in parts if part.form != "more"]
     return Styled(" ".join(texts), STYLES.get(parts[0].value if parts[0].form == "state" else parts[0].form, ""))

@@ -20,7 +20,7 @@ Form = Words | Literal["step", "number", "bytes", "share", "duration", "age", "m
 _RIGHT = ("step", "number", "bytes", "share", "progress", "meter")
 
 
-class Part(NamedTuple):
+class CellPart(NamedTuple):
     """A piece of a cell. Each program says how a form looks; None is unknown."""
 
     value: Any
@@ -29,17 +29,17 @@ class Part(NamedTuple):
     title: str = ""  # a longer text on a page; of "more", what it is opened with
 
 
-def quiet(text: str) -> Part:
-    return Part(text, "quiet")
+def quiet(text: str) -> CellPart:
+    return CellPart(text, "quiet")
 
 
-def bad(text: str) -> Part:
-    return Part(text, "error")
+def bad(text: str) -> CellPart:
+    return CellPart(text, "error")
 
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column. `cell` is the name of an attribute (or key), or returns a value, a `Part`, or several of them."""
+    """A column. `cell` is the name of an attribute (or key), or returns a value, a `CellPart`, or several of them."""
 
     heading: str
     cell: str | Callable[[Row], Any]
@@ -52,16 +52,18 @@ class Column(Generic[Row]):
     def right(self) -> bool:
         return self.form in _RIGHT
 
-    def parts(self, row: Row) -> list[Part]:
+    def parts(self, row: Row) -> list[CellPart]:
         if callable(self.cell):
             cell = self.cell(row)
         else:
             cell = row[self.cell] if isinstance(row, Mapping) else getattr(row, self.cell)
         pieces = (
-            cell if isinstance(cell, (tuple, list)) and self.form != "progress" and not isinstance(cell, Part) else [cell]
+            cell
+            if isinstance(cell, (tuple, list)) and self.form != "progress" and not isinstance(cell, CellPart)
+            else [cell]
         )
-        parts = [one if isinstance(one, Part) else Part(one, self.form) for one in pieces if one not in (None, "")]
-        return parts or [Part(None)]
+        parts = [one if isinstance(one, CellPart) else CellPart(one, self.form) for one in pieces if one not in (None, "")]
+        return parts or [CellPart(None)]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,11 @@ class Listing(Generic[Row]):
         return written.getvalue()
 
 
-def checkpoint(run: str, step: int | None = None, text: str | None = None) -> Part:
+def checkpoint(run: str, step: int | None = None, text: str | None = None) -> CellPart:
     """RUN or RUN@STEP, or another text, with a link to its page."""
     at = "" if step is None else f"@{step}"
     page = f"/runs/{quote(run, safe='')}" + ("" if step is None else f"/checkpoints/{step}")
-    return Part(f"{run}{at}" if text is None else text, "text", page)
+    return CellPart(f"{run}{at}" if text is None else text, "text", page)
 
 
 def count(number: int, one: str, several: str = "") -> str:

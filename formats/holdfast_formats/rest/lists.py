@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
-from holdfast_formats.rest.columns import Column, Listing, Part, bad, checkpoint, count, quiet
+from holdfast_formats.rest.columns import Column, Listing, CellPart, bad, checkpoint, count, quiet
 from holdfast_formats.timestamps import utc_now
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ DUTIES = {
 }
 
 
-def _expiry(token: Token) -> tuple[Part, ...]:
+def _expiry(token: Token) -> tuple[CellPart, ...]:
     if token.revoked is not None:
-        return bad("revoked"), Part(token.revoked, "age")
+        return bad("revoked"), CellPart(token.revoked, "age")
     expired = token.expires is not None and token.expires <= utc_now()
-    return (*([bad("expired")] if expired else []), Part(token.expires, "age") if token.expires else quiet("never"))
+    return (*([bad("expired")] if expired else []), CellPart(token.expires, "age") if token.expires else quiet("never"))
 
 
-def _limits(token: Token) -> list[Part]:
-    limits = [Part(f"{token.requests_per_s} requests/s")] if token.requests_per_s else []
-    limits += [Part(token.bytes_per_s, "bytes"), Part("a second")] if token.bytes_per_s else []
+def _limits(token: Token) -> list[CellPart]:
+    limits = [CellPart(f"{token.requests_per_s} requests/s")] if token.requests_per_s else []
+    limits += [CellPart(token.bytes_per_s, "bytes"), CellPart("a second")] if token.bytes_per_s else []
     return limits or [quiet("none")]
 
 
@@ -56,14 +56,14 @@ TOKENS: Listing[Token] = Listing(
 )
 
 
-def _fullness(quota: Quota) -> tuple[Part | None, ...]:
+def _fullness(quota: Quota) -> tuple[CellPart | None, ...]:
     share = quota.used_bytes / quota.quota_bytes
-    level = bad("full: saves are refused") if share >= 1 else Part("nearly full", "warning")
-    return Part((quota.used_bytes, quota.quota_bytes), "meter"), level if share >= NEARLY_FULL else None
+    level = bad("full: saves are refused") if share >= 1 else CellPart("nearly full", "warning")
+    return CellPart((quota.used_bytes, quota.quota_bytes), "meter"), level if share >= NEARLY_FULL else None
 
 
-def _pattern(quota: Quota) -> Part:
-    return Part(quota.pattern, "code", None if quota.pattern == "*" else f"/?q={quota.pattern.replace('*', '')}")
+def _pattern(quota: Quota) -> CellPart:
+    return CellPart(quota.pattern, "code", None if quota.pattern == "*" else f"/?q={quota.pattern.replace('*', '')}")
 
 
 QUOTAS: Listing[Quota] = Listing(
@@ -80,27 +80,27 @@ QUOTAS: Listing[Quota] = Listing(
 )
 
 
-def _about(entry: AuditEntry) -> tuple[Part | str | None, ...]:
-    asked = Part(f"{entry.method} {entry.path}", "code") if entry.kind in ("read", "other") else None
+def _about(entry: AuditEntry) -> tuple[CellPart | str | None, ...]:
+    asked = CellPart(f"{entry.method} {entry.path}", "code") if entry.kind in ("read", "other") else None
     return checkpoint(entry.run, entry.step) if entry.run else None, entry.target, asked
 
 
-def _result(entry: AuditEntry) -> tuple[Part | str | None, ...]:
+def _result(entry: AuditEntry) -> tuple[CellPart | str | None, ...]:
     refused = bad(entry.code or str(entry.status)) if entry.status else quiet("cut off")
     more = {"Request": f"{entry.method} {entry.path} {entry.status}", "Node": entry.node, "ID": entry.request}
     return (
         "done" if entry.status and entry.status < 400 else refused,
         quiet(f"and {entry.untold} more") if entry.untold else None,
-        Part(more, "more", None, "more"),
+        CellPart(more, "more", None, "more"),
     )
 
 
 AUDIT: Listing[AuditEntry] = Listing(
     (
         Column("When", "at", "moment"),
-        Column("Who", lambda entry: Part(entry.who, "text", f"/audit?who={entry.who}") if entry.who else None),
+        Column("Who", lambda entry: CellPart(entry.who, "text", f"/audit?who={entry.who}") if entry.who else None),
         Column("From", lambda entry: (entry.address or "this machine", quiet(entry.via)), omit=1),
-        Column("What", lambda entry: Part(entry.kind, "text", None, AUDITED.get(entry.kind, ""))),
+        Column("What", lambda entry: CellPart(entry.kind, "text", None, AUDITED.get(entry.kind, ""))),
         Column("About", _about),
         Column("Result", _result, wraps=True),
     ),
@@ -109,40 +109,40 @@ AUDIT: Listing[AuditEntry] = Listing(
 )
 
 
-def _name(node: bodies.Node) -> tuple[Part | str | None, ...]:
+def _name(node: bodies.Node) -> tuple[CellPart | str | None, ...]:
     return node.name, quiet(node.host) if node.host and node.host.split(".")[0] != node.name else None
 
 
-def _state(node: bodies.Node) -> tuple[Part | None, ...]:
+def _state(node: bodies.Node) -> tuple[CellPart | None, ...]:
     gone = not node.live and node.heard_s is not None
-    return Part(node.state, "state"), Part(round(node.heard_s or 0), "duration") if gone else None
+    return CellPart(node.state, "state"), CellPart(round(node.heard_s or 0), "duration") if gone else None
 
 
-def _ranks(node: bodies.Node) -> list[Part]:
+def _ranks(node: bodies.Node) -> list[CellPart]:
     runs = sorted(node.runs.items())
     links = [checkpoint(run, None, f"{ranks} of {run}{',' if run != runs[-1][0] else ''}") for run, ranks in runs]
     return links or [quiet(str(node.ranks or "none"))]
 
 
-def _memory(node: bodies.Node) -> list[Part]:
-    held = [(checkpoint(one.run, None, f"{one.run}@{one.step}:"), Part(one.bytes, "bytes")) for one in node.memory]
-    return [Part(node.arena_bytes, "bytes"), *(part for pair in held for part in pair)] if node.live else []
+def _memory(node: bodies.Node) -> list[CellPart]:
+    held = [(checkpoint(one.run, None, f"{one.run}@{one.step}:"), CellPart(one.bytes, "bytes")) for one in node.memory]
+    return [CellPart(node.arena_bytes, "bytes"), *(part for pair in held for part in pair)] if node.live else []
 
 
-def behind(node: bodies.Node) -> Part:
+def behind(node: bodies.Node) -> CellPart:
     """How far a live node is behind: its heartbeat, its saves, and its queued catalog writes."""
     late = node.heard_s if node.heard_s is not None and node.heard_s > LATE_S else None
     lag = [] if late is None else [f"not heard of for {late:.0f} s"]
     lag += [f"{count(node.sealed, 'save')} sealed, not committed yet"] if node.sealed else []
     waiting = f"{count(node.catalog_waiting, 'record waits', 'records wait')} for the catalog"
     lag += [node.catalog] if node.catalog else [waiting] if node.catalog_waiting else []
-    return Part(None) if not node.live else Part("; ".join(lag)) if lag else quiet("nothing")
+    return CellPart(None) if not node.live else CellPart("; ".join(lag)) if lag else quiet("nothing")
 
 
-def _address(node: bodies.Node) -> Part:
+def _address(node: bodies.Node) -> CellPart:
     more = {"Process": node.pid, "Root": node.root, "Socket": node.socket or "none", "For other nodes": node.exchange}
     more |= {"Version": node.version, "Member since": node.since}
-    return Part({name: str(fact) for name, fact in more.items() if fact}, "more", None, node.url or "no HTTP")
+    return CellPart({name: str(fact) for name, fact in more.items() if fact}, "more", None, node.url or "no HTTP")
 
 
 NODES: Listing[bodies.Node] = Listing(
@@ -151,7 +151,7 @@ NODES: Listing[bodies.Node] = Listing(
         Column("State", _state),
         Column("Ranks", _ranks, wraps=True),
         Column("Memory", _memory, wraps=True, omit=3),
-        Column("Duties", lambda node: [Part(one, "text", None, DUTIES.get(one, "")) for one in node.duties], omit=4),
+        Column("Duties", lambda node: [CellPart(one, "text", None, DUTIES.get(one, "")) for one in node.duties], omit=4),
         Column("Behind", behind, wraps=True),
         Column("Up since", lambda node: node.started if node.live else None, "age", omit=2),
         Column("Address", "url", omit=1, only="command"),
@@ -179,7 +179,7 @@ SAVES: Listing[bodies.Round] = Listing(
 
 JOBS: Listing[Job] = Listing(
     (
-        Column("Job", lambda job: Part(job.id, "step", f"/jobs/{job.id}"), "step"),
+        Column("Job", lambda job: CellPart(job.id, "step", f"/jobs/{job.id}"), "step"),
         Column("Kind", "kind"),
         Column("Of", lambda job: checkpoint(job.run, job.step) if job.run else quiet("everything")),
         Column("State", "state", "state"),
@@ -197,7 +197,7 @@ TRASH: Listing[TrashedRun] = Listing(
     (
         Column("Run", "run"),
         Column("Deleted", "deleted", "age"),
-        Column("Until", lambda one: one.expires or Part("for ever"), "moment"),
+        Column("Until", lambda one: one.expires or CellPart("for ever"), "moment"),
         Column("Checkpoints", "checkpoints", "number"),
         Column("Newest", "newest", "step"),
         Column("Bytes", "bytes", "bytes"),
@@ -206,17 +206,17 @@ TRASH: Listing[TrashedRun] = Listing(
 )
 
 
-def _gets(target: NotificationTarget) -> list[Part | str]:
-    told: list[Part | str] = [f"errors{'' if target.level == 'error' else ' and warnings'} of"]
-    told += ["all runs," if target.runs == "*" else Part(f"{target.runs},", "code")]
-    told += ["again every", Part(target.repeat_s, "duration")] if target.repeat_s else ["once"]
+def _gets(target: NotificationTarget) -> list[CellPart | str]:
+    told: list[CellPart | str] = [f"errors{'' if target.level == 'error' else ' and warnings'} of"]
+    told += ["all runs," if target.runs == "*" else CellPart(f"{target.runs},", "code")]
+    told += ["again every", CellPart(target.repeat_s, "duration")] if target.repeat_s else ["once"]
     return told + ([] if target.recovery else ["and not when it is over"])
 
 
-def _delivery(target: NotificationTarget) -> tuple[Part | str | None, ...]:
+def _delivery(target: NotificationTarget) -> tuple[CellPart | str | None, ...]:
     if target.problem is None:
         return ("fine",)
-    return bad("not sent:"), target.problem, Part(target.problem_since, "age") if target.problem_since else None
+    return bad("not sent:"), target.problem, CellPart(target.problem_since, "age") if target.problem_since else None
 
 
 TARGETS: Listing[NotificationTarget] = Listing(
@@ -244,13 +244,13 @@ TARGETS: Listing[NotificationTarget] = Listing(
 def verdicts(run: str, new: Collection[int] = ()) -> Listing[Verdict]:
     """`new`: steps whose verdict a proposed policy changes."""
 
-    def act(verdict: Verdict) -> tuple[Part | None, ...]:
+    def act(verdict: Verdict) -> tuple[CellPart | None, ...]:
         word = "remove" if not verdict.keep else "thin" if verdict.thin else "compact" if verdict.compact else "keep"
-        return Part(word, "state"), Part("new", "state") if verdict.step in new else None
+        return CellPart(word, "state"), CellPart("new", "state") if verdict.step in new else None
 
-    def size(verdict: Verdict) -> list[Part | int]:
+    def size(verdict: Verdict) -> list[CellPart | int]:
         """Its bytes, and those after thinning or compacting."""
-        about = Part("→ about" if verdict.compact else "→")
+        about = CellPart("→ about" if verdict.compact else "→")
         return [verdict.bytes] if verdict.bytes_after is None else [verdict.bytes, about, verdict.bytes_after]
 
     return Listing(
@@ -265,7 +265,7 @@ def verdicts(run: str, new: Collection[int] = ()) -> Listing[Verdict]:
 
 
 def _unsound(name: str) -> Column[TensorStatistics]:
-    return Column(name, lambda one: Part(getattr(one, name), "error" if one.nan + one.inf else "text"), "number")
+    return Column(name, lambda one: CellPart(getattr(one, name), "error" if one.nan + one.inf else "text"), "number")
 
 
 STATISTICS: Listing[TensorStatistics] = Listing(
@@ -288,14 +288,14 @@ STATISTICS: Listing[TensorStatistics] = Listing(
 )
 
 
-def _difference(one: Difference) -> Part:
+def _difference(one: Difference) -> CellPart:
     if one.state in ("reshaped", "retyped"):
         before, now = (one.detail["shape_a"], one.shape) if one.state == "reshaped" else (one.detail["dtype_a"], one.dtype)
-        return Part(f"{one.state}: {before} → {now}", "warning")
+        return CellPart(f"{one.state}: {before} → {now}", "warning")
     sides = (("A", one.detail.get("nonfinite_a")), ("B", one.detail.get("nonfinite_b")))
     sick = " and ".join(f"{number} in {side}" for side, number in sides if number)
     state = one.state.replace("-", " ")
-    return bad(f"{state}, not finite: {sick}") if sick else Part(state)
+    return bad(f"{state}, not finite: {sick}") if sick else CellPart(state)
 
 
 DIFFERENCES: Listing[Difference] = Listing(

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from holdfast_formats import timestamps
 from holdfast_formats.rest import job_labels
-from holdfast_formats.rest.columns import Part
+from holdfast_formats.rest.columns import CellPart
 from holdfast_formats.rest.job_labels import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
@@ -109,12 +109,12 @@ def prose(text: str) -> Markup:
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def cell(parts: Sequence[Part]) -> Markup:
+def cell(parts: Sequence[CellPart]) -> Markup:
     """A cell of a list."""
     return Markup(" ").join(map(_part, parts))
 
 
-def _part(part: Part) -> Markup:
+def _part(part: CellPart) -> Markup:
     if part.value is None:
         return NONE
     shown = _SHOWN.get(part.form, escape)(part.value)
@@ -125,7 +125,7 @@ def _part(part: Part) -> Markup:
     return Markup('<a href="{}">{}</a>').format(part.link, shown) if part.link else shown
 
 
-def _progress(part: tuple[int, int, str]) -> Markup:
+def _progress(part: Sequence[Any]) -> Markup:
     done, total, state = part
     bar = Markup('<progress max="{}" value="{}">{} of {} bytes</progress> ').format(total, done, done, total)
     bar = (bar if total else Markup("<progress>started</progress> ")) if state == "running" else Markup()

@@ -30,12 +30,7 @@ async def show_audit(  # noqa: PLR0913 — one a filter
     cursor: str | None = None,
 ) -> Response:
     """Show entries, newest first; the API filters them."""
-    asked = {"who": who, "run": run, "kind": kind, "refused": refused}
-    return page(
-        request,
-        "audit.html",
-        kinds=AUDITED,
-        as_csv=link("/v1/audit", format="csv", limit=LIMIT_MAX, **asked),
-        as_json=link("/v1/audit", limit=LIMIT_MAX, **asked),
-        **await listed(api, AuditEntry, lists.AUDIT, cursor, ENTRIES_SHOWN, **asked),
-    )
+    found = await listed(api, AuditEntry, lists.AUDIT, cursor, ENTRIES_SHOWN, who=who, run=run, kind=kind, refused=refused)
+    as_json = link("/v1/audit", limit=LIMIT_MAX, **found["asked"])
+    as_csv = link("/v1/audit", format="csv", limit=LIMIT_MAX, **found["asked"])
+    return page(request, "audit.html", kinds=AUDITED, as_csv=as_csv, as_json=as_json, **found)
