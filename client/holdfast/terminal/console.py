@@ -16,7 +16,7 @@ from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
-from holdfast_formats.rest.columns import Listing, CellPart, Row
+from holdfast_formats.rest.columns import CellPart, Listing, Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
-from holdfast_formats.rest.columns import Column, Listing, CellPart, bad, checkpoint, count, quiet
+from holdfast_formats.rest.columns import CellPart, Column, Listing, bad, checkpoint, count, quiet
 from holdfast_formats.timestamps import utc_now
 
 if TYPE_CHECKING:
