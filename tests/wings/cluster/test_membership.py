@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from holdfast_formats.errors import InUse, NoSuchResource, RootBusy
+from holdfast_service.control import nodes as core
 from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow
 from holdfast_service.wings.cluster import membership
 from tests.wings.cluster.nodes import Nodes, nodes
@@ -152,7 +153,7 @@ def test_a_node_that_has_been_back_for_long_is_just_live(nodes: Nodes, monkeypat
     nodes.lapse(nodes.add("a"))
     nodes.add("a")
     assert states(nodes) == {"a": "returned"}
-    monkeypatch.setattr(membership, "RETURNED_S", 0.0)
+    monkeypatch.setattr(core, "RETURNED_S", 0.0)
     assert states(nodes) == {"a": "live"}
 
 
@@ -202,7 +203,8 @@ def test_a_census_counts_all_and_names_the_lost(nodes: Nodes, monkeypatch: pytes
     nodes.lapse(d)
     nodes.add("d")
     for returned_s in (membership.RETURNED_S, 0.0):
-        monkeypatch.setattr(membership, "RETURNED_S", returned_s)
+        for module in (core, membership):
+            monkeypatch.setattr(module, "RETURNED_S", returned_s)
         found = a.membership.census()
         assert found.lost == ("b",)
         assert found.states == Counter(states(nodes).values()) and sum(found.states.values()) == 4
