@@ -40,10 +40,7 @@ class Node:
         self.catalog = Catalog(self.cluster.database, name)
         self.control = open_control(self.tier, self.catalog, None, self.cluster)
         self.control.recovery.recover()
-
-    @property
-    def maintenance(self) -> RootMaintenance:
-        return RootMaintenance(self.control, self.cluster)
+        self.maintenance = RootMaintenance(self.control, self.cluster)
 
 
 @pytest.fixture
