@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NoReturn
 
 TOP = Path(__file__).parents[1]
 PYTHON = sys.executable  # a test may have another one
@@ -187,8 +188,34 @@ def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         control.send(json.dumps(answer).encode())
 
 
-def _become(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """What the interpreter does with its arguments."""
+def _become(asked: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """What the interpreter does with its arguments, and at its end but for freeing what is imported, which takes longer than
+    most of what ranks then do.
+    """
+    status = 0
+    try:
+        _run(asked, descriptors)
+    except SystemExit as exit:
+        if isinstance(exit.code, int) or exit.code is None:
+            status = exit.code or 0
+        else:
+            print(exit.code, file=sys.stderr)
+            status = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
+
+
+def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
