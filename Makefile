@@ -26,7 +26,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check format clean tools
+.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check types style format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,7 +39,7 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
-test: $(READY) $(TOOLS) tools ## all tests but the long ones; PROFILE=nightly with four times as many examples
+test: $(READY) tools ## all tests but the long ones; PROFILE=nightly with four times as many examples
 	$(BIN)/python -m pytest --hypothesis-profile $(PROFILE) --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
 
 # Its testers find the tests compiled, which takes each of them half a minute otherwise.
@@ -99,10 +99,14 @@ docs: $(DOCS) ## build the documentation site into build/site, every link checke
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.site build/site
 
-check: $(READY) ## format, lint, types, who may import whom, and the sizes of everything
+check: style types ## format, lint, types, who may import whom, and the sizes of everything
+
+types: $(READY)
+	$(BIN)/mypy
+
+style: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.structure
 
@@ -114,9 +118,9 @@ clean: ## remove caches, builds and the demo's output; .venv and holdfast-data s
 	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find benchmarks client formats service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# promtool, which checks the alerts, out of Debian's package: nothing is installed or started. Without it those tests are
+# And promtool, which checks the alerts, out of Debian's package: nothing is installed or started. Without it those tests are
 # skipped, and say so.
-tools: $(READY) ## promtool, for the tests of the alert rules
+tools: $(READY) $(TOOLS) ## programs that tests start, and promtool for the tests of the alert rules
 	@command -v promtool >/dev/null || test -x $(BIN)/promtool || ! command -v apt-get >/dev/null || \
 		( mkdir -p build/tools && cd build/tools && { [ "$$(id -u)" != 0 ] || apt-get update -qq; } && \
 		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/promtool $(abspath $(BIN))/ ) || \

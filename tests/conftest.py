@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -26,6 +27,14 @@ for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five
 
 # Hundreds of daemons and ranks are started: none is to compile our modules for itself, where that is turned off.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported is not gone through again by each collection, which takes half a second then, nor by who looks for
+    objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -69,7 +69,7 @@ class RunningDaemon:
         self.process: subprocess.Popen[bytes] | Forked
         command = ["-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket), "--listen", listen, *flags]
         with open(self.log, "ab") as log:  # SIGABRT has it say there where every thread stands
-            if before or "PYTHONPATH" in os.environ:  # what stands there may change what is imported (tests/crash/stops)
+            if before:
                 about, words = {**os.environ, "PYTHONFAULTHANDLER": "1"}, [*before, PYTHON, *command]
                 self.process = subprocess.Popen(words, stdout=log, stderr=log, env=about)
             else:

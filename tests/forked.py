@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
@@ -31,6 +32,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
     "rank": (
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
         *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
+        *("pytest", "tests.daemons"),  # what most scripts of tests import
         "torch._dynamo",  # the first optimizer of a process imports it, which takes longer than most of what ranks then do
     ),
     "daemon": (
@@ -38,7 +40,14 @@ IMPORTED: dict[str, tuple[str, ...]] = {
         *("holdfast_service.api.app", "holdfast_service.api.access.policy", "holdfast_service.wiring.assembly"),
         *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching"),
         *("holdfast_service.offline.catalog", "holdfast_service.offline.jobs", "holdfast_service.offline.tokens"),
-        *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
+        *(
+            "alembic.command",
+            "alembic.config",
+            "sqlalchemy.dialects.sqlite",
+            "uvicorn.lifespan.off",
+            "uvicorn.loops.asyncio",
+        ),
+        *("uvicorn.loops.auto", "encodings.idna", *(["psycopg"] if find_spec("psycopg") else [])),
     ),
 }
 MESSAGE_BYTES_MAX = 2**20
@@ -222,7 +231,10 @@ def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["directory"])
-    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:1] = paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for script in (Path(path, "sitecustomize.py") for path in paths):
+        if script.exists():
+            runpy.run_path(str(script))
     first, *rest = asked["arguments"]
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]

@@ -250,4 +250,4 @@ def test_ci_runs_what_people_run() -> None:
     script = TOP / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     called = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
-    assert called == ["make --jobs 2 check collected", "make test"]
+    assert called == ["make --jobs 4 check collected tools", "make test"]

@@ -46,15 +46,11 @@ def cannot_write(*daemons: Daemon) -> Iterator[None]:
                 resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, before[daemon.process.pid])
 
 
-def asked(site: Site, column: str) -> bool:
-    """Whether this of the newest round's hand-over is known."""
-    with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql")) as connection:
-        found = connection.execute(f"SELECT {column} IS NOT NULL FROM joint_rounds ORDER BY id DESC LIMIT 1").fetchone()
-    return bool(found and found[0])
-
-
 def wait_until_asked(site: Site, column: str = "unable") -> None:
-    wait_until(lambda: asked(site, column), 60)
+    """Until this of the newest round's hand-over is known."""
+    newest = f"SELECT {column} IS NOT NULL FROM joint_rounds ORDER BY id DESC LIMIT 1"
+    with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql"), autocommit=True) as connection:
+        wait_until(lambda: (connection.execute(newest).fetchone() or [False])[0], 60)
 
 
 def told(daemon: Daemon) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ def settled() -> Iterator[None]:
     gc_tuning.settle()
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 def test_what_is_there_is_not_looked_at_again(settled: None) -> None:

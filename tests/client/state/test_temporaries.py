@@ -28,8 +28,14 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-MODEL, OPTIMIZER = trained()
-SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 2)
+@pytest.fixture(scope="module", autouse=True)
+def objects() -> None:
+    """Made when tests run: what was made by imports is not found (tests/conftest.py)."""
+    global MODEL, OPTIMIZER, SCHEDULER
+    MODEL, OPTIMIZER = trained()
+    SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 2)
+
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LOADER = {"_snapshot": {"_snapshot_step": 1}, "_steps_since_snapshot": 0, "_iterator_finished": False}
 

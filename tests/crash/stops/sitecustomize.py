@@ -1,9 +1,9 @@
 """Named points at which a process of the product waits to be killed. Python imports this before anything else.
 
 Nothing of the product knows of it: with this directory on PYTHONPATH, and CRASH_POINT and CRASH_DIRECTORY set, functions
-of the product are wrapped when their modules are imported. The first process that gets to one while `armed` stands in the
-directory leaves its id in `hit` and goes on when there is a file `go`. CRASH_POINT may name several points, with "|" between
-them; then `armed` says for which of them it stands.
+of the product are wrapped when their modules are imported, or at once in a fork that has them. The first process that gets
+to one while `armed` stands in the directory leaves its id in `hit` and goes on when there is a file `go`. CRASH_POINT may
+name several points, with "|" between them; then `armed` says for which of them it stands.
 """
 
 from __future__ import annotations
@@ -177,6 +177,9 @@ def _wrap(module: ModuleType, name: str, directory: Path) -> None:
         return result
 
     setattr(owner, attribute, stopping)
+    for other in [one for key, one in sys.modules.items() if key.startswith("holdfast")]:
+        for key in [key for key, value in vars(other).items() if value is function]:  # that imported it by its name
+            setattr(other, key, stopping)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -212,4 +215,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if "CRASH_POINT" in os.environ:
-    sys.meta_path.insert(0, _Finder(os.environ["CRASH_POINT"].split("|"), Path(os.environ["CRASH_DIRECTORY"])))
+    _points, _directory = os.environ["CRASH_POINT"].split("|"), Path(os.environ["CRASH_DIRECTORY"])
+    sys.meta_path.insert(0, _Finder(_points, _directory))
+    for _point in _points:
+        if POINTS[_point].module in sys.modules:
+            _wrap(sys.modules[POINTS[_point].module], _point, _directory)
