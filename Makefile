@@ -61,12 +61,12 @@ attack: $(READY) ## every route attacked by everybody who may not, and random de
 
 CLUSTER ?=
 cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on two, killed in every round: under five minutes
-	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py $(STOPS)
+	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions
 
 # An hour and a half on two cores, most of which stopped daemons take: half an hour with CLUSTER="--frozen-s 45". Longer, and with
 # more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
 soak: $(READY) ## the same, and killed or stopped at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
-	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions/test_joint_saves.py $(STOPS)
+	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

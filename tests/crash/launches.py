@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,14 +33,14 @@ class Ranks:
         self._readers, self.processes = [], []
         for rank, mine in enumerate(each):
             words = ["-m", "tests.crash.rank_process", socket or "-", RUN, rank, len(each), launch, mine, size]
-            process = _start([*map(str, words), *([] if root is None else [str(root)])])
+            process = Forked([*words, *([] if root is None else [root])], talks=True)
             reader = threading.Thread(target=self._read, args=(rank, process), daemon=True)
             reader.start()
             self._readers.append(reader)
             self.processes.append(process)
             started.append(process)
 
-    def _read(self, rank: int, process: subprocess.Popen[str] | Forked) -> None:
+    def _read(self, rank: int, process: Forked) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             self.said[rank].append(line.strip())
@@ -80,13 +79,6 @@ class Ranks:
     def steps(self, line: str) -> set[int]:
         """The steps of which every rank has said a line, such as `asking`."""
         return set.intersection(*({int(one.split()[-1]) for one in said if one.startswith(line)} for said in self.said))
-
-
-def _start(arguments: list[str]) -> subprocess.Popen[str] | Forked:
-    if "CRASH_POINT" not in os.environ:
-        return Forked(arguments, talks=True)
-    pipe = subprocess.PIPE  # what stands on PYTHONPATH changes what is imported
-    return subprocess.Popen([sys.executable, *arguments], stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
 
 def kill_all() -> None:

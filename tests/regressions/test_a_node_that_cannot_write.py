@@ -118,6 +118,7 @@ def test_a_save_that_no_node_can_write_names_both(site: Site) -> None:
     assert steps(site.root, "run") == [1, 3] and handed_over(a) == []
 
 
+@pytest.mark.cluster
 def test_a_helper_whose_disk_is_full_too(site: Site) -> None:
     """It has written its own share, and cannot write the other one: the error names both, and who was to help."""
     a, b = site.start("a"), site.start("b", *SLOW)
@@ -135,7 +136,16 @@ def test_a_helper_whose_disk_is_full_too(site: Site) -> None:
         is_committed(site, world, world.save(3), 3)
 
 
-@pytest.mark.parametrize("victim", ["the node that cannot write", "the helper before it begins", "the helper"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *(
+            pytest.param(one, marks=pytest.mark.cluster)
+            for one in ("the node that cannot write", "the helper before it begins")
+        ),
+        "the helper",
+    ],
+)
 def test_a_daemon_is_killed_while_a_share_is_handed_over(site: Site, victim: str) -> None:
     """It is started again: what was said stands, so the share is written by the helper alone, and the save commits."""
     daemons = {"a": site.start("a", *SLOW), "b": site.start("b")}
@@ -151,6 +161,7 @@ def test_a_daemon_is_killed_while_a_share_is_handed_over(site: Site, victim: str
         wait_until(lambda: handed_over(daemons["a"]) == [(2, "b", "a", "warning")], 60)
 
 
+@pytest.mark.cluster
 def test_a_node_stands_still_after_it_has_asked(site: Site) -> None:
     """SIGSTOP: its slots are read once it goes on."""
     a, b = site.start("a", *SLOW), site.start("b")
@@ -209,6 +220,7 @@ def may_mount() -> bool:
     return shutil.which("nsenter") is not None and subprocess.run(tried, capture_output=True).returncode == 0
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(not may_mount(), reason="needs mounts of its own")
 def test_a_node_whose_mount_is_read_only(site: Site) -> None:
     """As a file server, or a kernel after an error, has it: checkpoints go on, with its share written by the other node."""

@@ -59,6 +59,7 @@ def test_every_node_reads_a_portion(site: Site) -> None:
     assert sum(read) < size * 1.7  # manifests, and the layouts that are tried
 
 
+@pytest.mark.cluster
 def test_a_node_that_stands_still_and_one_that_is_killed(site: Site) -> None:
     """A third node holds no ranks of the save. It is stopped, so others read its portion; then killed, as is another one as
     soon as it has saved: the one that is left reads everything.
