@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,13 +11,7 @@ from holdfast import Checkpointer, Fragment
 from holdfast.checkpointer_options import Options
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from tests.daemons import RunningDaemon, running
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("alone") / "root") as daemon:
-        yield daemon
+from tests.daemons import RunningDaemon
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +31,16 @@ def test_it_saves_and_restores_without_the_other_rank(daemon: RunningDaemon) -> 
     """It is rank 0 of a world of one: its assets count, and nobody is waited for."""
     state = {"model": torch.nn.Linear(3, 3), "epoch": 1}
     expected = state["model"].weight.detach().clone()
-    with Checkpointer.alone("run", state, at=daemon.socket, assets={"notes": "mine"}, keep_last=1) as checkpointer:
+    with Checkpointer.alone("alone-run", state, at=daemon.socket, assets={"notes": "mine"}, keep_last=1) as checkpointer:
         assert checkpointer.restore() == 0
         checkpointer.save(1, wait="durable", assets={"log": "one"})
         state["epoch"] = 2
         torch.nn.init.zeros_(state["model"].weight)
         assert checkpointer.restore() == 1
     assert state["epoch"] == 1 and torch.equal(state["model"].weight, expected)
-    directory = daemon.root / naming.checkpoint_path("run", 1)
+    directory = daemon.root / naming.checkpoint_path("alone-run", 1)
     assert (directory / "notes").read_bytes() == b"mine" and (directory / "log").read_bytes() == b"one"
-    assert Checkpointer.alone("run", state, at=daemon.socket).restore() == 1
+    assert Checkpointer.alone("alone-run", state, at=daemon.socket).restore() == 1
 
 
 @pytest.mark.parametrize(
@@ -74,9 +67,9 @@ def test_what_makes_no_sense_is_refused(daemon: RunningDaemon) -> None:
     """Options that do not exist, a launch of several ranks, and a layout of several ranks."""
     state = {"model": torch.nn.Linear(2, 2)}
     with pytest.raises(TypeError, match="world"):
-        Checkpointer.alone("run", state, world=2)  # type: ignore[call-arg]
+        Checkpointer.alone("alone-run", state, world=2)  # type: ignore[call-arg]
     with pytest.raises(InvalidRequest):
-        Checkpointer.alone("run", state, at=daemon.socket, layout="tp=2")
+        Checkpointer.alone("alone-run", state, at=daemon.socket, layout="tp=2")
     with pytest.raises(InvalidRequest, match="slots"):
-        Checkpointer.alone("run", state, slots=0)
-    assert Checkpointer("run", state, at=daemon.socket)._launch[:2] == (1, 2), "only alone() is alone"
+        Checkpointer.alone("alone-run", state, slots=0)
+    assert Checkpointer("alone-run", state, at=daemon.socket)._launch[:2] == (1, 2), "only alone() is alone"

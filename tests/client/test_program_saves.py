@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from holdfast_formats.errors import InvalidRequest
 from tests.client import llama
 from tests.client.layout.test_declared import check, moved, tensors, training
 from tests.client.layout.test_rank_view import local
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.formats.programs.reference_models import Megatron, logits
 from tests.formats.programs.test_remade import LLAMA
 from tests.kit.ranks import World
@@ -36,12 +35,6 @@ CONFIG = LlamaConfig(
     max_position_embeddings=64,
     tie_word_embeddings=False,
 )
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("programs") / "root") as daemon:
-        yield daemon
 
 
 class Trainer:
@@ -89,7 +82,7 @@ def test_transformers_computes_the_logits_of_what_was_trained(daemon: RunningDae
     """
     trainer = Trainer(0)
     options: dict[str, Any] = {"at": daemon.socket, "assets": [CONFIG], "layout": layout()}
-    with Checkpointer.alone("mcore", trainer.state, **options) as checkpointer:
+    with Checkpointer.alone("programs-mcore", trainer.state, **options) as checkpointer:
         for number in range(3):
             trainer.step(number)
             checkpointer.save(number, wait="durable" if number == 2 else None)
@@ -98,14 +91,14 @@ def test_transformers_computes_the_logits_of_what_was_trained(daemon: RunningDae
             expected = trainer.logits(tokens)
         for number in range(3, 5):
             trainer.step(number)
-    directory = daemon.root / naming.checkpoint_path("mcore", 2)
+    directory = daemon.root / naming.checkpoint_path("programs-mcore", 2)
     loaded, problems = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert isinstance(loaded, LlamaForCausalLM) and not any(problems.values())
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert "program hf-megatron" in (directory / naming.MANIFEST).read_text()
     fresh = Trainer(1)
-    with Checkpointer.alone("mcore", fresh.state, **options) as checkpointer:
+    with Checkpointer.alone("programs-mcore", fresh.state, **options) as checkpointer:
         assert checkpointer.restore() == 2
         for number in range(3, 5):
             fresh.step(number)
@@ -119,10 +112,10 @@ def test_a_fine_tuned_model_keeps_its_names(daemon: RunningDaemon) -> None:
     """What transformers saved is trained in Megatron's tensors, and saved as transformers had it."""
     torch.manual_seed(5)
     source = LlamaForCausalLM(CONFIG)
-    with Checkpointer.alone("tuned", {"model": source}, at=daemon.socket, assets=[CONFIG]) as checkpointer:
+    with Checkpointer.alone("hf-tuned", {"model": source}, at=daemon.socket, assets=[CONFIG]) as checkpointer:
         checkpointer.save(0, wait="durable")
     trainer = Trainer(7)
-    with Checkpointer.alone("tuned", trainer.state, at=daemon.socket, assets=[CONFIG], layout=layout()) as checkpointer:
+    with Checkpointer.alone("hf-tuned", trainer.state, at=daemon.socket, assets=[CONFIG], layout=layout()) as checkpointer:
         checkpointer.restore(0, groups=["model"])
         trainer.step(0)
         checkpointer.save(1, wait="durable", every={"optim": 5}, exclude=[])
@@ -130,11 +123,11 @@ def test_a_fine_tuned_model_keeps_its_names(daemon: RunningDaemon) -> None:
         ticket = checkpointer.save(2, wait="durable", every={"optim": 5})
         assert "optim" not in ticket.groups
     for step in (1, 2):
-        directory = daemon.root / naming.checkpoint_path("tuned", step)
+        directory = daemon.root / naming.checkpoint_path("hf-tuned", step)
         again, problems = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
         assert not any(problems.values()) and set(again.state_dict()) == set(source.state_dict())
     optim = torch.optim.AdamW(source.parameters(), lr=0.01)
-    with Checkpointer.alone("tuned", {"model": source, "optim": optim}, at=daemon.socket) as checkpointer:
+    with Checkpointer.alone("hf-tuned", {"model": source, "optim": optim}, at=daemon.socket) as checkpointer:
         assert checkpointer.restore(1) == 1
     q = source.model.layers[0].self_attn.q_proj.weight
     fused = trainer.model["decoder.layers.0.self_attention.linear_qkv.weight"]
@@ -153,20 +146,20 @@ def test_ranks_save_and_other_ranks_restore(daemon: RunningDaemon) -> None:
         tp, ranks = sizes[mesh]
         states = [training(local(program, tp, rank % tp), True) for rank in range(ranks)]
         options = {"layout": ParallelLayout(mesh, config=llama.CONFIG, program=program)}
-        world = World(daemon, "ranks", states, launch=f"from-{step}", **options)
+        world = World(daemon, "programs-ranks", states, launch=f"from-{step}", **options)
         for rank in world.ranks if step > 1 else ():
             rank.goes_on_from(step - 1)
         assert world.save(step) == [None] * ranks
         world.close()
         plain = training(moved(whole), False)
-        world = World(daemon, "ranks", [plain], launch=f"plain-{step}")
+        world = World(daemon, "programs-ranks", [plain], launch=f"plain-{step}")
         assert world.restore(keep=("optim/lr",)) == [step]
         check(plain, whole)
         world.close()
         tp, ranks = sizes[other]
         states = [training(moved(local(program, tp, rank)), False) for rank in range(ranks)]
         options = {"layout": ParallelLayout(other, config=llama.CONFIG, program=program)}
-        world = World(daemon, "ranks", states, launch=f"to-{step}", **options)
+        world = World(daemon, "programs-ranks", states, launch=f"to-{step}", **options)
         assert world.restore(keep=("optim/lr",)) == [step] * ranks
         for rank, state in enumerate(states):
             check(state, local(program, tp, rank))
@@ -178,7 +171,7 @@ def test_what_cannot_be_saved_stages_nothing(daemon: RunningDaemon) -> None:
     text = "name = 'mine'\nfrom = 'a'\nto = 'b'\nstatements = 'a -> b, slice=[0:2]'\n"
     held = {"b": tensors({"b": np.ones(2, np.float32)})["b"]}
     cut = ParallelLayout("", program=text, config={})
-    with Checkpointer.alone("cut", {"model": held}, at=daemon.socket, layout=cut) as checkpointer:
+    with Checkpointer.alone("programs-cut", {"model": held}, at=daemon.socket, layout=cut) as checkpointer:
         with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: what a slice leaves away is lost"):
             checkpointer.save(1)
         assert checkpointer.restore() == 0

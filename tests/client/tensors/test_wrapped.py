@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.leaves import Content
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, StateMismatch
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 
 
 class Blocks(torch.Tensor):
@@ -119,12 +118,6 @@ class Trainer:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("wrapped") / "root") as daemon:
-        yield daemon
 
 
 @pytest.fixture
