@@ -39,7 +39,7 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
-test: $(READY) tools ## all tests but the long ones; PROFILE=nightly with four times as many examples
+test: $(READY) tools ## all tests but the long ones; PROFILE=nightly with ten times as many examples
 	$(BIN)/python -m pytest --hypothesis-profile $(PROFILE) --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
 
 # Its testers find the tests compiled, which takes each of them half a minute otherwise.

@@ -19,7 +19,7 @@ __all__ = ["daemon", "empty_catalog", "forked_programs", "postgres", "run"]  # f
 
 # No deadlines: a busy machine must not turn a correct test red.
 settings.register_profile("ci", deadline=None, derandomize=False, max_examples=15)
-settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=60)
+settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=150)
 settings.load_profile("ci")
 for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five seconds unless it is told otherwise
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, REQUEST_TIMEOUT_S)

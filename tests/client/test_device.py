@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -103,7 +103,6 @@ def contents(tensors: list[torch.Tensor]) -> list[bytes]:
     st.booleans(),
     st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
 def test_what_does_not_move_is_copied_exactly(kinds: list, restless: bool, seed: int) -> None:
     """Tensors of every width, shape and stride arrive bit for bit, small ones and those of many chunks."""
     generator = torch.Generator().manual_seed(seed)

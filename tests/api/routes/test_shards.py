@@ -303,7 +303,7 @@ RANGES = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=LAYOUT_TEXTS, rank=st.one_of(st.integers(-1, 9), st.text(max_size=3)), asked=RANGES)
 def test_nothing_that_is_asked_is_a_defect_or_a_wrong_byte(
     root: Root, http: httpx.Client, layout: str, rank: int | str, asked: str | None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -52,7 +52,6 @@ def moves_of(*tensors: torch.Tensor) -> list[Move]:
     st.booleans(),
     st.integers(0, 2**31),
 )
-@settings(max_examples=40)
 def test_what_does_not_move_is_copied_exactly(kinds: list, fence_first: bool, seed: int) -> None:
     """Tensors of every width and number of dimensions, strided ones too, arrive bit for bit, whoever copied them."""
     generator = torch.Generator().manual_seed(seed)

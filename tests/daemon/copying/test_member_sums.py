@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
@@ -28,7 +28,6 @@ DATA = np.random.default_rng(5).integers(0, 256, 400, np.uint8)
 STATE = {"a.weight": torch.arange(4000.0).reshape(40, 100), "b.bias": torch.arange(77.0), "n": torch.tensor(3)}
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     members=st.lists(st.integers(0, 60), min_size=1, max_size=6),
     reads=st.lists(st.tuples(st.integers(0, 399), st.integers(1, 200)), max_size=12),

@@ -143,7 +143,6 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> list[Box]:
 
 
 @given(st.data(), st.integers(1, 4))
-@settings(max_examples=60)
 def test_the_bytes_on_disk_do_not_depend_on_the_sharding(data: st.DataObject, world: int) -> None:
     """Random tensors cut at random and held by random ranks give the same files as one rank that holds everything."""
     sharded, single = Shards(world), Shards(1)
@@ -173,7 +172,7 @@ def test_the_bytes_on_disk_do_not_depend_on_the_sharding(data: st.DataObject, wo
 
 
 @given(st.data(), st.integers(1, 4))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("window", [None, 1024])
 def test_weights_are_their_masters_rounded(
     monkeypatch: pytest.MonkeyPatch, window: int | None, data: st.DataObject, world: int

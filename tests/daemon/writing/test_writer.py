@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_files.buffers import WINDOW_BYTES, BufferPool
@@ -165,7 +165,6 @@ class Recorded(MemoryTier):
     alignment=st.sampled_from([1, 256, 4096]),
     least=st.sampled_from([1, 600, 5000]),
 )
-@settings(max_examples=80, deadline=None)
 def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
     sizes: list[int], residues: list[int | None], alignment: int, least: int
 ) -> None:
@@ -202,7 +201,6 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
     alignment=st.sampled_from([1, 256, 4096]),
     least=st.sampled_from([1, 600, 5000]),
 )
-@settings(max_examples=80, deadline=None)
 def test_parts_of_several_ranks_are_written_from_their_slots(
     sizes: list[int], points: list[float], residue: int | None, alignment: int, least: int
 ) -> None:

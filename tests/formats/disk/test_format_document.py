@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors as library
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats import dtypes, naming, tensors
@@ -67,7 +67,6 @@ def test_the_documents_reader_reads_the_golden_checkpoint() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
 def test_the_documents_reader_refuses_a_changed_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """One changed byte in any file of the checkpoint, or a file cut short, is refused."""
     copied = tmp_path_factory.mktemp("golden") / "checkpoint"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.disk import manifests
@@ -33,7 +33,6 @@ def vouched(encoded: bytes) -> bytes:
 
 
 @given(specs(), st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False)))
-@settings(max_examples=30)
 def test_decode_gives_back_what_encode_took(tensors: list[TensorSpec], metrics: dict[str, float]) -> None:
     """A manifest of any tensors survives the disk unchanged, floating-point numbers included."""
     made = manifest_of(tensors, metrics=metrics)
@@ -60,7 +59,6 @@ def test_the_sample_says_what_it_holds() -> None:
 
 
 @given(st.sampled_from(["manifest", "commit"]), st.data())
-@settings(max_examples=300)
 def test_one_changed_byte_is_always_refused(which: str, data: st.DataObject) -> None:
     """Whichever byte of manifest.json or COMMIT changes, and into whatever, the checkpoint is refused by name (I5)."""
     files = {"manifest": bytearray(ENCODED), "commit": bytearray(COMMIT)}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.tensors import json_values as clients
@@ -26,7 +26,6 @@ def _refused(trail: json_values.Trail, value: Any) -> Any:
     raise InvalidRequest(f"{json_values.path_of(trail)}: {type(value).__name__}")
 
 
-@settings(deadline=None, max_examples=40)
 @given(VALUES)
 def test_as_the_clients_own(value: Any) -> None:
     """Byte for byte its text, and its value again."""

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
@@ -31,7 +31,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(VALUES)
 def test_plain_values(value: Any) -> None:
     """Any nesting of them, with texts that occur twice, in a protocol that knows the opcodes."""

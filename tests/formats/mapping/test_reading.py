@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -65,7 +65,6 @@ def _values(shape: tuple[int, ...]) -> NDArray[Any]:
     return np.arange(prod(shape), dtype="<f4").reshape(shape)
 
 
-@settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
 def test_any_box_of_any_order_is_exact(data: st.DataObject, shape: tuple[int, ...]) -> None:
     """A box is the same as its slice of the whole, for pieces in any order of dimensions, and after a transposition."""
@@ -217,7 +216,6 @@ def test_decoded_tensors_are_moved_as_others() -> None:
     assert found.dtype == dtypes.to_numpy("F32")
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), cut=st.integers(0, 12))
 def test_elements_that_are_steps_apart_are_exact(data: st.DataObject, cut: int) -> None:
     """A move with steps, of source and target: any stretch of the tensor is what numpy's strided slices make."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import StateMismatch
@@ -34,7 +34,6 @@ def _values(arranged: Arrangement, source: Any) -> Any:
     return made
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_operations_are_numpys(data: st.DataObject) -> None:
     """Picking with steps out of what was interleaved, joined and turned: the same as numpy's slices."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
@@ -140,7 +140,6 @@ class Author:
             self._line([name], {self._new(): shape}, 'src_dtype="bfloat16"', 'dst_dtype="float32"')
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_program_and_its_inverse_change_nothing(data: st.DataObject) -> None:
     """Any program of statements that have inverses, then its inverse: all is as it was, and so is what follows it."""

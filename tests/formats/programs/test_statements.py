@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
@@ -75,7 +75,6 @@ def test_errors_say_where(text: str, column: int, what: str) -> None:
     assert caught.value.hint
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="ab._$*->,=[]{}^T/\\ \n'\"#0123(|)", max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """No text causes anything but the errors that say what is wrong with it."""

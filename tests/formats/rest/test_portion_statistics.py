@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import CorruptStatistics
@@ -33,7 +33,6 @@ def parts_of(built: Built) -> Parts:
     return found
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5))
 def test_the_same_as_of_one_reader(built: Built, seed: int, count: int) -> None:
     """Every extent at whichever node: the same floats."""

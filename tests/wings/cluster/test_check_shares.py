@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.disk import verification
@@ -40,7 +40,6 @@ def blocks_of(made: Manifest, nodes: int) -> list[WrittenSpan]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(readers=st.integers(1, 7), writers=st.integers(0, 7))
 def test_every_piece_is_in_one_portion(made: Manifest, readers: int, writers: int) -> None:
     """Whoever reads and wrote: all pieces, each once; and portions are equally long but for what an extent is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -42,7 +42,6 @@ def chosen(values: NDArray[np.float32], selector: Selector, largest: bool, step:
     return np.concatenate(masks)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.lists(NUMBERS, min_size=1, max_size=60), st.booleans(), st.integers(1, 61))
 def test_the_first_elements(data: st.DataObject, listed: list[float], largest: bool, step: int) -> None:
     """As a stable sort has them, whatever a sample said, and however few elements may be collected."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 from torch.distributed.checkpoint import FileSystemWriter
@@ -51,7 +51,6 @@ def _grid(data: st.DataObject, shape: tuple[int, ...]) -> list[Box]:
     return [Box(tuple(a for a, _ in one), tuple(n for _, n in one)) for one in product(*spans)]
 
 
-@settings(deadline=None, max_examples=25)
 @given(data=st.data(), shape=st.lists(st.integers(1, 7), max_size=3).map(tuple))
 def test_any_grid_over_any_ranks(data: st.DataObject, shape: tuple[int, ...]) -> None:
     """Shards of a grid, uneven and empty ones too, each on some rank, and transposed in memory perhaps."""

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
@@ -125,7 +125,6 @@ def _answers(table: dict[str, Any], config: dict[str, Any]) -> None:
         assert name not in rules.synonyms(name)
 
 
-@settings(max_examples=150)
 @given(
     TABLES,
     st.fixed_dictionaries({}, optional={"hidden_size": st.one_of(st.integers(-1, 99), ODD), "heads": st.integers(0, 9)}),
@@ -135,7 +134,6 @@ def test_any_table_is_rules_or_refused(table: dict[str, Any], config: dict[str, 
     _answers(table, config)
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_a_sound_table_with_one_value_changed_is_rules_or_refused(data: st.DataObject) -> None:
     """Whatever stands in the place of any value of a packaged table, the end is rules or a named error."""

@@ -107,7 +107,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 @given(st.data(), st.integers(1, 5))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_bytes_do_not_depend_on_the_nodes(data: st.DataObject, world: int) -> None:
     """Random tensors, cut at random, on random nodes: the files of one rank that holds everything."""
     sharded, single = Shards(world), Shards(1)
@@ -135,7 +135,7 @@ def test_the_bytes_do_not_depend_on_the_nodes(data: st.DataObject, world: int) -
 
 @pytest.mark.usefixtures("small")
 @given(st.data(), st.integers(1, 5))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nodes_write_weights_from_masters_of_others(data: st.DataObject, world: int) -> None:
     """Masters anywhere, weights nowhere: the files of one rank that holds both, and no byte is asked for but of masters."""
     sharded, single = draw_masters(data, world)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import LimitExceeded, ReplicasDiffer, StateMismatch
@@ -133,7 +133,6 @@ def bare(plan: WritePlan) -> WritePlan:
 
 
 @given(worlds())
-@settings(max_examples=60)
 def test_the_plan_is_that_of_one_node(made: MadeWorld) -> None:
     """Whatever is held where: the same files, headers and offsets as if all tables were at one daemon. The boxes that a
     node's blocks touch are those of that plan, each read from a rank that has it there: one of its own if any does.
@@ -179,7 +178,6 @@ def _touches(spec: TensorSpec, start: int, box: Box, share: blocks.Share) -> boo
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-@settings(max_examples=30)
 def test_every_block_has_one_owner_on_all_nodes(made: MadeWorld, random: Any) -> None:
     """The shares of all nodes are all files, each byte once; in whatever order ranks come, and whoever plans first."""
     found = made.shares()
