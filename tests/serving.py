@@ -23,9 +23,12 @@ from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.storage import PosixTier
+from holdfast_service.wings.notify.running import Notifying
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.transfers import Transfers
 from tests.databases import sqlite_url
+
+WINGS = {"notify": Notifying()}  # which neither notifies nor watches
 
 
 class Served(NamedTuple):
@@ -83,7 +86,7 @@ def served(directory: Path, place: Path | None = None, **changes: object) -> Ite
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # from here on nobody is refused, though the server has still to start
         made = replace(made, **changes)  # type: ignore[arg-type]
-        app = create_app(made)
+        app = create_app(made, WINGS)
         server = bounded(app, "critical")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-http")
         thread.start()

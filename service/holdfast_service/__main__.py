@@ -9,11 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NotFound, RootBusy, exit_status
@@ -26,6 +26,7 @@ from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import Tier, libc
 from holdfast_service.storage.directories import identity_of
 from holdfast_service.storage.locking import lock_node, lock_root
+from holdfast_service.wing import RunningWing
 from holdfast_service.wiring import assembly, gc_tuning
 from holdfast_service.wiring.watching import notify_ready
 
@@ -49,6 +50,15 @@ class Activity:
     @property
     def idle_s(self) -> float:
         return time.monotonic() - self._last
+
+
+class Served(NamedTuple):
+    """All that runs; `listener` is of the API, if it is served."""
+
+    daemon: Daemon
+    services: Services
+    wings: Mapping[str, RunningWing]
+    listener: socket.socket | None
 
 
 class RootPresence:
@@ -77,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         log_what_nobody_catches()
         libc.give_memory_back()
         stop = threading.Event()
-        with _running(config, stop) as (daemon, services, listener):
-            _serve(config, daemon, services, listener, stop)
+        with _running(config, stop) as serving:
+            _serve(config, serving, stop)
     except CheckpointError as error:
         print(f"holdfast serve: {error}", file=sys.stderr)
         return exit_status(error)
@@ -89,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
+def _running(config: Config, stop: threading.Event) -> Iterator[Served]:
     """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.access import policy
 
@@ -105,6 +115,7 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         access = policy.policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
         services = assembly.services(config, served, node, access, stack)
+        wings = assembly.start_wings(config, services, stack)
         served.control.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
         if listener is not None and access.tokens:
             stack.enter_context(policy.announced(config, listener, services.owner))
@@ -121,7 +132,7 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         log.info("serving %s at %s%s", root, node.daemon.path, where)
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
-        yield node.daemon, services, listener
+        yield Served(node.daemon, services, wings, listener)
 
 
 def _remove(tier: Tier, file: str) -> None:
@@ -159,17 +170,12 @@ def _heed_signals(stop: threading.Event) -> None:
         signal.signal(number, on_signal)
 
 
-def _serve(
-    config: Config,
-    daemon: Daemon,
-    services: Services,
-    listener: socket.socket | None,
-    stop: threading.Event,
-) -> None:
+def _serve(config: Config, serving: Served, stop: threading.Event) -> None:
+    daemon, services = serving.daemon, serving.services
     activity, presence = Activity(), RootPresence(config.root.resolve())
     with ExitStack() as stack:
-        if listener is not None:
-            stack.enter_context(_http(listener, services, activity, stop))
+        if serving.listener is not None:
+            stack.enter_context(_http(serving.listener, serving, activity, stop))
         notify_ready()
         gc_tuning.settle()
         while not stop.wait(IDLE_CHECK_S):
@@ -187,12 +193,13 @@ def _serve(
 
 
 @contextmanager
-def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
+def _http(listener: socket.socket, serving: Served, activity: Activity, stop: threading.Event) -> Iterator[None]:
     """Run the REST edge in its own thread, so that the main thread stays free for signals."""
     from holdfast_service.api.access.connections import server as bounded
     from holdfast_service.api.app import create_app
 
-    app = create_app(services)
+    services = serving.services
+    app = create_app(services, serving.wings)
 
     async def noticed(scope, receive, send):  # type: ignore[no-untyped-def]
         activity.touch()

@@ -26,7 +26,7 @@ from tests.attack.matrix import CONTENT_TYPES, FOREIGN, OWN, RANKS, ROUTES, SCOP
 from tests.attack.sockets import Answer, Header, as_json
 from tests.checkpoints import build_root
 from tests.daemons import running
-from tests.serving import services
+from tests.serving import WINGS, services
 
 JSON = ("Content-Type", "application/json")
 FINE_5XX = {503, 504, 507}
@@ -95,7 +95,7 @@ def test_the_table_has_every_route(tmp_path: Path) -> None:
     from holdfast_service.api.app import create_app
 
     with services(tmp_path) as made:
-        app = create_app(made)
+        app = create_app(made, WINGS)
     there = {(method, str(route.path)) for route in iter_route_contexts(app.routes) for method in route.methods or ()}
     assert {key for key in there if "openapi" not in key[1]} == {route.key for route in ROUTES}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -19,7 +20,8 @@ from holdfast_service.api.content.shard_plans import PlannedShards
 from holdfast_service.api.content.shard_streams import ShardStreams
 from holdfast_service.api.read_protection import HeldWhileSending
 from holdfast_service.api.request_metrics import Observed, Requests
-from holdfast_service.api.routes import events, summaries, uploads
+from holdfast_service.api.routes import events, uploads
+from holdfast_service.wing import RunningWing, installed
 from holdfast_service.wings import console
 
 from .metrics import Collected
@@ -52,9 +54,14 @@ _TAGS = [
 ]
 
 
-# Every module of `routes` has a router.
-ROUTERS: list[APIRouter] = [
-    import_module(f"{routes.__name__}.{module.name}").router for module in iter_modules(routes.__path__)
+def _routers(package: str) -> list[APIRouter]:
+    """Those of a package, each module of which has a router."""
+    modules = iter_modules(import_module(package).__path__)
+    return [import_module(f"{package}.{module.name}").router for module in modules]
+
+
+ROUTERS = [
+    router for package in (routes.__name__, *(w.routes for w in installed() if w.routes)) for router in _routers(package)
 ]
 _PAGES = APIRouter()
 _PAGES.include_router(console.router, dependencies=needs("read", "viewer", bodies.FORM))
@@ -64,8 +71,8 @@ _PAGES.include_router(console.static_router, dependencies=needs(None, "none", bo
 _ROUTES = [route for router in (*ROUTERS, _PAGES) for route in router.routes]
 
 
-def create_app(services: Services) -> FastAPI:
-    """Create the REST API over these services; every app has its own state."""
+def create_app(services: Services, wings: Mapping[str, RunningWing]) -> FastAPI:
+    """Create the REST API over these services and the running parts of wings; every app has its own state."""
     app = FastAPI(
         title="Holdfast",
         version=services.version,
@@ -83,8 +90,8 @@ def create_app(services: Services) -> FastAPI:
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
     app.state.requests = Requests()
-    app.state.summaries = summaries.of(services)
-    app.state.collected = Collected(services, app.state.summaries, app.state.requests)
+    app.state.wings = wings
+    app.state.collected = Collected(services, wings.values(), app.state.requests)
     app.state.streams = ShardStreams(services.tier)
     app.state.event_streams = events.EventStreams(services.events)
     app.state.uploads = ByteBudget(uploads.UPLOAD_BYTES_MAX)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -16,9 +16,9 @@ from holdfast_service.api.request_metrics import Requests
 from holdfast_service.control.catalog.catalog import ENDED
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.gauges import Gauges
-from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.retention.rotation import WHY_REMOVED
 from holdfast_service.observe.metrics import METRICS, PHASES, RUNS_MAX, Histogram
+from holdfast_service.wing import RunningWing
 
 from .services import Services
 
@@ -36,9 +36,9 @@ class Collected(Collector):
     Totals over all runs would reveal the others.
     """
 
-    def __init__(self, services: Services, summaries: Summaries, requests: Requests) -> None:
-        self._services, self._requests = services, requests
-        self._gauges = Gauges(services.catalog, summaries)
+    def __init__(self, services: Services, wings: Collection[RunningWing], requests: Requests) -> None:
+        self._services, self._wings, self._requests = services, wings, requests
+        self._gauges = Gauges(services.catalog, services.summaries)
 
     def collect(self) -> Iterator[Metric]:
         whole = sees_all()
@@ -93,7 +93,8 @@ class Collected(Collector):
             **self._arena(),
             **self._held(),
             **self._http(),
-            **self._telling(),
+            "holdfast_event_commands": [((outcome,), count) for outcome, count in self._commands().items()],
+            **{name: samples for wing in self._wings for name, samples in wing.samples().items()},
         }
 
     def _told(self) -> Samples:
@@ -134,17 +135,9 @@ class Collected(Collector):
             "holdfast_saved_bytes": [((), size)],
         }
 
-    def _telling(self) -> Samples:
-        """Metrics of notifications, event commands and watched daemons."""
-        notifier, commands, watched = self._services.notifier, self._services.event_commands, self._services.watched
-        notified = {} if notifier is None else notifier.counts
-        ran = {} if commands is None else commands.counts
-        daemons = [] if watched is None else watched.daemons()
-        return {
-            "holdfast_notifications": [((outcome,), count) for outcome, count in notified.items()],
-            "holdfast_event_commands": [((outcome,), count) for outcome, count in ran.items()],
-            "holdfast_watched_up": [((one.name,), float(one.reachable)) for one in daemons],
-        }
+    def _commands(self) -> dict[str, int]:
+        commands = self._services.event_commands
+        return {} if commands is None else commands.counts
 
     def _arena(self) -> Samples:
         bytes_max, slots = self._services.slots()

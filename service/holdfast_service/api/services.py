@@ -31,11 +31,9 @@ from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.team_quotas import TeamQuotas
+from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import PosixStore, Store, Tier
-from holdfast_service.wings.notify.event_commands import EventCommands
-from holdfast_service.wings.notify.notifier import Notifier
-from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 
 LIMIT_MAX = 1000
 
@@ -61,7 +59,6 @@ class Services:
     suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
     runner: JobRunner | None = None
     lives: Lives = no_lives  # what is known of the ranks of runs
-    summaries: Summaries | None = None  # that others look at too; otherwise the application has its own
     trash: RunTrash | None = None  # of a service with a daemon
     delete_run: Callable[..., TrashedRun] | None = None  # while no rank of it can join
     undelete_run: Callable[..., TrashedRun] | None = None
@@ -75,10 +72,12 @@ class Services:
     nodes: Nodes = ONE_NODE
     checking: Callable[[str, int], bodies.Checking | None] = lambda run, step: None  # by several nodes
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
-    notifier: Notifier | None = None  # sends alerts, if targets are configured
     event_commands: EventCommands | None = None
-    watched: DaemonWatch | None = None  # other daemons
     audit_days: int = DAYS
+
+    @cached_property
+    def summaries(self) -> Summaries:
+        return Summaries(self.tier, self.catalog, self.lives)
 
     @cached_property
     def audit(self) -> Audit:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,10 +23,8 @@ from holdfast_formats.timestamps import utc_now
 from holdfast_service import __version__
 from holdfast_service.config import (
     Config,
-    command_words,
     fd_store,
     is_shared,
-    plain_environment,
     successor_environment,
 )
 from holdfast_service.control.catalog import recovery
@@ -37,7 +34,6 @@ from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
 from holdfast_service.control.insight.facts import RunActivity
-from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.root_watch import RootWatch
@@ -52,9 +48,9 @@ from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.checking.node_checks import ScrubClaims
-from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
+from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
@@ -65,19 +61,18 @@ from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
-from holdfast_service.daemon.tied_command import Command
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
 from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wings.notify.event_commands import EventCommands
+from holdfast_service.wing import RunningWing, installed, require
+from holdfast_service.wiring.commands import commit_commands, event_commands
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of
-from holdfast_service.wiring.notification_setup import event_commands, notifier, watched
 from holdfast_service.wiring.replication import Replication, RestoreRepair
 from holdfast_service.wiring.transfers import Transfers
-from holdfast_service.wiring.watching import watch, watch_alerts
+from holdfast_service.wiring.watching import watch
 
 if TYPE_CHECKING:
     from holdfast_service.api.access.authentication import Policy
@@ -221,21 +216,16 @@ def _commands(
     config: Config, root: ServedRoot, url: str | None, stack: ExitStack
 ) -> tuple[EventCommands | None, list[Callable[[], bool]]]:
     """The command for events, and what says whether it, or the one for commits, is at work."""
-    commands, on_event = _commit_commands(config, root, url), event_commands(config, root.control.events, root.path)
+    commands, on_event = (
+        commit_commands(config, root.control, root.path, url),
+        event_commands(config, root.control.events, root.path),
+    )
     if on_event is not None:
         stack.callback(on_event.close)
     if commands is not None:
         stack.callback(commands.close)
         root.control.published.subscribe(commands.committed)
     return on_event, [one.busy for one in (commands, on_event) if one is not None]
-
-
-def _commit_commands(config: Config, root: ServedRoot, url: str | None) -> CommitCommands | None:
-    if config.on_commit is None:
-        return None
-    about = {"HOLDFAST_ROOT": str(root.path), "HOLDFAST_NODE": config.node, **({"HOLDFAST_URL": url} if url else {})}
-    command = Command(command_words(config.on_commit), {**plain_environment(), **about}, config.on_commit_timeout)
-    return CommitCommands(command, root.control.events, root.control.record_queue.recorded, root.path)
 
 
 def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bodies.Node]:
@@ -285,7 +275,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
     def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
         return control.lives.by_run(runs, saver.lives())
 
-    made = Services(
+    return Services(
         tier=control.tier,
         catalog=control.catalog,
         record_queue=control.record_queue,
@@ -299,7 +289,6 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         suspect=saver.checks.suspect,
         runner=node.runner,
         lives=lives,
-        summaries=Summaries(control.tier, control.catalog, lives),
         trash=control.trash,
         delete_run=partial(delete_run, control.trash, saver, node.arena),
         undelete_run=partial(undelete_run, control.trash, saver, node.arena),
@@ -314,10 +303,14 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         nodes=control.nodes,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
         event_commands=node.on_event,
-        watched=watched(config, stack),
     )
-    watch_alerts(made, stack)
-    return replace(made, notifier=notifier(config, made, control.nodes, stack))
+
+
+def start_wings(config: Config, services: Services, stack: ExitStack) -> dict[str, RunningWing]:
+    """The running parts of the installed wings, by name, until `stack` unwinds."""
+    if config.notify is not None or config.watch:
+        require("notify", "--notify or --watch")
+    return {one.name: one.start(config, services, stack) for one in installed() if one.start is not None}
 
 
 def _checking(saver: Saver, run: str, step: int) -> bodies.Checking | None:

@@ -20,6 +20,7 @@ from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
+from holdfast_service.wing import installed
 from holdfast_service.wiring.transfers import Transfers
 
 MOST_CHANGED = 100  # tensors that a comparison names
@@ -58,6 +59,9 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
     runner.register("export", transfers.export_job, transfers.check)
     runner.register("import", transfers.import_job, transfers.check)
     runner.register("merge", transfers.merge_job, transfers.check)
+    for wing in installed():
+        for kind, job in wing.jobs(workers).items():
+            runner.register(kind, job.handler, job.check)
     runner.start()
     return runner
 

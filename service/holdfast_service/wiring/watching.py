@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_service import __version__
@@ -17,9 +16,6 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans, SaveSpans
 from holdfast_service.observe import tracing
-
-if TYPE_CHECKING:
-    from holdfast_service.api.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +33,6 @@ def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
         watcher = Watcher(history, JobSpans(database, config.node))
         stack.callback(watcher.close)
     return history
-
-
-def watch_alerts(services: Services, stack: ExitStack) -> None:
-    """Forget, until `stack` unwinds, acknowledgements of alerts that have ended."""
-    from holdfast_service.api.routes.alerts import still_there
-    from holdfast_service.api.routes.summaries import of
-    from holdfast_service.control.insight.acknowledgements import AcknowledgementWatch
-
-    summaries_of_service = of(services)
-    stack.callback(
-        AcknowledgementWatch(summaries_of_service.acknowledgements, still_there(services, summaries_of_service)).close
-    )
 
 
 def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
@@ -16,7 +16,7 @@ from holdfast_formats.rest.retention import check_label
 from holdfast_formats.rest.runs import RunAbout, RunChange
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.content import death_acknowledgements, open_checkpoints, selectors
+from holdfast_service.api.content import open_checkpoints, selectors
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
@@ -73,10 +73,10 @@ class Marks:
 
 @router.get("/runs", dependencies=needs("read"), summary="Runs, by name or by a column of their summaries")
 def list_runs(
-    request: Request, services: Wired, wanted: summaries.Wanted, cursor: Cursor = None, limit: Limit = 100
+    services: Wired, wanted: summaries.Wanted, cursor: Cursor = None, limit: Limit = 100
 ) -> bodies.Page[bodies.Run]:
     """Any order but that by name is some seconds old."""
-    found = summaries.summaries_of(request)
+    found = services.summaries
     if wanted.order == BY_NAME and wanted.failed:
         page = services.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
         return bodies.Page(items=found.runs([run.name for run in page.items]), next=page.next)
@@ -85,8 +85,8 @@ def list_runs(
 
 
 @router.get("/runs/{run}", dependencies=needs("read"), summary="One run")
-def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
-    return _one(request, services, run)
+def get_run(services: Wired, run: str) -> bodies.Run:
+    return _one(services, run)
 
 
 @router.get(
@@ -94,8 +94,8 @@ def get_run(request: Request, services: Wired, run: str) -> bodies.Run:
     dependencies=needs("read"),
     summary="What is remembered of a run: owner, notes, and of each launch git commit, command and config",
 )
-def get_about(request: Request, services: Wired, run: str) -> RunAbout:
-    run_summary = _one(request, services, run)
+def get_about(services: Wired, run: str) -> RunAbout:
+    run_summary = _one(services, run)
     return _about(services, run, run_summary)
 
 
@@ -104,18 +104,18 @@ def get_about(request: Request, services: Wired, run: str) -> RunAbout:
     dependencies=needs("write", act="run-changed"),
     summary="Set owner and notes, archive a run or take it back, acknowledge its death",
 )
-def patch_run(request: Request, services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
+def patch_run(services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""
-    run_summary = _one(request, services, run)
+    run_summary = _one(services, run)
     if change.acknowledged is not None:
         services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
     services.run_metadata.change(run, change, run_summary.life, trains=run_summary.state == "running", by=viewer.name)
-    summed = summaries.summaries_of(request)
+    summed = services.summaries
     if change.acknowledged is None:
         summed.renew()
     else:
-        death_acknowledgements.said(summed, run)
-    run_summary = _one(request, services, run)
+        summed.death_seen(run)
+    run_summary = _one(services, run)
     return _about(services, run, run_summary)
 
 
@@ -124,8 +124,8 @@ def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
     return services.run_metadata.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
 
 
-def _one(request: Request, services: Wired, run: str) -> bodies.Run:
-    return next(iter(summaries.summaries_of(request).runs([run])), None) or services.catalog.run(run)
+def _one(services: Wired, run: str) -> bodies.Run:
+    return next(iter(services.summaries.runs([run])), None) or services.catalog.run(run)
 
 
 @router.get(

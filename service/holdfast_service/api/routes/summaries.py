@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import RUN_SORTS, RunSummary
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.services import Cursor, Limit, Services
+from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.insight.run_orders import WantedRuns
-from holdfast_service.control.insight.summary_queries import Summaries
 
 
 def wanted_runs(
@@ -42,11 +41,11 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
     summary="Summaries of all runs, by name, by need for attention, or by a column",
     response_model=bodies.Page[RunSummary],
 )
-def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limit: Limit = 100) -> Response:
+def list_summaries(services: Wired, wanted: Wanted, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """Any order but that by name is some seconds old. By need for attention, those that train come next, then the newest
     commits.
     """
-    listed = summaries_of(request).page(cursor, limit, wanted)
+    listed = services.summaries.page(cursor, limit, wanted)
     return Response(listed.model_dump_json(), media_type="application/json")  # serialized directly: pages poll it
 
 
@@ -55,15 +54,5 @@ def list_summaries(request: Request, wanted: Wanted, cursor: Cursor = None, limi
     dependencies=needs("read"),
     summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
-def get_summary(request: Request, run: str) -> RunSummary:
-    return summaries_of(request).one(run)
-
-
-def of(services: Services) -> Summaries:
-    return services.summaries or Summaries(services.tier, services.catalog, services.lives)
-
-
-def summaries_of(request: Request) -> Summaries:
-    summaries = request.app.state.summaries
-    assert isinstance(summaries, Summaries)
-    return summaries
+def get_summary(services: Wired, run: str) -> RunSummary:
+    return services.summaries.one(run)

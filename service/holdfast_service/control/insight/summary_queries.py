@@ -19,7 +19,8 @@ from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_c
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.insight import run_lifecycle
-from holdfast_service.control.insight.acknowledgements import Acknowledgements
+from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
+from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.facts import UNKNOWN, Facts, RunActivity
 from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
@@ -103,6 +104,11 @@ class Summaries:
         are some seconds old; acknowledgements are not.
         """
         return self._board.all()
+
+    def death_seen(self, run: str) -> None:
+        """The run's file has a new state of acknowledgement: remove a snooze of the alert."""
+        self.acknowledgements.remove([AlertKey(run, DEATH)])
+        self.renew()
 
     def renew(self) -> None:
         """Somebody has changed what is said of a run, and looks whether it is."""

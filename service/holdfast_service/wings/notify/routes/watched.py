@@ -11,18 +11,19 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.notifications import WatchedDaemon, WatchedRun
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
+from holdfast_service.api.services import Cursor, Limit, Viewer
 from holdfast_service.control.catalog.pages import decode_cursor, integer, page
 from holdfast_service.control.insight.run_orders import WantedRuns
+from holdfast_service.wings.notify.running import Parts
 from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
 
 
 @router.get("/daemons", dependencies=needs("read"), summary="Watched daemons, and since when one is unreachable")
-def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[WatchedDaemon]:
+def list_watched_daemons(parts: Parts, viewer: Viewer) -> bodies.Page[WatchedDaemon]:
     """A token for some runs sees the daemons that have one of them. 404 if the daemon runs without `--watch`."""
-    watch = _watch(services)
+    watch = _watch(parts)
     if viewer.sees_all:
         return bodies.Page(items=watch.daemons())
     return bodies.Page(items=watch.daemons(viewer.sees))
@@ -30,7 +31,7 @@ def list_watched_daemons(services: Wired, viewer: Viewer) -> bodies.Page[Watched
 
 @router.get("/runs", dependencies=needs("read"), summary="Runs of all watched daemons, those that need attention first")
 def list_watched_runs(
-    services: Wired,
+    parts: Parts,
     viewer: Viewer,
     prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
     q: Annotated[str, Query(max_length=128, description="only runs whose names have every one of these words")] = "",
@@ -41,15 +42,15 @@ def list_watched_runs(
     after = decode_cursor("watched", cursor)
     first = 0 if after is None else integer(after) + 1
     wanted = WantedRuns.parse(prefix, q)
-    listed = _watch(services).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
+    listed = _watch(parts).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
     numbered = list(enumerate(listed, first))
     cut = page("watched", numbered, limit, lambda one: one[0])
     return bodies.Page(items=[run for _, run in cut.items], next=cut.next)
 
 
-def _watch(services: Services) -> DaemonWatch:
-    if services.watched is None:
+def _watch(parts: Parts) -> DaemonWatch:
+    if parts.watched is None:
         raise NoSuchResource(
             "this daemon watches no other one", hint="start it with `holdfast serve --watch URL`, once for each daemon"
         )
-    return services.watched
+    return parts.watched

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from holdfast_formats import timestamps
-from holdfast_formats.errors import InUse, NoSuchResource
+from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Acknowledgement, AcknowledgeRequest, Alert, Overview
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
-from holdfast_service.api.content import death_acknowledgements
 from holdfast_service.api.routes.nodes import listed_nodes
-from holdfast_service.api.routes.summaries import summaries_of
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.pages import decode_cursor, page
@@ -25,17 +22,18 @@ from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.summary_board import key_of
 from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.wings.notify import death_acknowledgements
+from holdfast_service.wings.notify.node_alerts import alerts_of_nodes
 
 router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)
-UNLIMITED = Principal("alerts", "admin")  # sees all that there is
 TAKEN_BACK = "no longer acknowledged"
 Subject = Annotated[str, Query(max_length=128, description="the replica or the node, of an alert that is about one")]
 Seen = Annotated[bool | None, Query(description="only acknowledged alerts, or only others")]
 
 
 @router.get("/overview", dependencies=needs("read"), summary="All runs in a few figures: states, alerts, exposure, cost")
-def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
-    summaries = summaries_of(request)
+def get_overview(services: Wired, viewer: Viewer) -> Overview:
+    summaries = services.summaries
     return alerts.overview(summaries.board(), _of_nodes(services, viewer, summaries))
 
 
@@ -46,7 +44,6 @@ def get_overview(request: Request, services: Wired, viewer: Viewer) -> Overview:
     response_model=bodies.Page[Alert],
 )
 def list_alerts(
-    request: Request,
     services: Wired,
     viewer: Viewer,
     acknowledged: Seen = None,
@@ -56,7 +53,7 @@ def list_alerts(
     """First those that are not acknowledged, errors before warnings. They are some seconds old. Those of nodes and
     replicas are shown only to tokens for all runs.
     """
-    summaries = summaries_of(request)
+    summaries = services.summaries
     listed = alerts.without_what_follows([*alerts.of_runs(summaries.board()), *_of_nodes(services, viewer, summaries)])
     after = decode_cursor("alert", cursor)
     wanted = (one for one in listed if acknowledged is None or (one.acknowledged is not None) == acknowledged)
@@ -70,13 +67,13 @@ def list_alerts(
     dependencies=needs("write", act="alert-acknowledged"),
     summary="Acknowledge an alert of a run",
 )
-def acknowledge(  # noqa: PLR0913 - what a request has
-    request: Request, services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
+def acknowledge(
+    services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
 ) -> Acknowledgement:
     """It is counted no more until it has ended and occurs again, or until the given time is over. 404 if there is no such
     alert now. `run-lost` without a time is as `acknowledged` of the run: it is idle then.
     """
-    summaries = summaries_of(request)
+    summaries = services.summaries
     if code == DEATH and not subject and body.for_s is None:
         acknowledged = death_acknowledgements.see(services, viewer, summaries, run)
         _tell(services, viewer, AlertKey(run, code), "acknowledged", None)
@@ -91,8 +88,8 @@ def acknowledge(  # noqa: PLR0913 - what a request has
     status_code=204,
     summary="Take back the acknowledgement of an alert of a run",
 )
-def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
-    summaries = summaries_of(request)
+def take_back(services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
+    summaries = services.summaries
     if code == DEATH and not subject:
         death_acknowledgements.take_back(services, viewer, summaries, run)
         _tell(services, viewer, AlertKey(run, code), TAKEN_BACK, None)
@@ -105,11 +102,9 @@ def take_back(request: Request, services: Wired, viewer: Viewer, run: str, code:
     dependencies=needs("admin", "all", act="alert-acknowledged"),
     summary="Acknowledge an alert of a node or replica",
 )
-def acknowledge_other(
-    request: Request, services: Wired, viewer: Viewer, code: str, subject: str, body: AcknowledgeRequest
-) -> Acknowledgement:
+def acknowledge_other(services: Wired, viewer: Viewer, code: str, subject: str, body: AcknowledgeRequest) -> Acknowledgement:
     """As for an alert of a run."""
-    summaries = summaries_of(request)
+    summaries = services.summaries
     keys = {alerts.keyed(alert) for alert in alerts.of_nodes(listed_nodes(services, viewer))}
     return _acknowledge(services, viewer, summaries, _existing(AlertKey("", code, subject), keys), body)
 
@@ -120,46 +115,12 @@ def acknowledge_other(
     status_code=204,
     summary="Take back the acknowledgement of an alert of a node or replica",
 )
-def take_back_other(request: Request, services: Wired, viewer: Viewer, code: str, subject: str) -> None:
-    _take_back(services, viewer, summaries_of(request), AlertKey("", code, subject))
-
-
-@router.post(
-    "/replicas/{tier}/retry",
-    dependencies=needs("admin", "all", act="replica-retried"),
-    status_code=204,
-    summary="Copy to a replica again, now",
-)
-def retry_replica(services: Wired, tier: str) -> None:
-    """What could not be copied is tried at once, and not when its time has come. 404 if this daemon has no such replica, 409
-    if another node copies to it.
-    """
-    retry = services.replicas.get(tier)
-    if retry is None:
-        raise NoSuchResource(f"this daemon has no replica {tier!r}", hint="`GET /v1/nodes` says which node has which")
-    if not retry():
-        raise InUse(f"another node copies to the replica {tier!r}", hint="ask the node that `GET /v1/nodes` names for it")
-
-
-def still_there(services: Services, summaries: Summaries) -> Callable[[Collection[str]], set[AlertKey]]:
-    """A function that returns the present alerts: of some runs, and of nodes and replicas for ""."""
-
-    def there(runs: Collection[str]) -> set[AlertKey]:
-        keys = {key_of(summary.run, item) for summary in summaries.some(sorted(runs)) for item in summary.attention}
-        if "" in runs:
-            keys |= {alerts.keyed(alert) for alert in alerts.of_nodes(listed_nodes(services, UNLIMITED))}
-        return keys
-
-    return there
-
-
-def of_service(services: Services, summaries: Summaries, viewer: Principal = UNLIMITED) -> list[Alert]:
-    """Alerts of nodes and replicas, with their acknowledgements."""
-    return alerts.marked(alerts.of_nodes(listed_nodes(services, viewer)), summaries.acknowledgements.known([""]))
+def take_back_other(services: Wired, viewer: Viewer, code: str, subject: str) -> None:
+    _take_back(services, viewer, services.summaries, AlertKey("", code, subject))
 
 
 def _of_nodes(services: Services, viewer: Principal, summaries: Summaries) -> list[Alert]:
-    return of_service(services, summaries, viewer) if viewer.sees_all else []
+    return alerts_of_nodes(services, summaries, viewer) if viewer.sees_all else []
 
 
 def _existing(key: AlertKey, alert_keys: set[AlertKey]) -> AlertKey:

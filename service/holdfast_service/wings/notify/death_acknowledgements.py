@@ -10,7 +10,6 @@ from holdfast_formats.rest.measurements import Acknowledgement, Attention, RunSu
 from holdfast_formats.rest.runs import RunChange
 from holdfast_service.api.services import Services
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.summary_queries import Summaries
 
@@ -34,17 +33,11 @@ def take_back(services: Services, viewer: Principal, summaries: Summaries, run: 
     _change(services, viewer, summaries, summary, seen=False)
 
 
-def said(summaries: Summaries, run: str) -> None:
-    """run.json has a new state of acknowledgement: remove a snooze of the alert."""
-    summaries.acknowledgements.remove([AlertKey(run, DEATH)])
-    summaries.renew()
-
-
 def _change(services: Services, viewer: Principal, summaries: Summaries, summary: RunSummary, seen: bool) -> None:
     services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
     change = RunChange(acknowledged=seen)
     services.run_metadata.change(summary.run, change, summary.life, trains=summary.state == "running", by=viewer.name)
-    said(summaries, summary.run)
+    summaries.death_seen(summary.run)
 
 
 def _alert(summary: RunSummary) -> Attention:

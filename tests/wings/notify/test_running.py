@@ -25,8 +25,9 @@ from holdfast_formats.rest.operations import NewToken
 from holdfast_service.config import parse
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.insight import alerts
+from holdfast_service.wings.notify.running import watched
 from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
-from holdfast_service.wiring.notification_setup import event_commands, watched
+from holdfast_service.wiring.commands import event_commands
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.forked import Forked
@@ -231,7 +232,7 @@ def test_a_daemon_that_cannot_tell_does_not_start(tmp_path: Path) -> None:
 
 def test_people_and_prometheus_are_told_the_same() -> None:
     """Of nodes and watched daemons, in the words of the rules."""
-    rules = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"][0][
+    rules = yaml.safe_load((Path(__file__).parents[3] / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"][0][
         "rules"
     ]
     said = {rule["alert"]: rule["annotations"] for rule in rules}

@@ -14,6 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_service.control.database import engines
 from holdfast_service.control.insight.facts import RunActivity
+from holdfast_service.wings.notify.routes.alerts import TAKEN_BACK
 from tests.checkpoints import build_root
 from tests.daemons import wait_until
 from tests.serving import Served, served
@@ -77,7 +78,9 @@ def test_what_is_acknowledged_is_listed_and_counts_no_more(http: httpx.Client) -
     assert http.delete(DIED).status_code == 204
     assert listed(http, acknowledged=False) == [("tiny", "run-lost")]
     assert http.delete(DIED).status_code == 404
-    kinds = [event["kind"] for event in http.get("/v1/events").json()["items"]]
+    events = http.get("/v1/events").json()["items"]
+    assert any(TAKEN_BACK in event["text"] for event in events)
+    kinds = [event["kind"] for event in events]
     assert kinds.count("alert-acknowledged") == 3
 
 

@@ -13,9 +13,9 @@ import pytest
 from holdfast_service.config import plain_environment
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
+from holdfast_service.daemon import event_commands
+from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.tied_command import Command
-from holdfast_service.wings.notify import event_commands
-from holdfast_service.wings.notify.event_commands import EventCommands
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
 

@@ -1,0 +1,74 @@
+"""What a wing gives to the core. The core imports no wing: it finds the packages below `holdfast_service.wings`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from holdfast_formats.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from holdfast_service.api.metrics import Samples
+    from holdfast_service.api.services import Services
+    from holdfast_service.config import Config
+    from holdfast_service.control.jobs.runner import Check, Handler
+    from holdfast_service.wiring.job_handlers import Workers
+
+PACKAGE = "holdfast_service.wings"
+NAMES = frozenset({"cluster", "console", "convert", "merge", "notify"})  # of all wings
+
+
+class RunningWing(Protocol):
+    """The parts of a wing that run in a daemon; its routes find them in `app.state.wings`, by the wing's name."""
+
+    def samples(self) -> Samples:
+        """Its metrics, all of which `observe.metrics` declares."""
+        ...
+
+
+class JobKind(NamedTuple):
+    """`check` refuses a request by a named error before it becomes a job."""
+
+    handler: Handler
+    check: Check
+
+
+@dataclass(frozen=True)
+class Wing:
+    """Every wing's package has one, as its `WING`. A part that a wing does not have is left out."""
+
+    name: str
+    routes: str = ""  # a package: every module of it has a router
+    start: Callable[[Config, Services, ExitStack], RunningWing] | None = None  # runs until the stack unwinds
+    jobs: Callable[[Workers], Mapping[str, JobKind]] = lambda workers: {}  # by kind
+
+
+@lru_cache(1)
+def installed() -> tuple[Wing, ...]:
+    """The wings of this installation, by name."""
+    modules = [import_module(f"{PACKAGE}.{name}") for name in _packages()]
+    return tuple(module.WING for module in modules if hasattr(module, "WING"))
+
+
+def absent() -> list[str]:
+    """The names of wings that this installation lacks."""
+    return sorted(NAMES - set(_packages()))
+
+
+def _packages() -> list[str]:
+    return [] if find_spec(PACKAGE) is None else [one.name for one in iter_modules(import_module(PACKAGE).__path__)]
+
+
+def require(name: str, wanted: str) -> None:
+    """`InvalidRequest` if this installation lacks the wing that does what is `wanted`."""
+    if name in absent():
+        raise InvalidRequest(
+            f"{wanted} needs the wing {name!r}, which this installation lacks",
+            hint="install the whole package, or leave it out",
+        )

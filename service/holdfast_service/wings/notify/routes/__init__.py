@@ -1,0 +1,1 @@
+"""Routes: alerts, targets of notifications, and watched daemons."""
