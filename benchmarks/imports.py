@@ -27,8 +27,8 @@ from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.exports import ExportWork, converted
-from holdfast_service.wiring.imports import Importer
+from holdfast_service.wings.convert.export_jobs import ExportWork, converted
+from holdfast_service.wings.convert.import_jobs import Importer
 from tests.job_requests import an_import
 
 RATIO_MIN = 0.7  # of cp's speed, for writing

@@ -36,8 +36,8 @@ from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier, libc
-from holdfast_service.wiring.imports import Importer
-from holdfast_service.wiring.merges import Merger
+from holdfast_service.wings.convert.import_jobs import Importer
+from holdfast_service.wings.merge.merge_jobs import Merger
 from holdfast_service.wiring.progress import Quiet
 from tests.job_requests import a_merge, an_import
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from .errors import InvalidRequest, StateMismatch
 
+# What an export converts: values of other types are whole numbers, or mean nothing without a scale beside them.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Name -> bits of one element, in the order in which safetensors declares them.
 BITS: dict[str, int] = {
     "BOOL": 8,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_formats.disk.packing import pack
-from holdfast_formats.exports import dcp, paddle_flex, safetensors_files
-from holdfast_service.daemon.copying import importing
 from holdfast_service.storage import posix
 from holdfast_service.storage.posix import PosixFile, PosixTier
+from holdfast_service.wings.convert import importing
+from holdfast_service.wings.convert.exports import dcp, paddle_flex, safetensors_files
 
 FILE_BYTES = 100_000
 EXPORTED_FILE_BYTES = 4_000

@@ -32,9 +32,9 @@ from tests.crash import ledger
 from tests.crash.test_imports import ImportingService, done
 from tests.daemons import wait_until
 from tests.forked import Forked
-from tests.formats.exports.sources import LLAMA, llama, trained, values_of
 from tests.in_memory import in_memory
 from tests.job_requests import a_conversion
+from tests.wings.convert.exports.sources import LLAMA, llama, trained, values_of
 
 LANE = "killed in an export"
 WEIGHTS = llama(hidden=16)

@@ -21,7 +21,7 @@ import numpy as np
 
 from holdfast_formats.errors import LEAVES, CheckpointError
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import pickles
+from holdfast_service.wings.convert.foreign import pickles
 
 from . import pickle_seeds
 

@@ -16,9 +16,9 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import file_text, program_text
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign import kinds
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
+from holdfast_formats.rest.jobs import Int16 as Bits16
 from holdfast_formats.rest.recipes import average_of_last
 
 FILES_SHOWN = 40
@@ -36,7 +36,7 @@ Program = Annotated[
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
 Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
 Int16 = Annotated[
-    kinds.Int16 | None,
+    Bits16 | None,
     typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
 ]
 Shards = Annotated[

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -39,6 +40,20 @@ class StoredMember(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.bytes
+
+    def check(self, path: str, crc: int) -> None:
+        """`CorruptExtent` unless the computed CRC-32 is the stated one, or none is stated."""
+        if self.crc in (0, crc):
+            return
+        raise CorruptExtent(
+            f"{path}: the bytes of its member {self.name!r} have the CRC-32 {crc:08x} and not {self.crc:08x}, which the "
+            "zip file states",
+            hint="copy the file again: it is not what its writer wrote",
+            file=path,
+            member=self.name,
+            offset=self.start,
+            length=self.bytes,
+        )
 
 
 class ForeignPiece(NamedTuple):

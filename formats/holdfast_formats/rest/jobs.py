@@ -19,7 +19,6 @@ from pydantic import (
 from holdfast_formats import naming
 from holdfast_formats.body import Body
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign.kinds import ReadOptions
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -29,7 +28,31 @@ if TYPE_CHECKING:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 RunName = Annotated[str, AfterValidator(naming.check_run), Field(description="the run of the checkpoint")]
+Int16 = Literal["integers", "bfloat16"]  # what a checkpoint's 16-bit integers are
 Step = Annotated[int, Field(ge=0, le=naming.STEP_MAX, description="the step of the checkpoint")]
+
+# The kinds of checkpoints that the wing `convert` reads and writes: their names, and what a page calls them.
+IMPORT_KINDS = {
+    "hf": "a Hugging Face model",
+    "peft": "a PEFT adapter",
+    "deepspeed": "a DeepSpeed checkpoint with ZeRO",
+    "hf-bin": "a Hugging Face model in pytorch_model.bin",
+    "torch": "a state dict in a torch file",
+    "paddle-uc": "a unified checkpoint of Paddle",
+    "paddle-flex": "a FlexCheckpoint of Paddle",
+    "paddle-sharding-io": "a checkpoint of Paddle's sharding_io",
+    "paddle-lora": "a LoRA adapter of Paddle",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
+    "megatron": "a checkpoint of Megatron-core (torch_dist)",
+    "nemo": "a checkpoint of NeMo 2",
+}
+EXPORT_KINDS = {
+    "hf": "a Hugging Face directory",
+    "peft": "a PEFT adapter",
+    "dcp": "a directory of torch.distributed.checkpoint",
+    "paddle-uc": "a unified checkpoint of PaddleFormers",
+    "paddle-flex": "a FlexCheckpoint of Paddle",
+}
 
 
 class Arguments(Body):
@@ -46,7 +69,23 @@ class CompareArguments(Arguments):
     other: Text | int = Field(alias="with", description="RUN@STEP, or a step of the same run")
 
 
-class ImportArguments(ReadOptions, Arguments):
+class ReadOptions(Arguments):
+    """What a user may ask of an import or a conversion."""
+
+    as_is: bool = Field(default=False, description="keep names and layouts as they are")
+    assemble_flat: bool = Field(default=False, description="put flat directories of Paddle together that lack metadata")
+    int16: Int16 | None = Field(default=None, description="what 16-bit integers are: integers, or bfloat16 for its bits")
+    shards: int | None = Field(
+        default=None, ge=1, description="how many ranks wrote shards that the source does not count itself"
+    )
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What changes names, layouts or tensors of the source."""
+        return self.model_dump(include=set(ReadOptions.model_fields), exclude_defaults=True)
+
+
+class ImportArguments(ReadOptions):
     source: Text = Field(alias="from", description="a path below the export root")
     kind: Text | None = Field(default=None, description="the kind of the source, where more than one fits")
     program: Text | None = Field(default=None, description="a mapping program: its name, or its text")

@@ -22,13 +22,13 @@ from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.opening import Control, open_control
-from holdfast_service.daemon.copying import converting, exporting
-from holdfast_service.daemon.copying.foreign_export import check_terms
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
-from holdfast_service.wiring import exports
-from holdfast_service.wiring.exports import ExportWork
-from holdfast_service.wiring.imports import foretold
+from holdfast_service.wings.convert import converting, exporting
+from holdfast_service.wings.convert import export_jobs as exports
+from holdfast_service.wings.convert.export_jobs import ExportWork
+from holdfast_service.wings.convert.foreign_export import check_terms
+from holdfast_service.wings.convert.import_jobs import foretold
 from holdfast_service.wiring.progress import Printed, Progress, Quiet
 from holdfast_service.wiring.transfers import Transfers, check_directory, open_source
 

@@ -9,21 +9,21 @@ from typing import Any
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.files import Files
-from holdfast_formats.foreign import file_signs
-from holdfast_formats.foreign.kinds import kind_named
-from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.rest.jobs import ExportJob, ImportJob, MergeJob
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.root_files import check_local, check_output_place
 from holdfast_service.control.opening import Control
-from holdfast_service.daemon.copying.foreign_export import check_terms
 from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.storage import PosixTier, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
-from holdfast_service.wiring.exports import Exporter
-from holdfast_service.wiring.imports import OURS, Importer
-from holdfast_service.wiring.merges import Merger, OpenDirectory
+from holdfast_service.wings.convert.export_jobs import Exporter
+from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign.kinds import kind_named
+from holdfast_service.wings.convert.foreign.known_kinds import KINDS
+from holdfast_service.wings.convert.foreign_export import check_terms
+from holdfast_service.wings.convert.import_jobs import OURS, Importer
+from holdfast_service.wings.merge.merge_jobs import Merger, OpenDirectory
 from holdfast_service.wiring.progress import Progress
 
 NO_REPLICAS: Mapping[str, Replicator] = {}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from holdfast.tensors.json_values import DEPTH_MAX, dumps, loads, referred
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
-from holdfast_formats.foreign.json_values import decode as plain
+from holdfast_service.wings.convert.foreign.json_values import decode as plain
 
 
 class Colour(IntEnum):

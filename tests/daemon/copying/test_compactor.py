@@ -21,7 +21,6 @@ from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import coded, manifests
 from holdfast_formats.errors import CorruptExtent, InUse, NoSpace, StateMismatch
-from holdfast_formats.exports.source import of_committed
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.mapping.reading import fetched
@@ -30,11 +29,13 @@ from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.config import parse
 from holdfast_service.control.checkpoints import run_files
-from holdfast_service.daemon.copying import compactor, foreign_export
+from holdfast_service.daemon.copying import compactor
 from holdfast_service.daemon.copying import thinner as thinner_module
 from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, posix
+from holdfast_service.wings.convert import foreign_export
+from holdfast_service.wings.convert.exports.source import of_committed
 from tests.checkpoints import flip, trained_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
 from tests.daemons import wait_until

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, NoSuchResource, StateMismatch
-from holdfast_formats.exports.source import of_committed
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping import committed_files
 from holdfast_formats.mapping.box_moves import permuted
@@ -17,6 +16,7 @@ from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.mapping.reading import elements, fetched
 from holdfast_service.storage import PosixTier
+from holdfast_service.wings.convert.exports.source import of_committed
 from tests.checkpoints import Built, build, flip, varied_arrays
 
 

@@ -8,10 +8,18 @@ from typing import Any, get_args
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.foreign import sixteen_bits
-from holdfast_formats.foreign.kinds import Int16
-from holdfast_formats.rest.jobs import CompareArguments, CompareJob, ImportArguments, ImportJob, ScrubJob, VerifyJob, parse
+from holdfast_formats.rest.jobs import (
+    CompareArguments,
+    CompareJob,
+    ImportArguments,
+    ImportJob,
+    Int16,
+    ScrubJob,
+    VerifyJob,
+    parse,
+)
 from holdfast_formats.rest.operations import Job, JobKind
+from holdfast_service.wings.convert.foreign import sixteen_bits
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"compare": {"with": 3}, "export": {"to": "x"}, "import": {"from": "x"}}
 ARGUMENTS["merge"] = {"recipe": "x"}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast_formats.foreign.dcp import kinds
-from holdfast_formats.foreign.kinds import ReadOptions
-from tests.formats.foreign.dcp.directories import DirectoryFiles, assert_same
+from holdfast_formats.rest.jobs import ReadOptions
+from holdfast_service.wings.convert.foreign.dcp import kinds
 from tests.torchruns import launch
+from tests.wings.convert.foreign.dcp.directories import DirectoryFiles, assert_same
 
 
 def test_fsdp(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import ml_dtypes
 import pytest
 
-from holdfast_formats.foreign.dcp import kinds
-from holdfast_formats.foreign.kinds import ReadOptions
 from holdfast_formats.mapping import reading
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
-from tests.formats.foreign.dcp.directories import DirectoryFiles, read
+from holdfast_formats.rest.jobs import ReadOptions
+from holdfast_service.wings.convert.foreign.dcp import kinds
 from tests.torchruns import torchrun
+from tests.wings.convert.foreign.dcp.directories import DirectoryFiles, read
 
 WORKER = "tests.integrations.megatron.torch_dist"
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_formats.exports import kinds
-from holdfast_formats.exports.plan import ExportOptions
-from tests.formats.exports.sources import BETAS, llama, made, trained, values_of, write
+from holdfast_service.wings.convert.exports import kinds
+from holdfast_service.wings.convert.exports.plan import ExportOptions
+from tests.wings.convert.exports.sources import BETAS, llama, made, trained, values_of, write
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

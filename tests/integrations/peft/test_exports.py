@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file
 
-from holdfast_formats.exports import peft as exports_peft
-from holdfast_formats.exports.plan import ExportOptions
-from tests.formats.exports.sources import made, write
+from holdfast_service.wings.convert.exports import peft as exports_peft
+from holdfast_service.wings.convert.exports.plan import ExportOptions
 from tests.integrations.transformers.models import Sentences, small_model
+from tests.wings.convert.exports.sources import made, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -19,11 +19,11 @@ from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
-from holdfast_formats.exports.source import of_committed
 from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import PlacedTensor
+from holdfast_formats.mapping.coded_tensors import tensors_of
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
@@ -69,7 +69,7 @@ class DecodedGroup:
     def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
         contents = self._contents
         files = CommittedFiles(self._tier, contents.manifest, contents.directory, KEPT_BYTES_MAX)
-        return files, of_committed(files, contents.manifest).listing.tensors
+        return files, tensors_of(contents.manifest)
 
 
 class PlannedShard:

@@ -13,8 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk import codings, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifests import TensorEntry
-from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS
-from holdfast_formats.exports.source import of_committed
+from holdfast_formats.mapping.coded_tensors import SLAB_ELEMENTS, tensors_of
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
@@ -79,7 +78,7 @@ class _Decoded:
     def _opened(self) -> tuple[CommittedFiles, Mapping[TensorKey, ForeignTensor]]:
         manifest = open_checkpoint(self._tier, self._side.directory).manifest
         files = CommittedFiles(self._tier, manifest, self._side.directory)
-        return files, of_committed(files, manifest).listing.tensors
+        return files, tensors_of(manifest)
 
     def octets(self, pair: Pair) -> Iterator[Octets]:
         files, tensors = self._opened

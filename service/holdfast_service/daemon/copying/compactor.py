@@ -19,9 +19,8 @@ from holdfast_formats.disk.codings import MODEL, TIES
 from holdfast_formats.disk.compacting import CodingCandidate, CompactPlan, Encoded
 from holdfast_formats.disk.manifests import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptExtent, NoSpace
-from holdfast_formats.exports.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder
-from holdfast_formats.exports.source import of_committed
 from holdfast_formats.mapping import box_moves
+from holdfast_formats.mapping.coded_tensors import SLAB_ELEMENTS, KnownIntegers, PartEncoder, tensors_of
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
@@ -73,7 +72,7 @@ def stage_compact(
     """
     full, directory = pair.manifest, naming.checkpoint_path(place.run, place.step)
     source = CommittedFiles(tier, full, directory)
-    stored = of_committed(source, full).listing.tensors
+    stored = tensors_of(full)
     chosen = list(compacting.candidates(full, rule))
     _refuse_full(tier, full, compacting.least_new_bytes(full, chosen))  # before all of it is read
     looked = [_look(full, source, stored, one, going) for one in chosen]
@@ -241,7 +240,7 @@ def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[s
 def _prove(tier: Tier, place: Place, manifest: Manifest, planned: CompactPlan, source: _Source, going: CopyControl) -> None:
     """Decode what is staged, and compare it with the saved values: masters bit for bit, others by the stated error."""
     staged = CommittedFiles(tier, manifest, place.path)
-    decoded = of_committed(staged, manifest).listing.tensors
+    decoded = tensors_of(manifest)
     for one in planned.coded.values():
         key, apart, same = TensorKey(one.candidate.group, one.candidate.name), _Apart(), True
         for slab, values in _slabs(source.files, source.tensors[key], going):

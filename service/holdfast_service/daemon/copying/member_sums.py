@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.foreign.pickled.zip_members import check_crc
 from holdfast_formats.mapping.listing import StoredMember
 
 READ_BYTES = 2**24  # at once, of what has not passed
@@ -62,7 +61,7 @@ class MemberSums:
                 buffer = np.empty(min(READ_BYTES, member.stop - one.at), np.uint8)
                 if read_into(file, one.at, buffer) != buffer.nbytes:
                     raise CorruptManifest(f"{file} became shorter while it was read", file=file)
-            check_crc(file, member, one.crc)
+            member.check(file, one.crc)
             del self._sums[file][member.start]
             touched.add(file)
         self._order(touched)

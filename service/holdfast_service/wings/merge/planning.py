@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
-from holdfast_formats.exports import hugging_face
 from holdfast_formats.mapping.box_moves import same
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
-from holdfast_service.daemon.copying import importing
-from holdfast_service.daemon.copying.importing import Goal, PlannedImport
-from holdfast_service.daemon.copying.mapping import MappedListing
+from holdfast_service.wings.convert import importing
+from holdfast_service.wings.convert.exports import hugging_face
+from holdfast_service.wings.convert.importing import Goal, PlannedImport
+from holdfast_service.wings.convert.mapping import MappedListing
 from holdfast_service.wings.merge import lora, lora_config
 from holdfast_service.wings.merge.identical import identical
 from holdfast_service.wings.merge.merged_tensor import merged

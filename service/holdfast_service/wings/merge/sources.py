@@ -16,15 +16,16 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.errors import CheckpointError, NoSuchResource, StateMismatch
-from holdfast_formats.exports.source import of_committed
 from holdfast_formats.files import Files
-from holdfast_formats.foreign.kinds import ReadOptions, choose
-from holdfast_formats.foreign.known_kinds import KINDS
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import FetchBox, FileUse, ForeignListing, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box
+from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Buffer, read_once
+from holdfast_service.wings.convert.exports.source import of_committed
+from holdfast_service.wings.convert.foreign.kinds import choose
+from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 
 KEPT_BYTES_MAX = 2**27  # verified extents that all checkpoints of a merge keep together
 

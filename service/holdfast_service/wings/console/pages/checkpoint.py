@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
+from holdfast_formats.dtypes import FLOATS
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.exports.kinds import KINDS
-from holdfast_formats.exports.plan import FLOATS
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.jobs import EXPORT_KINDS
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.wings.console import manifest_view
@@ -65,7 +65,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why
         before=beside,
         ancestry=ancestry.value,
         instead=instead,
-        export_kinds=KINDS,
+        export_kinds=EXPORT_KINDS,
         export_dtypes=tuple(FLOATS.values()),
     )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats.foreign.known_kinds import KINDS
-from holdfast_formats.rest.jobs import ImportArguments, ImportJob
+from holdfast_formats.rest.jobs import IMPORT_KINDS, ImportArguments, ImportJob
 from holdfast_service.wings.console.rendering import page, see
 from holdfast_service.wings.console.routing import Posted, page_router
 from holdfast_service.wings.console.viewer_api import Asked
@@ -16,7 +15,7 @@ router = page_router()
 
 @router.get("/import")
 async def show_form(request: Request, _: Asked) -> Response:
-    return page(request, "import.html", kinds=KINDS)
+    return page(request, "import.html", kinds=IMPORT_KINDS)
 
 
 @router.post("/import")

@@ -1,0 +1,1 @@
+"""Imports of other programs' checkpoints, exports for other programs, and conversions from one to the other."""

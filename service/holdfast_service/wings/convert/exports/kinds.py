@@ -1,0 +1,17 @@
+"""The ways to export, by the name that `--as` takes."""
+
+from __future__ import annotations
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_service.wings.convert.exports import dcp, hugging_face, paddle_flex, paddle_unified, peft
+from holdfast_service.wings.convert.exports.plan import ExportKind
+
+KINDS: tuple[ExportKind, ...] = (hugging_face.KIND, peft.KIND, dcp.KIND, paddle_unified.KIND, paddle_flex.KIND)
+NAMES: tuple[str, ...] = tuple(kind.name for kind in KINDS)
+
+
+def kind_named(name: str) -> ExportKind:
+    for kind in KINDS:
+        if kind.name == name:
+            return kind
+    raise InvalidRequest(f"there is no way to export as {name!r}", hint=f"one of {', '.join(NAMES)}")

@@ -1,0 +1,177 @@
+"""Exports a FlexCheckpoint of Paddle: pickles of numpy arrays, with metadata of the file of each array.
+
+All of it is in Paddle's layout. The arrays' bytes are streamed; the opcodes around them are known before.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from holdfast_formats.disk.packing import FILE_BYTES_MAX, natural_key
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.rest.jobs import EXPORT_KINDS
+from holdfast_service.wings.convert.exports import paddle_state
+from holdfast_service.wings.convert.exports.hugging_face import configured
+from holdfast_service.wings.convert.exports.paddle_state import POWERS, PaddleState
+from holdfast_service.wings.convert.exports.paddle_trainer import FILES, trainer_files
+from holdfast_service.wings.convert.exports.plan import ExportKind, ExportOptions, ExportPlan, small_file
+from holdfast_service.wings.convert.exports.safetensors_files import KnownTensor
+from holdfast_service.wings.convert.exports.source import ExportSource
+from holdfast_service.wings.convert.exports.tied_tensors import renamed
+from holdfast_service.wings.convert.foreign import pickle_writer
+from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
+
+NAME = "paddle-flex"
+SETS = ("model_state", "optimizer_state", "master_weight")
+METADATA = "0.metadata"
+SIGNAL = "saved_signal_0"
+_PACKAGE = "paddle.distributed.flex_checkpoint.dcp.metadata"
+_RECONSTRUCT = GlobalCall(NamedGlobal("numpy.core.multiarray._reconstruct"), (NamedGlobal("numpy.ndarray"), (0,), b"b"))
+# Numpy's code and byte order of the stored array, and Paddle's name of the dtype. bfloat16 is stored as its bits.
+_DTYPES = {
+    "BF16": ("u2", "<", "bfloat16"),
+    "F16": ("f2", "<", "float16"),
+    "F32": ("f4", "<", "float32"),
+    "F64": ("f8", "<", "float64"),
+    "I64": ("i8", "<", "int64"),
+    "I32": ("i4", "<", "int32"),
+    "I16": ("i2", "<", "int16"),
+    "I8": ("i1", "|", "int8"),
+    "U8": ("u1", "|", "uint8"),
+    "BOOL": ("b1", "|", "bool"),
+}
+
+_NOT_FLAT = {"is_flattened": False, "flattened_range": None}
+
+Held = MappedTensor | KnownTensor
+
+
+def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
+    """One directory for each of model, optimizer and masters, the trainer's small files, and the checkpoint's own."""
+    state = paddle_state.collect(source, options, model_too=True)
+    model = [state.layout.of(name, tensor) for name, tensor in state.model.items()]
+    masters = [renamed(tensor, SETS[2], f"{name}.w_0") for name, tensor in state.masters.items()]
+    sets: list[list[Held]] = [list(model), _optimizer(state), list(masters)]
+    files = [file for name, held in zip(SETS, sets, strict=True) for file in array_files(name, held)]
+    trainer = trainer_files(source, state)
+    assets, notes = configured(source, options.dtype, FILES | {SIGNAL})
+    small = [*trainer.files, small_file(SIGNAL, b"1"), *assets]
+    return ExportPlan((*files, *small), (*state.notes, *trainer.notes, *notes), state.left_out)
+
+
+def array_files(directory: str, tensors: Iterable[Held], file_bytes_max: int = FILE_BYTES_MAX) -> list[TargetFile]:
+    """The arrays of a set in files of about `file_bytes_max` bytes, and the metadata with their places."""
+    writer = _ArrayFiles(directory, file_bytes_max)
+    for tensor in sorted(tensors, key=lambda one: natural_key(one.spec.name)):
+        writer.add(tensor)
+    return writer.finish()
+
+
+class _Placed(NamedTuple):
+    tensor: Held
+    file: str
+
+
+class _ArrayFiles:
+    def __init__(self, directory: str, file_bytes_max: int) -> None:
+        self._directory, self._file_bytes_max = directory, file_bytes_max
+        self._made: list[TargetFile] = []
+        self._placed: list[_Placed] = []
+        self._open()
+
+    def add(self, tensor: Held) -> None:
+        """Add an array; `StateMismatch` for a dtype that Paddle does not have."""
+        before, after = _around(tensor)
+        if self._tensors and self._at + len(self._literal) + len(before) + tensor.spec.nbytes > self._file_bytes_max:
+            self._close()
+        self._literal += before
+        if isinstance(tensor, KnownTensor):
+            self._literal += tensor.data
+        else:
+            self._put()
+            self._tensors.append(StreamedTensor(tensor, self._at))
+            self._at += tensor.spec.nbytes
+        self._literal += after
+        self._placed.append(_Placed(tensor, self._name))
+
+    def finish(self) -> list[TargetFile]:
+        self._close()
+        metadata = pickle_writer.dumps(_metadata(self._placed))
+        return [*self._made, small_file(f"{self._directory}/{METADATA}", metadata)]
+
+    @property
+    def _name(self) -> str:
+        return f"{len(self._made)}_0.distcp"
+
+    def _open(self) -> None:
+        self._literals: list[LiteralBytes] = []
+        self._tensors: list[StreamedTensor] = []
+        self._literal, self._at = bytearray(b"\x80\x04}"), 0
+
+    def _put(self) -> None:
+        if self._literal:
+            self._literals.append(LiteralBytes(self._at, bytes(self._literal)))
+            self._at += len(self._literal)
+            self._literal = bytearray()
+
+    def _close(self) -> None:
+        self._literal += b"."
+        self._put()
+        name = f"{self._directory}/{self._name}"
+        self._made.append(TargetFile(name, self._at, tuple(self._literals), tuple(self._tensors)))
+        self._open()
+
+
+def _around(tensor: Held) -> tuple[bytes, bytes]:
+    """The opcodes before and after the bytes of an array, which becomes an item of the dict on the stack."""
+    spec = tensor.spec
+    if spec.dtype not in _DTYPES:
+        raise StateMismatch(f"Paddle has no arrays of {spec.dtype}, as {spec.name!r} is", tensor=spec.name)
+    code, order, _ = _DTYPES[spec.dtype]
+    kind = _opcodes(GlobalCall(NamedGlobal("numpy.dtype"), (code, False, True)))
+    kind += _opcodes((3, order, None, None, None, -1, -1, 0)) + b"b"
+    size = spec.nbytes
+    length = b"B" + struct.pack("<I", size) if size < 2**32 else b"\x8e" + struct.pack("<Q", size)
+    state = b"(" + _opcodes(1) + _opcodes(tuple(spec.shape)) + kind + _opcodes(False) + length
+    return _opcodes(spec.name) + _opcodes(_RECONSTRUCT) + state, b"tbs"
+
+
+def _opcodes(value: Any) -> bytes:
+    """The opcodes that push the value: its pickle without the protocol and the stop. They use no memo of earlier ones."""
+    return pickle_writer.dumps(value)[2:-1]
+
+
+def _metadata(placed: Iterable[_Placed]) -> MadeObject:
+    described: dict[str, list[MadeObject]] = {}
+    stored: list[tuple[MadeObject, str]] = []
+    for tensor, file in placed:
+        spec = tensor.spec
+        shape, origin = tuple(spec.shape), (0,) * len(spec.shape)
+        local = {"global_offset": origin, "local_shape": shape, "dtype": _DTYPES[spec.dtype][2], "global_shape": shape}
+        described[spec.name] = [_object("LocalTensorMetadata", {**local, **_NOT_FLAT})]
+        index = {"tensor_key": spec.name, "global_offset": origin, **_NOT_FLAT, "replica_id": None, "local_shape": shape}
+        stored.append((_object("LocalTensorIndex", index), file))
+    names = {name: (name,) for name in described}
+    attributes = {"state_dict_metadata": described, "storage_metadata": ObjectKeys(stored), "flat_mapping": names}
+    return _object("Metadata", attributes)
+
+
+def _object(kind: str, attributes: Mapping[str, Any]) -> MadeObject:
+    return MadeObject(NamedGlobal(f"{_PACKAGE}.{kind}"), attributes)
+
+
+def _optimizer(state: PaddleState) -> list[Held]:
+    helds: list[Held] = []
+    for name, one in state.optimizer.items():
+        helds += [renamed(tensor, SETS[1], f"{name}.{kind}") for kind, tensor in one.moments.items()]
+        helds += [
+            paddle_state.power_tensor(SETS[1], f"{name}.{kind}", p) for kind, p in zip(POWERS, one.powers, strict=True)
+        ]
+    return helds
+
+
+KIND = ExportKind(NAME, EXPORT_KINDS[NAME], plan)

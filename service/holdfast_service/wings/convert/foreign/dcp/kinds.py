@@ -1,0 +1,160 @@
+"""The directories of torch.distributed.checkpoint: its own, Megatron-core's, and NeMo's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast_formats.errors import NotCommitted, StateMismatch
+from holdfast_formats.files import Files
+from holdfast_formats.mapping.listing import FileUse, ForeignListing
+from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
+from holdfast_service.wings.convert.foreign.dcp import directories, metadata, sharded_safetensors
+from holdfast_service.wings.convert.foreign.dcp.arrangement import EXTRA, StateDictArrangement
+from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread
+from holdfast_service.wings.convert.foreign.dcp.megatron import ALLOWED, MegatronArrangement
+from holdfast_service.wings.convert.foreign.dcp.metadata import METADATA, StoredAt
+from holdfast_service.wings.convert.foreign.dcp.payloads import Payloads
+from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+
+LIGHTNING = "meta.pt"
+CONFIG, COMMON = "metadata.json", "common.pt"
+WEIGHTS, CONTEXT = "weights", "context"
+_BACKEND = "torch_dist"
+
+
+def is_dcp(files: Files) -> bool:
+    """Whether a directory has the files of a DCP save, complete or not, or safetensors in shards."""
+    names = files.list("")
+    if CONFIG in names and _backend(files, "") is not None:
+        return False
+    return METADATA in names or any(
+        pattern.fullmatch(name)
+        for name in names
+        for pattern in (directories.OF_A_RANK, directories.METADATA_OF_A_RANK, directories.SHARD)
+    )
+
+
+def is_megatron(files: Files) -> bool:
+    return _backend(files, "") is not None
+
+
+def is_nemo(files: Files) -> bool:
+    return _backend(files, WEIGHTS) is not None
+
+
+def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
+    """A directory of `dcp.save`. Errors by key and file: `StateMismatch`, `NotCommitted`, `CorruptManifest`."""
+    names = files.list("")
+    if METADATA not in names:
+        if any(directories.METADATA_OF_A_RANK.fullmatch(name) for name in names):
+            raise StateMismatch(
+                "every rank wrote metadata of its own, and none says what all of them have",
+                hint="save with use_collectives=True, which is the default",
+            )
+        if any(directories.SHARD.fullmatch(name) for name in names):
+            return sharded_safetensors.read(files, options.shards)
+    saved = metadata.read(files)
+    gathered = GatheredListing(files)
+    arrangement = StateDictArrangement(saved, Payloads(files, saved), gathered)
+    known: dict[str, FileUse] = {}
+    if options.as_is:
+        arrangement.as_is()
+        step = None
+    else:
+        step = arrangement.arrange()
+    if LIGHTNING in names:
+        known[LIGHTNING] = _of_lightning(files, gathered)
+        step = _number(gathered, "lightning", "global_step", step)
+    listed = directories.uses(files, saved, "", known)
+    return ForeignListing(
+        "dcp", gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
+    )
+
+
+def read_megatron(files: Files, options: ReadOptions) -> ForeignListing:
+    """A directory `iter_…` of Megatron-LM in the format torch_dist."""
+    return _megatron(files, options, "megatron", "")
+
+
+def read_nemo(files: Files, options: ReadOptions) -> ForeignListing:
+    """A directory of NeMo 2: weights/ is Megatron-core's, context/ configures the model."""
+    return _megatron(files, options, "nemo", WEIGHTS)
+
+
+def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> ForeignListing:
+    backend = _backend(files, directory)
+    if backend is None:
+        raise NotCommitted(
+            f"there is no {_below(directory, CONFIG)}, which Megatron-core writes last",
+            hint="import an iteration whose save ended",
+        )
+    if backend != _BACKEND:
+        raise StateMismatch(f"its format is {backend!r}, and {_BACKEND} is read", hint="save with --ckpt-format torch_dist")
+    saved = metadata.read(files, directory)
+    gathered = GatheredListing(files, ALLOWED)
+    known = {_below(directory, CONFIG): FileUse(_below(directory, CONFIG), "state")}
+    common = _below(directory, COMMON)
+    size = files.size(common)
+    arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered)
+    if size is not None:
+        arrangement.common_file = common
+        arrangement.common = gathered.value(StoredAt(common, 0, size))
+        known[common] = _unread(common, arrangement.common) or FileUse(common, "state")
+    step = arrangement.as_is() if options.as_is else arrangement.arrange()
+    if kind == "nemo":
+        known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}
+    listed = directories.uses(files, saved, directory, known)
+    return ForeignListing(
+        kind, gathered.tensors, listed, gathered.documents, directories.assets(listed), tuple(gathered.notes), step
+    )
+
+
+def _backend(files: Files, directory: str) -> str | None:
+    """The format in metadata.json of Megatron-core; None without this file."""
+    path = _below(directory, CONFIG)
+    if files.size(path) is None:
+        return None
+    try:
+        document: Any = json.loads(files.read(path, 0, 2**16))
+    except (ValueError, RecursionError):
+        return None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _of_lightning(files: Files, gathered: GatheredListing) -> FileUse:
+    """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
+    encoded = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
+    if isinstance(encoded, Unread):
+        gathered.notes.append(f"{LIGHTNING} was left out: {encoded.reason}")
+        return FileUse(LIGHTNING, "unused", f"it cannot be read without running code: {encoded.reason}")
+    gathered.document(EXTRA, "lightning", encoded)
+    return FileUse(LIGHTNING, "state")
+
+
+def _unread(path: str, value: Any) -> FileUse | None:
+    if not isinstance(value, Unread):
+        return None
+    return FileUse(path, "unused", f"it cannot be read without running code: {value.reason}")
+
+
+def _of_context(path: str) -> FileUse:
+    return FileUse(path, "unused", "it configures NeMo, and is no state of the training")
+
+
+def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:
+    values = gathered.documents.get(EXTRA, {}).get(document)
+    number = values.get(key) if isinstance(values, dict) else None
+    return number if type(number) is int and number >= 0 else otherwise
+
+
+def _below(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+KINDS = (
+    ForeignKind("dcp", IMPORT_KINDS["dcp"], is_dcp, read_dcp),
+    ForeignKind("megatron", IMPORT_KINDS["megatron"], is_megatron, read_megatron),
+    ForeignKind("nemo", IMPORT_KINDS["nemo"], is_nemo, read_nemo),
+)

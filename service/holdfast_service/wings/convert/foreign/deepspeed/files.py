@@ -1,0 +1,146 @@
+"""The files of a DeepSpeed checkpoint with ZeRO, recognised by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.files import Files
+from holdfast_service.wings.convert.foreign import torch_values
+from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledRecord, read_torch
+
+LATEST = "latest"
+LATEST_BYTES_MAX = 512
+_TAG = re.compile(r"global_step\d+")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ZERO = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_RECORDS = frozenset(
+    (
+        _ZERO,
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+)
+_UNIVERSAL = (
+    "convert it with DeepSpeed's zero_to_fp32.py, and import the weights; or train on with ZeRO alone and save again"
+)
+
+
+class ZeroFiles(NamedTuple):
+    """The directory of the tag below the source (empty: the source itself), and its files by rank."""
+
+    directory: str
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+
+    def path(self, name: str) -> str:
+        return f"{self.directory}/{name}" if self.directory else name
+
+
+def tag(files: Files) -> str | None:
+    """The directory of the checkpoint: the one in `latest`, or the only one; None without one."""
+    names = files.list("")
+    if any(_OPTIMIZER.fullmatch(name) for name in names):
+        return ""
+    if LATEST in names:
+        latest = files.read(LATEST, 0, LATEST_BYTES_MAX).decode("utf-8", "replace").strip()
+        return latest if latest in names and _is_checkpoint(files, latest) else None
+    tags = [name for name in names if _TAG.fullmatch(name) and _is_checkpoint(files, name)]
+    return tags[0] if len(tags) == 1 else None
+
+
+def _is_checkpoint(files: Files, directory: str) -> bool:
+    return any(_OPTIMIZER.fullmatch(name) for name in files.list(directory))
+
+
+def sort_out(files: Files, directory: str) -> ZeroFiles:
+    """The files of a tag's directory by rank; `StateMismatch` for any other file."""
+    models: dict[int | None, str] = {}
+    optimizers: dict[int, str] = {}
+    for name in files.list(directory):
+        model, optimizer = _MODEL.fullmatch(name), _OPTIMIZER.fullmatch(name)
+        path = f"{directory}/{name}" if directory else name
+        parallel = int((model or optimizer).group(2)) if model or optimizer else 0  # type: ignore[union-attr]
+        if parallel:
+            raise refused(path, "is of a model that was trained with tensor parallelism, which is not put together")
+        if model:
+            models[None if model[1] is None else int(model[1])] = name
+        elif optimizer:
+            if int(optimizer[1]) in optimizers:
+                raise refused(path, f"and {optimizers[int(optimizer[1])]} are of one rank")
+            optimizers[int(optimizer[1])] = name
+        elif directory:
+            raise refused(path, "is not a file of a checkpoint with ZeRO alone")
+    if sorted(optimizers) != list(range(len(optimizers))):
+        missing = next(rank for rank in range(len(optimizers)) if rank not in optimizers)
+        raise refused(optimizers[max(optimizers)], f"is there, and the same of rank {missing} is not", "copy all files")
+    numbered = sorted(rank for rank in models if rank is not None)
+    if None in models and not numbered:
+        ordered = [models[None]]
+    elif None not in models and numbered == list(range(len(optimizers))):
+        ordered = [models[rank] for rank in numbered]
+    else:
+        raise refused(
+            directory or "the directory", "has not one file of model states, nor one for each rank", "copy all files"
+        )
+    return ZeroFiles(directory, tuple(ordered), tuple(optimizers[rank] for rank in range(len(optimizers))))
+
+
+def read(files: Files, path: str) -> dict[str, Any]:
+    value = read_torch(files, path, _RECORDS)
+    if not isinstance(value, dict):
+        raise refused(path, "does not hold what DeepSpeed writes")
+    return value
+
+
+def stage(optimizer: Mapping[str, Any], path: str) -> int:
+    """ZeRO's stage, which DeepSpeed's bfloat16 optimizer does not state: it is 1."""
+    value = optimizer.get("zero_stage")
+    if value is None and "single_partition_of_fp32_groups" in optimizer:
+        return 1
+    if isinstance(value, PickledRecord) and len(value.args) == 1:
+        value = value.args[0]
+    if value not in (1, 2, 3):
+        raise refused(path, "does not say which stage of ZeRO it is of")
+    return int(value)
+
+
+def dict_in(held: Mapping[str, Any], key: str, path: str) -> dict[Any, Any]:
+    """A required dict."""
+    value = held.get(key)
+    if not isinstance(value, dict):
+        raise torch_values.mismatch(path, key, f"has no dict {key!r}", _UNIVERSAL)
+    return value
+
+
+def list_in(held: Mapping[str, Any], key: str, path: str) -> list[Any]:
+    """A required list."""
+    value = held.get(key)
+    if not isinstance(value, list):
+        raise torch_values.mismatch(path, key, f"has no list {key!r}", _UNIVERSAL)
+    return value
+
+
+def flat(arrays: Sequence[Any], key: str, path: str) -> list[PickledArray]:
+    """Required arrays of one dimension."""
+    for number, array in enumerate(arrays):
+        if not isinstance(array, PickledArray) or len(array.shape) != 1 or array.strides != (1,):
+            raise torch_values.mismatch(path, key, f"has no flat tensor {key}[{number}]", _UNIVERSAL)
+    return list(arrays)
+
+
+def shapes_in(held: Mapping[str, Any], key: str, path: str) -> dict[str, tuple[int, ...]]:
+    """Required shapes by parameter name."""
+    shapes = dict_in(held, key, path)
+    for name, shape in shapes.items():
+        if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise torch_values.mismatch(path, str(name), f"has no shape of parameter {name!r}", _UNIVERSAL)
+    return shapes
+
+
+def refused(path: str, what: str, hint: str = _UNIVERSAL) -> Exception:
+    return StateMismatch(f"{path} {what}", hint=hint, file=path)

@@ -1,0 +1,177 @@
+"""A plain Hugging Face model: safetensors files in one directory, with an index, numbered, or a single one.
+
+`hugging_face_names` lists what is refused. Links of a hub's snapshot are followed when the directory is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.decoding import decoder
+from holdfast_formats.disk import safetensors
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
+from holdfast_formats.layout.parts import strides
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
+from holdfast_formats.region import whole
+from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
+from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face_names, sixteen_bits
+from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+
+GROUP = "model"
+DIFFUSERS = "diffusion_pytorch_model"  # the group of a component of diffusers: files are called so, and loaded by that name
+INDEX = naming.index_file_name(GROUP)
+INDEX_BYTES_MAX = 2**28
+_ENDING = ".safetensors"
+_NOT_ASSETS = (_ENDING, ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+_HINT = "pass the directory of a Hugging Face model with regular files"
+
+
+def recognises(files: Files) -> bool:
+    """Whether there are weights at all; `last`, since other programs leave such files beside their own."""
+    return any(name.endswith(_ENDING) for name in files.list(""))
+
+
+def read(files: Files, options: ReadOptions) -> ForeignListing:
+    """Every tensor of the model, from the files' headers; an index must agree.
+
+    Raises `StateMismatch` for anything beyond such a model, and if headers and index disagree; `InvalidRequest` if there is
+    no safetensors file, `CorruptManifest` for an invalid header or index, `LimitExceeded` for an asset that is too large.
+    """
+    names = files.list("")
+    index = next(
+        (naming.index_file_name(group) for group in (GROUP, DIFFUSERS) if naming.index_file_name(group) in names), None
+    )
+    weight_map = _weight_map(files, index) if index is not None else None
+    weights = sorted(set(weight_map.values())) if weight_map is not None else hugging_face_names.weights(names)
+    if not weights:
+        raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
+    if weight_map is None:
+        hugging_face_names.check_shards(weights)
+    group = DIFFUSERS if all(file.startswith(DIFFUSERS) for file in weights) else GROUP
+    tensors: dict[TensorKey, ForeignTensor] = {}
+    for file in weights:
+        for tensor in in_file(files, file, group, f", and {index} names it" if index else ""):
+            name = tensor.spec.name
+            if tensor.key in tensors:
+                first = tensors[tensor.key].pieces[0].file
+                raise StateMismatch(f"tensor {name!r} is in {first} and in {file}", hint=_HINT, tensor=name)
+            tensors[tensor.key] = tensor
+    if weight_map is not None and index is not None:
+        _check_index(index, weight_map, tensors.values())
+    copies = hugging_face_names.check_names(names, {*weights, index or INDEX})
+    config = hugging_face_names.read_config(files)
+    taken = as_bfloat16(tensors.values(), config, options)
+    tensors = {tensor.key: tensor for tensor in taken.tensors}
+    hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
+    assets = assets_of(files, names)
+    uses = [FileUse(file, "tensors") for file in weights]
+    if index is not None:
+        uses.append(FileUse(index, "unused", "it names the same tensors as the headers; the import writes its own"))
+    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
+    known = {use.file for use in uses}
+    uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
+    return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets, notes=taken.notes)
+
+
+def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
+    files_by_name = {tensor.spec.name: tensor.pieces[0].file for tensor in tensors}
+    wrong = {name for name, file in files_by_name.items() if weight_map.get(name) != file} | (
+        weight_map.keys() - files_by_name
+    )
+    if wrong:
+        raise StateMismatch(f"{index} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
+
+
+def _weight_map(files: Files, index: str) -> Mapping[str, str]:
+    if (files.size(index) or 0) > INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
+    try:
+        weight_map = _decode_index(files.read(index)).weight_map
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {index}: {error}", hint=_HINT, file=index) from error
+    for name, file in weight_map.items():
+        if not naming.is_file_name(file) or not file.endswith(_ENDING):
+            raise InvalidRequest(
+                f"{index} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
+            )
+    return weight_map
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
+
+
+def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
+    """The tensors of one safetensors file, from its header. `why` it is needed."""
+    size = files.size(file)
+    if size is None:
+        raise file_signs.absent(files, file, why)
+    first = files.read(file, 0, file_signs.HEAD_BYTES)
+    file_signs.check_head(file, first)
+    try:
+        length = safetensors.header_length(first[: safetensors.LENGTH_BYTES], size, file)
+        header = safetensors.decode(files.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
+    except CorruptManifest as error:
+        raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
+    hugging_face_names.check_metadata(file, header.metadata)
+    tensors = []
+    for tensor in header.tensors:
+        spec = TensorSpec(group, tensor.name, tensor.dtype, tensor.shape)
+        spec.check()
+        piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
+        tensors.append(ForeignTensor(spec, (piece,)))
+    return tensors
+
+
+class TakenTensors(NamedTuple):
+    """Tensors, and assumptions about their dtypes."""
+
+    tensors: tuple[ForeignTensor, ...]
+    notes: tuple[str, ...]
+
+
+def as_bfloat16(found: Iterable[ForeignTensor], config: Mapping[str, Any], options: ReadOptions) -> TakenTensors:
+    """Tensors of safetensors files, BF16 where integers are its bits; `StateMismatch` if that is not certain."""
+    tensors = tuple(found)
+    stored = (sixteen_bits.StoredDtype(one.spec.name, one.spec.dtype, one.pieces[0].file) for one in tensors)
+    dtype = sixteen_bits.taken_for_bfloat16(stored, config, options.int16)
+    if dtype is None:
+        return TakenTensors(tensors, ())
+    return TakenTensors(tuple(sixteen_bits.with_bfloat16(one, dtype) for one in tensors), (sixteen_bits.note(dtype),))
+
+
+def assets_of(files: Files, names: Iterable[str]) -> tuple[str, ...]:
+    """The plain files beside the weights, except names of the format itself."""
+    assets = []
+    for name in names:
+        size = files.size(name)
+        if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
+            continue
+        if size > ASSET_BYTES_MAX:
+            raise LimitExceeded(
+                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} bytes for a file other than the weights"
+            )
+        assets.append(name)
+    return tuple(assets)
+
+
+def why_unused(files: Files, name: str) -> str:
+    """Why a name beside the weights is not copied, if it is not a file with tensors. `StateMismatch` for a directory that
+    may have some.
+    """
+    if files.size(name) is None:
+        return directories.why_unused(files, name)
+    return "a checkpoint cannot have a file of this name"
+
+
+KIND = ForeignKind("hf", IMPORT_KINDS["hf"], recognises, read, last=True)

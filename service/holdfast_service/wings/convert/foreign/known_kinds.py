@@ -1,0 +1,19 @@
+"""All kinds of foreign checkpoints that an import supports. A new one is a line here."""
+
+from __future__ import annotations
+
+from holdfast_service.wings.convert.foreign import hugging_face, peft_adapter, torch_weights
+from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
+from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
+from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.paddle.kinds import PADDLE_KINDS
+
+KINDS: tuple[ForeignKind, ...] = (
+    hugging_face.KIND,
+    peft_adapter.KIND,
+    deepspeed.KIND,
+    torch_weights.DIRECTORY_KIND,
+    torch_weights.FILE_KIND,
+    *PADDLE_KINDS,
+    *dcp.KINDS,
+)

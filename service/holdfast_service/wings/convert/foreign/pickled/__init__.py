@@ -1,0 +1,1 @@
+"""Pickles and torch files, read by an interpreter that calls nothing. Entry point: `foreign/pickles`."""

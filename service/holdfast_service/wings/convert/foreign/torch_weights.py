@@ -1,0 +1,193 @@
+"""Models in torch files: a Hugging Face directory with `pytorch_model.bin`, or one file with a state dict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.decoding import decoder
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.files import Files
+from holdfast_formats.mapping import optimizer_state
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
+from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
+from holdfast_service.wings.convert.foreign import hugging_face, hugging_face_names, torch_optimizer, torch_values
+from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
+from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.pickles import read_torch
+
+GROUP = "model"
+EXTRA_GROUP = "extra"
+LIGHTNING = "optimizer_states"  # where Lightning keeps its optimizers, in a list
+INDEX = "pytorch_model.bin.index.json"
+NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys under which programs put the model's
+_WEIGHTS = re.compile(r"pytorch_model(-(\d{5})-of-(\d{5}))?\.bin")
+_BARE = re.compile(r".+\.(pt|pth|bin|ckpt)")
+_NO_WEIGHTS = {"training_args.bin"}
+
+
+def recognises_directory(files: Files) -> bool:
+    """A Hugging Face directory with torch files, and without the same in safetensors."""
+    names = files.list("")
+    return any(_WEIGHTS.fullmatch(name) or name == INDEX for name in names) and not hugging_face.recognises(files)
+
+
+def recognises_file(files: Files) -> bool:
+    """A directory with a torch file, and none of those that Hugging Face writes."""
+    return bool(_bare(files.list(""))) and not recognises_directory(files) and not hugging_face.recognises(files)
+
+
+def read_directory(files: Files, options: ReadOptions) -> ForeignListing:
+    """Every tensor of the model; an index must agree.
+
+    Raises `StateMismatch` for anything beyond such a model, and `CorruptManifest` for truncated files.
+    """
+    names = files.list("")
+    index = _weight_map(files) if INDEX in names else None
+    weights = sorted(set(index.values())) if index is not None else [name for name in names if _WEIGHTS.fullmatch(name)]
+    if index is None:
+        _check_numbers(weights)
+    tensors: dict[TensorKey, ForeignTensor] = {}
+    for file in weights:
+        for tensor in torch_values.state_dict(read_torch(files, file), file, GROUP):
+            if tensor.key in tensors:
+                first = tensors[tensor.key].pieces[0].file
+                raise torch_values.mismatch(file, tensor.spec.name, f"has {tensor.spec.name!r}, which {first} has too")
+            tensors[tensor.key] = tensor
+    stored = {key.name: tensor.pieces[0].file for key, tensor in tensors.items()}
+    if index is not None and index != stored:
+        wrong = min(name for name in index.keys() | stored if index.get(name) != stored.get(name))
+        raise torch_values.mismatch(INDEX, wrong, f"and the files disagree about tensor {wrong!r}", "download it again")
+    used = [*weights, INDEX] if index is not None else weights
+    return _listing(DIRECTORY_KIND, files, tensors, used)
+
+
+def read_file(files: Files, options: ReadOptions) -> ForeignListing:
+    """The tensors of a state dict, which may be nested under one of the usual names, beside a torch optimizer's, other
+    tensors and plain values, which become documents. Raises `StateMismatch` for anything else.
+    """
+    candidates = _bare(files.list(""))
+    if len(candidates) != 1:
+        raise StateMismatch(
+            f"the directory has several torch files: {', '.join(candidates[:4])}",
+            hint="put the one with the model's state dict into a directory of its own, with config.json and tokenizer",
+            file=candidates[-1] if candidates else "",
+        )
+    (file,) = candidates
+    value = read_torch(files, file)
+    nested = [key for key in NESTED if isinstance(value, dict) and isinstance(value.get(key), dict)]
+    if len(nested) > 1:
+        raise torch_values.mismatch(file, nested[1], f"has two state dicts, {nested[0]!r} and {nested[1]!r}")
+    beside: dict[Any, Any] = {}
+    if nested:
+        beside = {key: one for key, one in value.items() if key != nested[0]}
+        value = value[nested[0]]
+    weights = torch_values.state_dict(value, file, GROUP)
+    listing = _listing(FILE_KIND, files, {tensor.key: tensor for tensor in weights}, [file])
+    return _with_values(files, listing, beside, weights, file)
+
+
+def _with_values(
+    files: Files, listing: ForeignListing, beside: Mapping[Any, Any], weights: Sequence[ForeignTensor], file: str
+) -> ForeignListing:
+    """The listing with an optimizer, tensors and plain values that are beside the model."""
+    optimizers = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
+    if len(optimizers) > 1:
+        second = optimizers[1][0]
+        raise torch_values.mismatch(file, str(second), f"has several optimizers, {second!r} is the second")
+    gathered = GatheredListing(files)
+    gathered.tensors |= listing.tensors
+    for key, held in optimizers:
+        optimizer = torch_optimizer.read(held, weights, file, str(key))
+        gathered.tensors |= {tensor.key: tensor for tensor in optimizer.tensors}
+        gathered.document(optimizer_state.GROUP, optimizer_state.KEY, optimizer.document)
+        gathered.notes += [optimizer.note] if optimizer.note else []
+    others = {str(key): one for key, one in beside.items() if key not in dict(optimizers)}
+    for key, one in others.items():
+        if key.startswith("optim") and isinstance(one, dict):
+            raise torch_optimizer.refused(file, key, "is no state dict that torch writes")
+        value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
+        if isinstance(value, Unread):
+            raise torch_values.mismatch(
+                file, key, f"has {key!r}, of which {value.reason}: only tensors and plain values are kept"
+            )
+        gathered.document(EXTRA_GROUP, key, value)
+    if others:
+        gathered.notes.append(f"{', '.join(sorted(others))} of {file} became documents in group {EXTRA_GROUP}")
+    step = beside.get("global_step")
+    return listing._replace(
+        tensors=gathered.tensors,
+        documents=gathered.documents,
+        notes=tuple(gathered.notes),
+        step=step if type(step) is int and step >= 0 else None,
+    )
+
+
+def _optimizers_in(key: Any, value: Any) -> list[Any]:
+    """A value that is a torch optimizer's, or Lightning's list of one."""
+    held = value if key == LIGHTNING and isinstance(value, list) else [value]
+    return [one for one in held if torch_optimizer.is_state_dict(one)]
+
+
+def _listing(
+    kind: ForeignKind, files: Files, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
+) -> ForeignListing:
+    """The listing, with the use of every file of the directory."""
+    names = files.list("")
+    copies = hugging_face_names.check_names(names, used)
+    placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
+    hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
+    assets = hugging_face.assets_of(files, [name for name in names if name not in used])
+    uses = [FileUse(file, "tensors") for file in used if file != INDEX]
+    if INDEX in used:
+        uses.append(FileUse(INDEX, "unused", "it names the same tensors as the files; the import writes its own"))
+    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
+    known = {use.file for use in uses}
+    uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in names if name not in known]
+    return ForeignListing(kind.name, tensors, tuple(uses), assets=assets)
+
+
+def _bare(names: Iterable[str]) -> list[str]:
+    """Torch files that may hold more than weights."""
+    return [name for name in names if _BARE.fullmatch(name) and name not in _NO_WEIGHTS]
+
+
+def _check_numbers(weights: Sequence[str]) -> None:
+    """`StateMismatch` unless files without an index are a single one, or all of the numbered ones."""
+    if len(weights) == 1 and "-of-" not in weights[0]:
+        return
+    if sorted(weights) != [f"pytorch_model-{n:05}-of-{len(weights):05}.bin" for n in range(1, len(weights) + 1)]:
+        raise torch_values.mismatch(
+            weights[-1],
+            "",
+            f"and {weights[0]} are no complete set of weights, and there is no {INDEX}",
+            "download them again",
+        )
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
+
+
+def _weight_map(files: Files) -> dict[str, str]:
+    if (files.size(INDEX) or 0) > hugging_face.INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{INDEX} is over the limit of {hugging_face.INDEX_BYTES_MAX} bytes", file=INDEX)
+    try:
+        weight_map = dict(_decode_index(files.read(INDEX)).weight_map)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {INDEX}: {error}", file=INDEX) from error
+    wrong = next((file for file in weight_map.values() if not naming.is_file_name(file) or files.size(file) is None), None)
+    if wrong is not None:
+        raise torch_values.mismatch(INDEX, "", f"names {wrong!r}, which is not there", "download it again")
+    return weight_map
+
+
+DIRECTORY_KIND = ForeignKind("hf-bin", IMPORT_KINDS["hf-bin"], recognises_directory, read_directory, last=True)
+FILE_KIND = ForeignKind("torch", IMPORT_KINDS["torch"], recognises_file, read_file, last=True)

@@ -1,0 +1,169 @@
+"""Torch's files as zips: the bytes before and after a tensor's elements, which are streamed between them.
+
+As in `torch.save`, the records are stored uncompressed, the elements begin at a multiple of 64 bytes, and their CRC-32
+follows them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from math import prod
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.wings.convert.foreign import pickle_writer
+from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, NamedGlobal, PersistentId
+
+ALIGNMENT_BYTES = 64
+ROOT = "archive"
+_LONG = 0xFFFFFFFF  # marks a size in a zip64 field
+_RECORDS = {"version": b"3\n", "byteorder": b"little"}
+
+_STORAGES = {
+    "BOOL": "BoolStorage",
+    "U8": "ByteStorage",
+    "I8": "CharStorage",
+    "I16": "ShortStorage",
+    "F16": "HalfStorage",
+    "BF16": "BFloat16Storage",
+    "I32": "IntStorage",
+    "F32": "FloatStorage",
+    "F64": "DoubleStorage",
+    "I64": "LongStorage",
+    "C64": "ComplexFloatStorage",
+}
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+class _Record(NamedTuple):
+    """A record of a zip, from byte `start` on. `described`: its CRC-32 follows its data."""
+
+    name: str
+    size: int
+    start: int
+    described: bool
+
+    def local(self, crc: int, padding: int | None = None) -> bytes:
+        """The header before the data, with so many bytes of padding at its end."""
+        extra = self._long_sizes() + (b"" if padding is None else b"FB" + struct.pack("<H", padding) + b"Z" * padding)
+        known = (0, 0, 0) if self.described else (crc, self.size, self.size)
+        if self.size >= _LONG:
+            known = (known[0], _LONG, _LONG)
+        return b"PK\x03\x04" + self._header(known, len(extra)) + self._path + extra
+
+    def entry(self, crc: int) -> bytes:
+        extra, shown = self._long_sizes(), min(self.size, _LONG)
+        fields = struct.pack("<H", self._version) + self._header((crc, shown, shown), len(extra))
+        return b"PK\x01\x02" + fields + struct.pack("<HHHII", 0, 0, 0, 0, self.start) + self._path + extra
+
+    def descriptor(self, crc: int) -> bytes:
+        return b"PK\x07\x08" + struct.pack("<IQQ" if self.size >= _LONG else "<III", crc, self.size, self.size)
+
+    def _header(self, known: tuple[int, int, int], extra_bytes: int) -> bytes:
+        flags = 0x808 if self.described else 0x800
+        return struct.pack("<HHHHHIIIHH", self._version, flags, 0, 0, 0, *known, len(self._path), extra_bytes)
+
+    def _long_sizes(self) -> bytes:
+        return struct.pack("<HHQQ", 1, 16, self.size, self.size) if self.size >= _LONG else b""
+
+    @property
+    def _path(self) -> bytes:
+        return f"{ROOT}/{self.name}".encode()
+
+    @property
+    def _version(self) -> int:
+        return 45 if self.size >= _LONG else 20
+
+
+class ZipAround(NamedTuple):
+    """The bytes of a zip around its last record, whose data are `data_bytes` long."""
+
+    head: bytes
+    data_bytes: int
+    entries: tuple[bytes, ...]
+    last: _Record
+
+    @property
+    def tail_bytes(self) -> int:
+        return len(self.tail(0))
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.head) + self.data_bytes + self.tail_bytes
+
+    def tail(self, crc: int) -> bytes:
+        """The bytes after the data, which include their CRC-32."""
+        described = self.last.descriptor(crc)
+        directory = b"".join((*self.entries, self.last.entry(crc)))
+        at, count = len(self.head) + self.data_bytes + len(described), len(self.entries) + 1
+        long = b""
+        if at >= _LONG:
+            long = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), at)
+            long += b"PK\x06\x07" + struct.pack("<IQI", 0, at + len(directory), 1)
+        end = struct.pack("<HHHHIIH", 0, 0, count, count, len(directory), min(at, _LONG), 0)
+        return described + directory + long + b"PK\x05\x06" + end
+
+
+def of_tensor(spec: TensorSpec) -> ZipAround:
+    """The zip of a row-major tensor, as `torch.save` writes it. `InvalidRequest` for a dtype that torch lacks."""
+    return _around({"data.pkl": pickle_writer.dumps(_tensor(spec)), **_RECORDS}, "data/0", spec.nbytes)
+
+
+def of_value(value: Any) -> bytes:
+    pickled = pickle_writer.dumps(value)
+    around = _around(_RECORDS, "data.pkl", len(pickled))
+    return around.head + pickled + around.tail(zlib.crc32(pickled))
+
+
+def _tensor(spec: TensorSpec) -> GlobalCall:
+    if spec.dtype not in TORCH_DTYPES:
+        raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, which torch has no dtype for", tensor=spec.name)
+    known = spec.dtype in _STORAGES
+    kind = f"torch.{_STORAGES[spec.dtype]}" if known else "torch.storage.UntypedStorage"
+    length = prod(spec.shape) if known else spec.nbytes
+    storage = PersistentId(("storage", NamedGlobal(kind), "0", "cpu", length))
+    hooks = GlobalCall(NamedGlobal("collections.OrderedDict"), ())
+    arguments = (storage, 0, tuple(spec.shape), _steps(spec.shape), False, hooks)
+    if known:
+        return GlobalCall(NamedGlobal("torch._utils._rebuild_tensor_v2"), arguments)
+    dtype = NamedGlobal(f"torch.{TORCH_DTYPES[spec.dtype]}")
+    return GlobalCall(NamedGlobal("torch._utils._rebuild_tensor_v3"), (*arguments, dtype))
+
+
+def _steps(shape: Shape) -> Shape:
+    """torch's strides: a dimension without elements counts as one."""
+    return tuple(prod(max(n, 1) for n in shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _around(records: dict[str, bytes], last: str, data_bytes: int) -> ZipAround:
+    head, entries = b"", []
+    for name, data in records.items():
+        crc, record = zlib.crc32(data), _Record(name, len(data), len(head), False)
+        entries.append(record.entry(crc))
+        head += record.local(crc) + data
+    record = _Record(last, data_bytes, len(head), True)
+    padding = -(len(head) + len(record.local(0, 0))) % ALIGNMENT_BYTES
+    return ZipAround(head + record.local(0, padding), data_bytes, tuple(entries), record)

@@ -1,0 +1,278 @@
+"""Imports a checkpoint into staging: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
+
+The source is not trusted: unknown content is refused, links are not followed, and digests are computed while writing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast_files.opened import CommittedManifest, open_checkpoint
+from holdfast_formats import dtypes, naming
+from holdfast_formats.digest import digest, running
+from holdfast_formats.disk import manifests, state_json
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, FileEntry, Manifest
+from holdfast_formats.disk.packing import FilePlan, pack
+from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.files import Files
+from holdfast_formats.lineage import Way
+from holdfast_formats.mapping.box_moves import MappedTensor
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
+from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.naming import Place
+from holdfast_formats.rest.jobs import ImportArguments
+from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
+from holdfast_formats.staging.slot_table import Blob
+from holdfast_service.daemon.copying import comparing, streaming
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry
+from holdfast_service.daemon.copying.watched_source import WatchedSource
+from holdfast_service.storage import Tier, read_once
+from holdfast_service.wings.convert import mapping
+from holdfast_service.wings.convert.foreign import hugging_face
+from holdfast_service.wings.convert.foreign.kinds import choose
+from holdfast_service.wings.convert.foreign.known_kinds import KINDS
+from holdfast_service.wings.convert.mapping import Documents, MappedListing
+
+_WEIGHTS_ALONE = ({hugging_face.GROUP}, {hugging_face.DIFFUSERS})
+_BESIDE = "extra"  # the group of a trainer's other state, which it expects to exist
+
+
+class Goal(NamedTuple):
+    """The imported checkpoint: its run, step and attempt, its staging directory, and its rewinds."""
+
+    run: str
+    step: int
+    attempt: int
+    staging: str = ""
+    rewinds: Way = ()
+
+
+class PlannedImport(NamedTuple):
+    """An import before its first byte is written. `plan` lacks the digests of the source in state.json."""
+
+    source: WatchedSource
+    listing: ForeignListing
+    wanted: MappedListing
+    files: tuple[TargetFile, ...]
+    plan: WritePlan
+    job: str
+    node: str = ""
+    chosen: Mapping[str, Any] = {}  # options that changed what was read
+    about: Mapping[str, Any] = {}  # further members of its source in state.json
+
+    @property
+    def place(self) -> Place:
+        """Where it is staged: the same for the same import of the same files, by the same node.
+
+        A node that has lost its lease may still write, and must not share a place with the node that has taken its job.
+        """
+        return naming.job_place(self.plan.run, self.plan.step, digest(f"{self.node} {self.job}".encode()))
+
+    @property
+    def made_how(self) -> str:
+        """A word for what was done."""
+        return "merged" if self.listing.kind == "merge" else "imported"
+
+    @property
+    def bytes(self) -> int:
+        return self.plan.bytes + sum(asset.blob.length for asset in self.plan.assets)
+
+
+def is_checkpoint(source: Files) -> bool:
+    """Whether the source is a Holdfast checkpoint."""
+    return source.size(naming.COMMIT) is not None
+
+
+def refuse_uncommitted(source: Files) -> None:
+    """`StateMismatch` for a Holdfast checkpoint without COMMIT."""
+    present = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
+    if present == [True, True, False]:
+        raise StateMismatch(
+            f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
+            "copied as a whole, and other kinds of import would leave its state.json out",
+            hint="copy the whole directory of a committed checkpoint",
+            file=naming.COMMIT,
+        )
+
+
+def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedImport:
+    """Plan an import, without reading tensors.
+
+    Raises what `choose` and the kind's reader raise, `StateMismatch` for a source without tensors.
+    """
+    watched = WatchedSource(read_once(source), digested=True)
+    kind = choose(watched, options.kind, KINDS)
+    listing = kind.read(watched, options)
+    wanted = mapping.mapped(watched, listing, options.program)
+    if not wanted.tensors:
+        raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
+    return planned(watched, listing, wanted, goal)._replace(chosen=options.chosen)
+
+
+def planned(watched: WatchedSource, listing: ForeignListing, wanted: MappedListing, goal: Goal) -> PlannedImport:
+    """The files for these tensors, and beside them."""
+    targets = {one.key: one for one in wanted.tensors}
+    _refuse_unread(targets)
+    groups = {key.group for key in targets} | wanted.documents.keys()
+    if groups not in _WEIGHTS_ALONE:  # weights alone stay the directory that Hugging Face knows
+        groups.add(_BESIDE)
+    layouts = pack(one.spec for one in targets.values())
+    files = tuple(_target(layout, targets) for layout in layouts)
+    sizes = {name: watched.size(name) or 0 for name in listing.assets}
+    sizes |= {name: len(data) for name, data in listing.made_assets.items()}
+    for name in sizes:
+        naming.check_asset(name)
+    plan = WritePlan(
+        run=naming.check_run(goal.run),
+        step=naming.check_step(goal.step),
+        attempt=goal.attempt,
+        world=1,
+        groups=tuple(sorted(groups)),
+        files=tuple(_planned(layout) for layout in layouts),
+        aliases={},
+        assets=tuple(PlannedAsset(0, Blob(name, 0, size)) for name, size in sizes.items()),
+        metrics={},
+        mesh={},
+        state=b"",
+    )
+    plan = plan._replace(state=_state(plan, wanted.documents))
+    job = streaming.digest_of(watched, listing.tensors, files)
+    return PlannedImport(watched, listing, wanted, files, plan, job)
+
+
+def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
+    for key, one in targets.items():
+        if one.spec.dtype in dtypes.UNREAD:
+            raise StateMismatch(
+                f"tensor {key.name!r} is {one.spec.dtype}, which no reader of safetensors files has a type for",
+                hint="convert it with the program that wrote it: to a type of 8 bits, or its bytes to U8",
+                tensor=key.name,
+            )
+
+
+def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
+    """The plan of what an earlier start of the same import has not staged yet, for the check of free space."""
+    sizes = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
+    files = tuple(file for file in planned.plan.files if sizes.get(file.layout.name) != file.layout.bytes)
+    return planned.plan._replace(files=files)
+
+
+def write(planned: PlannedImport, target: Tier, going: CopyControl) -> Receipt:
+    """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
+    staging, plan = planned.place.path, planned.plan
+    comparing.check_equal(planned.source, planned.listing.tensors, planned.wanted.equal, going)
+    comparing.check_zeros(planned.source, planned.listing.tensors, planned.wanted.zeros, going)
+    finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
+    entries = [_entry(file.layout) for file in plan.files]
+    for asset in plan.assets:
+        asset_bytes = planned.listing.made_assets.get(asset.blob.name)
+        if asset_bytes is None:
+            entries.append(_put_asset(planned, target, asset.blob, going))
+            continue
+        put_again(target, f"{staging}/{asset.blob.name}", asset_bytes)
+        entries.append(FileEntry(asset.blob.name, len(asset_bytes), 0, digest(asset_bytes)))
+    planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
+    planned.source.check_names()
+    extents: dict[str, dict[str, Any]] = {}
+    for file in finished:
+        for one in file.tensors:
+            extents.setdefault(one.group, {})[one.name] = one.extents
+    return Receipt("import", plan.run, plan.step, plan.attempt, tuple(entries), extents)
+
+
+def put_again(target: Tier, path: str, data: bytes) -> None:
+    """Write a small file, of which a killed start may have left a part."""
+    if target.size(path) is not None:
+        target.remove_file(path)
+    target.put(path, data)
+
+
+def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: CopyControl) -> FileEntry:
+    path, running_digest = f"{planned.place.path}/{blob.name}", running()
+    if target.size(path) is not None:
+        target.remove_file(path)
+    writer = target.create(path, blob.length)
+    try:
+        for at in range(0, blob.length, EXTENT_BYTES_MAX):
+            if going.ended():
+                raise CopyStopped
+            part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
+            if planned.source.read_into(blob.name, at, part) != part.nbytes:
+                raise CorruptManifest(f"{blob.name} became shorter while it was read", file=blob.name)
+            running_digest.update(part.data)
+            writer.write(at, [part])
+            going.moved(part.nbytes)
+        writer.finish()
+    finally:
+        writer.discard()
+    return FileEntry(blob.name, blob.length, 0, running_digest.hexdigest())
+
+
+def _state(plan: WritePlan, documents: Documents) -> bytes:
+    values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in documents.items()}
+    return state_json.merge(plan.step, {}, plan.groups, {0: values})
+
+
+def _target(layout: FilePlan, targets: Mapping[TensorKey, MappedTensor]) -> TargetFile:
+    tensors = tuple(StreamedTensor(targets[TensorKey(spec.group, spec.name)], start) for spec, start in layout.tensors)
+    return TargetFile(layout.name, layout.bytes, (LiteralBytes(0, layout.header),), tensors)
+
+
+def _planned(layout: FilePlan) -> PlannedFile:
+    return PlannedFile(layout, tuple(PlannedTensor(spec, start, (), "") for spec, start in layout.tensors))
+
+
+def _entry(layout: FilePlan) -> FileEntry:
+    return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
+
+
+def copy_in(source: Files, target: Tier, goal: Goal, going: CopyControl) -> CommittedManifest:
+    """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
+    `Damaged` if the source does not match its digests.
+    """
+    pair = open_checkpoint(source, "")
+    manifest_copied, state = _renamed(pair.manifest, source.read(naming.STATE), goal)
+    carry(source, "", target, goal.staging, pair.manifest, going)
+    if manifest_copied == pair.manifest:
+        return pair
+    target.remove_file(f"{goal.staging}/{naming.STATE}")
+    target.put(f"{goal.staging}/{naming.STATE}", state)
+    encoded = manifests.encode(manifest_copied)
+    return CommittedManifest(manifests.encode_commit(manifest_copied, encoded), encoded, manifest_copied)
+
+
+def counted(manifest: Manifest) -> WritePlan:
+    """A plan of a checkpoint's size, for the check of free space."""
+    files = tuple(PlannedFile(FilePlan(file.name, "", b"", (), file.bytes), ()) for file in manifest.files)
+    return WritePlan(
+        manifest.run,
+        manifest.step,
+        manifest.attempt,
+        manifest.world,
+        (),
+        files,
+        {},
+        (),
+        manifest.metrics,
+        manifest.mesh,
+        b"",
+    )
+
+
+def _renamed(manifest: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
+    """The manifest and state.json under another run, step or attempt; both contain the step."""
+    if manifest.step != goal.step:
+        document = json.loads(state)
+        document["step"] = goal.step
+        state = json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    changed = FileEntry(naming.STATE, len(state), 0, digest(state))
+    files = tuple(changed if file.name == naming.STATE else file for file in manifest.files)
+    renamed = msgspec.structs.replace(manifest, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
+    if manifest.run != goal.run:  # rewinds of another run lead nowhere here
+        renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
+    return renamed, state

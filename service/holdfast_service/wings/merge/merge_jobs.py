@@ -1,0 +1,74 @@
+"""Wires merges, from the recipe to the commit: an import of tensors that are computed from other checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.files import Files
+from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest.jobs import MergeJob
+from holdfast_service.control.opening import Control
+from holdfast_service.storage import Tier
+from holdfast_service.wings.convert.import_jobs import Importer
+from holdfast_service.wings.merge.planning import names_of, plan_merge
+from holdfast_service.wings.merge.recipe import MergeRecipe, read_recipe
+from holdfast_service.wings.merge.sources import ModelPlace, read_sources
+from holdfast_service.wiring.progress import Progress
+
+OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
+
+
+class Merger:
+    """Merges checkpoints into one root."""
+
+    def __init__(self, tier: Tier, control: Control, importer: Importer) -> None:
+        self._tier, self._control, self._importer = tier, control, importer
+
+    def merge(self, wanted: MergeJob, directory: OpenDirectory, progress: Progress, again: bool = False) -> dict[str, Any]:
+        """Merge by a recipe, or report a dry run; the result is verified."""
+        recipe = read_recipe(wanted.arguments.recipe)
+        with ExitStack() as held:
+            places = [self._place(name, directory, held) for name in names_of(recipe)]
+            return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress, again)
+
+    def check(self, text: str, directory: OpenDirectory) -> MergeRecipe:
+        """A recipe with existing models; raises what is wrong with it, or missing."""
+        recipe = read_recipe(text)
+        with ExitStack() as held:
+            for name in names_of(recipe):
+                self._place(name, directory, held)
+        return recipe
+
+    def _place(self, name: str, directory: OpenDirectory, held: ExitStack) -> ModelPlace:
+        """Where a model is; a checkpoint of this root is protected from removal until the block ends."""
+        checkpoint_id = checkpoint_named(name)
+        if checkpoint_id is None:
+            return ModelPlace(name, directory(name))
+        path = naming.checkpoint_path(*checkpoint_id)
+        if self._tier.size(f"{path}/{naming.COMMIT}") is None:
+            raise NoSuchCheckpoint(
+                f"there is no checkpoint {name}",
+                hint=f"`holdfast ls {checkpoint_id.run}` lists them; a directory has a / in its name",
+            )
+        held.enter_context(self._control.readers.reading(*checkpoint_id))
+        return ModelPlace(name, self._tier, path)
+
+
+def checkpoint_named(name: str) -> CheckpointId | None:
+    """The checkpoint of the root that a recipe names as RUN@STEP; None for the path of a directory.
+
+    Raises `InvalidRequest` for RUN@latest and the like, so that a recipe always means the same.
+    """
+    run, at, step = name.rpartition("@")
+    if "/" in name or not at:
+        return None
+    if not naming.is_run_name(run) or not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
+        raise InvalidRequest(
+            f"{name!r} does not name a checkpoint",
+            hint="give RUN@STEP with a step number, or the path of a directory with a /",
+        )
+    return CheckpointId(run, naming.check_step(int(step)))

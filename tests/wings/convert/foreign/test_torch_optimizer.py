@@ -1,0 +1,160 @@
+"""An optimizer in a torch file is imported by the names of its parameters, where these are certain; or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.mapping import optimizer_state, reading
+from holdfast_formats.mapping.listing import ForeignListing, TensorKey
+from holdfast_formats.rest.jobs import ReadOptions
+from holdfast_service.storage import snapshot
+from holdfast_service.wings.convert.foreign.torch_weights import FILE_KIND
+
+
+class Tied(nn.Module):
+    """Parameters of equal shapes, one without dimensions, and one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.one, self.two, self.three = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.three.weight = self.one.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.three(self.two(self.one(rows))).square().sum() * self.scale
+
+
+NamedSnapshot = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _trained(given: NamedSnapshot) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = Tied()
+    optimizer = given(model)
+    for _ in range(2):
+        model(torch.randn(4, 3)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _read(directory: Path, value: Any) -> ForeignListing:
+    torch.save(value, directory / "a.pt")
+    return FILE_KIND.read(snapshot.opened(directory), ReadOptions())
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [{"params": named[1::2], "lr": 0.5}, {"params": named[0::2]}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+        lambda model: torch.optim.AdamW(_groups(model)),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    ],
+    ids=["in order", "by names", "momentum"],
+)
+def test_by_names(tmp_path: Path, given: NamedSnapshot) -> None:
+    """All of its state is that of the right parameter, and so are hyper-parameters."""
+    model, optimizer = _trained(given)
+    listing = _read(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+    names = {id(value): name for name, value in model.named_parameters()}
+    wanted = {f"{names[id(p)]}/{kind}": held for p, state in optimizer.state.items() for kind, held in state.items()}
+    found = {key.name: tensor for key, tensor in listing.tensors.items() if key.group == "optim"}
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        value = reading.fetched(snapshot.opened(tmp_path), tensor)
+        assert value.tobytes() == wanted[name].numpy().tobytes() and value.shape == wanted[name].shape
+    document = listing.documents["optim"][optimizer_state.KEY]
+    kept = [value for key, value in document["groups"].items() if key != "$keys"]
+    assert [group["params"] for group in kept] == [
+        [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+    ]
+    assert [group["lr"] for group in kept] == [group["lr"] for group in optimizer.param_groups]
+    assert listing.documents["extra"] == {"epoch": 3}
+    assert any("have no names" in note for note in listing.notes) is (len(kept) == 1)
+
+
+def test_masters_steps_and_other_values(tmp_path: Path) -> None:
+    """A step that is a number becomes a tensor, as torch has it now; masters are masters; the rest is in the document."""
+    state = {0: {"exp_avg": torch.ones(2), "step": 4, "master_param": torch.full((2,), 0.5), "note": (1, "a")}}
+    optimizer = {"state": state, "param_groups": [{"params": [0], "lr": 0.5}]}
+    listing = _read(tmp_path, {"model": {"w": torch.ones(2).bfloat16()}, "opt": optimizer})
+    files = snapshot.opened(tmp_path)
+    assert set(listing.tensors) == {
+        TensorKey(*key) for key in (("model", "w"), ("optim", "w/exp_avg"), ("optim", "w/step"), ("master", "w"))
+    }
+    assert reading.fetched(files, listing.tensors[TensorKey("optim", "w/step")]) == 4
+    assert reading.fetched(files, listing.tensors[TensorKey("master", "w")]).tolist() == [0.5, 0.5]
+    document = listing.documents["optim"][optimizer_state.KEY]
+    assert document["masters"] == {"master_param": ["w"]}
+    assert document["state"] == {"w": {"note": {"$tuple": [1, "a"]}}}
+
+
+def _state(names: int, **group: Any) -> dict[str, Any]:
+    held = {number: {"exp_avg": torch.ones(2)} for number in range(names)}
+    return {"state": held, "param_groups": [{"params": list(range(names)), "lr": 0.5, **group}]}
+
+
+_HALF = [{"params": [0]}, {"params": [1]}]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (_state(1), "which parameter each"),
+        (_state(3), "which parameter each"),
+        ({**_state(2), "param_groups": _HALF}, "which parameter each"),
+        ({**_state(2), "state": {0: {"exp_avg": torch.ones(2)}}}, "which parameter each"),
+        ({**_state(2), "state": {n: {"exp_avg": torch.ones(3)} for n in (0, 1)}}, "which parameter each"),
+        ({**_state(2), "state": {n: {"step": torch.tensor(1.0)} for n in (0, 1)}}, "which parameter each"),
+        (_state(2, param_names=["a", "c"]), "not the model's"),
+        (_state(2, param_names=["a", "a"]), "parameters twice"),
+        (_state(2, param_names=["a", ["b"]]), "not the model's"),
+        (_state(2, param_names=["a"]), "which parameter each"),
+        ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
+        ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
+        ({**_state(2), "param_groups": [{"lr": 1}]}, "no state dict that torch writes"),
+        ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "no checkpoint can call"),
+        ({**_state(2), "state": {n: {"x": torch.ones(2), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors and plain"),
+    ],
+)
+def test_what_is_not_certain(tmp_path: Path, optimizer: dict[str, Any], said: str) -> None:
+    """Another number, other shapes, several groups without names, names of nothing: refused by key, with what to do."""
+    weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(StateMismatch, match=said) as refused:
+        _read(tmp_path, {"model": weights, "optimizer": optimizer})
+    assert refused.value.members["file"] == "a.pt" and refused.value.members["tensor"].startswith("optimizer")
+    assert refused.value.hint
+
+
+def test_two_of_them(tmp_path: Path) -> None:
+    """Which of two is meant cannot be known."""
+    weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(StateMismatch, match="several optimizers, 'second'"):
+        _read(tmp_path, {"model": weights, "first": _state(2), "second": _state(2)})
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_parameters_by_name(tmp_path: Path, groups: bool) -> None:
+    """As `get_state_dict()` of torch.distributed.checkpoint has them, which needs no numbers."""
+    model, optimizer = _trained(lambda m: torch.optim.AdamW(_groups(m) if groups else m.parameters(), lr=0.1))
+    weights, state = get_state_dict(model, optimizer)
+    listing = _read(tmp_path, {"model": weights, "optimizer": state})
+    for name, parameter in model.named_parameters():
+        found = reading.fetched(snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
+        assert found.tobytes() == optimizer.state[parameter]["exp_avg"].numpy().tobytes()
+    assert not any("no names" in note for note in listing.notes)
+    state["state"]["nobody"] = {}
+    with pytest.raises(StateMismatch, match="neither names its parameters nor numbers them"):
+        _read(tmp_path, {"model": weights, "optimizer": state})
