@@ -11,7 +11,6 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +24,10 @@ from holdfast_formats import naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import InUse
-from holdfast_formats.rest.jobs import ExportJob
 from holdfast_formats.rest.offline import DirectoryConversion
 from tests.checkpoints import build, flip
 from tests.crash import ledger
-from tests.crash.test_imports import ImportingService, done
+from tests.crash.job_service import stopped
 from tests.daemons import wait_until
 from tests.forked import Forked
 from tests.in_memory import in_memory
@@ -85,11 +83,11 @@ def tmp_path() -> Iterator[Path]:
 def root() -> Iterator[Path]:
     """A root with a model that is trained, and an adapter."""
     with in_memory() as directory:
-        _fill(directory / "root")
+        fill(directory / "root")
         yield directory / "root"
 
 
-def _fill(made: Path) -> None:
+def fill(made: Path) -> None:
     assets = {"config.json": json.dumps(LLAMA).encode()}
     path = made / naming.checkpoint_path("llama", STEP)
     build(path, trained(WEIGHTS), run="llama", step=STEP, assets=assets, ranks=values_of(list(WEIGHTS)))
@@ -153,10 +151,6 @@ class Program:
         process.stdin.write(self.work.model_dump_json(by_alias=True))
         process.stdin.close()
         return process
-
-    def stopped(self, pid: int) -> bool:
-        """Whether the process has stopped."""
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def there(self) -> list[str]:
         return sorted(os.listdir(self.place))
@@ -237,11 +231,11 @@ def test_stopped_or_without_room(root: Path, tmp_path: Path, how: str, status: i
     wanted = files_of(program.place / "out")
     shutil.rmtree(program.place / "out")
     for at in points(len(clean.acts), count):
-        stopped = program.run(at, how)
-        if at == len(clean.acts) and not stopped.status:  # it takes the notes away, which needs no room
+        ended = program.run(at, how)
+        if at == len(clean.acts) and not ended.status:  # it takes the notes away, which needs no room
             shutil.rmtree(program.place / "out")
             continue
-        assert stopped.status == status and stopped.said["hint"], (at, stopped)
+        assert ended.status == status and ended.said["hint"], (at, ended)
         check_clean(program, wanted)
 
 
@@ -285,7 +279,7 @@ def test_one_export_to_a_name_at_a_time(root: Path, tmp_path: Path) -> None:
     acts = len(program.run().acts)
     shutil.rmtree(program.place / "out")
     with program.started(acts // 2, "STOP") as first:
-        wait_until(lambda: program.stopped(first.pid))
+        wait_until(lambda: stopped(first.pid))
         second = program.run()
         assert (second.status, second.said["code"]) == (4, "in-use") and str(first.pid) in second.said["detail"]
         reader = CheckpointReader.open(DirectorySource(root / naming.checkpoint_path("llama", STEP)))
@@ -297,37 +291,6 @@ def test_one_export_to_a_name_at_a_time(root: Path, tmp_path: Path) -> None:
     shutil.rmtree(program.place / "out")
     export(reader, program.place / "out", [], lambda count: None)
     assert program.there() == ["out"]
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(27, marks=pytest.mark.crash_slow)])
-def test_the_service_is_killed_in_an_export(tmp_path: Path, kills: int) -> None:
-    """As a job, of all kinds in turn: after the restart it is done, whether or not it had been before it could say so."""
-    (tmp_path / "place").mkdir()
-    _fill(tmp_path / "root")
-    with ImportingService(tmp_path) as service:
-        api = service.start()
-        for number, way in zip(range(kills), cycle(WAYS.values())):
-            wanted = ExportJob(run=way.run, step=STEP, arguments={"to": "clean", **way.arguments})
-            service.log.write_bytes(b"")
-            done(api, api.submit_job(wanted))
-            clean = service.acts()
-            ledger.tried(LANE)
-            at = points(len(clean), kills)[-1 - number] if number < len(points(len(clean), kills)) else len(clean)
-            service.log.write_bytes(b"")
-            Path(f"{service.log}.kill").write_text(str(at))
-            job = api.submit_job(ExportJob(run=way.run, step=STEP, arguments={"to": "out", **way.arguments}))
-            api.close()
-            api = service.restarted()
-            assert done(api, job).result is not None
-            place = tmp_path / "place"
-            assert sorted(os.listdir(place)) == ["clean", "out"], at
-            assert files_of(place / "out") == files_of(place / "clean")
-            made = Counter(line for line in service.acts() if line.startswith("create "))
-            assert sum(made.values()) - len(made) <= 1, (at, made)
-            for name in ("clean", "out"):
-                shutil.rmtree(place / name)
-            ledger.survived(LANE)
-        api.close()
 
 
 # A shell starts what it puts into the background with SIGINT ignored, and so would this process be, as a test's descendant.
@@ -356,7 +319,7 @@ def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> Non
     try:
         wait_until(lambda: lock.exists() and lock.read_text().endswith("\n"))
         worker = int(lock.read_text().split()[1])
-        wait_until(lambda: program.stopped(worker))
+        wait_until(lambda: stopped(worker))
         starter.send_signal(signal.SIGINT)
         os.kill(worker, signal.SIGCONT)
         assert starter.wait(60) == 130 and program.there() == []

@@ -1,10 +1,8 @@
-"""The service is killed, or its disk is full, in the middle of merges: each goes on or fails by name, to the same bits."""
+"""The disk is full in the middle of merges: each fails by name, and with room it comes to the same bits."""
 
 from __future__ import annotations
 
 import os
-import signal
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +17,10 @@ from holdfast_formats.rest.jobs import ImportJob, MergeJob
 from holdfast_formats.rest.operations import Job
 from tests.crash import ledger
 from tests.crash.disks import memory_disk
+from tests.crash.job_service import JobService, done
 from tests.crash.test_hostile import fill, needs_root
-from tests.crash.test_imports import ImportingService, done
 from tests.daemons import wait_until
 
-LANE = "service killed in a merge"
 FULL = "disk full in a merge"
 FILES = 4
 RECIPE = """
@@ -44,11 +41,16 @@ def put_models(place: Path) -> None:
         (place / name / "config.json").write_text("{}")
 
 
+def put_runs(api: Api) -> None:
+    for run in ("base", "one"):
+        done(api, api.submit_job(ImportJob(run=run, step=1, arguments={"from": run})))
+
+
 def wanted(step: int) -> MergeJob:
     return MergeJob(run="merged", step=step, arguments={"recipe": RECIPE})
 
 
-def has_ended(service: ImportingService, job: Job) -> bool:
+def has_ended(service: JobService, job: Job) -> bool:
     """Whether the log says that a merge has failed, or it is there: the catalog may have no room to say so."""
     there = service.root / naming.checkpoint_path("merged", job.step or 0) / naming.COMMIT
     return there.exists() or f"job {job.id} failed" in Path(f"{service.root}.log").read_text()
@@ -61,56 +63,26 @@ def digests(root: Path, step: int) -> dict[str, list[str]]:
     return {name: [one.digest for one in tensor.extents] for name, tensor in made.tensors["model"].items()}
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.crash_slow)])
-def test_killed_in_a_merge(tmp_path: Path, kills: int) -> None:
-    """At acts all over it, the last one after the commit: it repeats one file at most, and no bit is another one."""
-    put_models(tmp_path / "place")
-    with ImportingService(tmp_path) as service:
-        api: Api = service.start()
-        for run in ("base", "one"):
-            done(api, api.submit_job(ImportJob(run=run, step=1, arguments={"from": run})))
-        service.log.write_bytes(b"")
-        done(api, api.submit_job(wanted(0)))
-        acts, expected = len(service.acts()), digests(service.root, 0)
-        for number in range(1, kills + 1):
-            ledger.tried(LANE)
-            point = 1 + number * (acts - 1) // kills
-            service.log.write_bytes(b"")
-            Path(f"{service.log}.kill").write_text(str(point))
-            job = api.submit_job(wanted(number))
-            api.close()
-            api = service.restarted()
-            done(api, job)
-            created = Counter(line for line in service.acts() if line.startswith("create ") and ".safetensors" in line)
-            assert len(created) == FILES and sum(created.values()) - len(created) <= 1, (point, created)
-            assert digests(service.root, number) == expected
-            assert not os.listdir(service.root / "merged" / naming.STAGING)
-            ledger.survived(LANE)
-        api.close()
-
-
 @needs_root
 @pytest.mark.crash_slow
 @pytest.mark.parametrize("tries", [20])
 def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
     """From an act of it on there is not one byte more: the job says so, nothing stays, and with room it is the same."""
     put_models(tmp_path / "place")
-    with memory_disk(tmp_path / "root", "64m"), ImportingService(tmp_path) as service, ThreadPoolExecutor(1) as pool:
+    with memory_disk(tmp_path / "root", "64m"), JobService(tmp_path) as service, ThreadPoolExecutor(1) as pool:
         api: Api = service.start()
-        for run in ("base", "one"):
-            done(api, api.submit_job(ImportJob(run=run, step=1, arguments={"from": run})))
+        put_runs(api)
         service.log.write_bytes(b"")
         done(api, api.submit_job(wanted(0)))
         acts, expected, filler = len(service.acts()), digests(service.root, 0), service.root / "filler"
         failed = 0
         for number in range(1, tries + 1):
             ledger.tried(FULL)
-            Path(f"{service.log}.kill").write_text(f"{1 + (number - 1) * (acts - 1) // tries} STOP")
+            service.arm(1 + (number - 1) * (acts - 1) // tries, "STOP")
             submitted = pool.submit(api.submit_job, wanted(number))  # it may be answered once the service goes on
             wait_until(lambda: service.stopped, 120)
             fill(filler)
-            assert service.process is not None
-            service.process.send_signal(signal.SIGCONT)
+            service.go_on()
             job = submitted.result(120)
             wait_until(lambda job=job: has_ended(service, job), 120)
             filler.unlink()

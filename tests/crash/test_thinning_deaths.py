@@ -24,8 +24,8 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from tests.checkpoints import Arrays, build_root, trained_arrays
 from tests.crash import ledger
 from tests.crash.disks import memory_disk
+from tests.crash.job_service import JobService
 from tests.crash.test_hostile import fill, needs_root
-from tests.crash.test_imports import ImportingService
 from tests.daemons import wait_until
 from tests.in_memory import in_memory
 
@@ -40,21 +40,13 @@ ARRAYS: Arrays = {
 }
 
 
-class ThinningService(ImportingService):
+class ThinningService(JobService):
     """A service to which something happens at a chosen act of thinning and compacting."""
 
     program = "tests.crash.thinning_daemon"
 
-    def arm(self, act: int, how: str) -> None:
-        self.log.write_bytes(b"")
-        Path(f"{self.log}.kill").write_text(f"{act} {how}")
-
     def disarm(self) -> None:
         Path(f"{self.log}.kill").unlink(missing_ok=True)
-
-    def go_on(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
 
 
 def run_of(number: int) -> str:
@@ -174,13 +166,13 @@ def test_killed_in_a_thinning(tmp_path: Path, again: bool) -> None:
             service.process.wait()
             run = add(service.root, number)
             api = service.start()
-            service.arm(number, "KILL")
+            service.arm(number)
             begin(api, run)
             api.close()
             assert service.process.wait(120) == -signal.SIGKILL
             check_between(service.root, run)
             if again:
-                service.arm(number, "KILL")
+                service.arm(number)
                 service.launch()
                 wait_until(lambda run=run: service.process.poll() is not None or is_done(service.root, run), 120)
                 service.process.kill()

@@ -1,53 +1,40 @@
-"""E1: a training that is killed again and again is, bit by bit, the one that nobody disturbed."""
+"""A training with a Lightning Trainer that is killed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.integrations.resuming import assert_equal, completed, killed
-
-SCRIPT = "tests.integrations.lightning.train"
-ONE = {
-    "plain": "",
-    "workers": "--workers 2",
-    "persistent workers": "--workers 2 --persistent",
-    "draws": "--noisy",
-    "draws, accumulation": "--noisy --accumulate 3",
-    "epochs": "--every-epoch",
-    "steps": "--max-steps 60",
-    "stateful": "--stateful",
-    "stateful, draws": "--stateful --noisy",
-    "stateful, workers": "--stateful --workers 2",
-    "stream": "--stream",
-    "stream, stateful": "--stream --stateful",
-    "validation within epochs": "--validate --val-every 3",
-    "validation, plateau": "--validate --plateau",
-    "best": "--validate --best --val-every 6",
-    "two callbacks": "--validate --top",
-    "manual, two optimizers": "--manual",
-    "averaged": "--ema --validate --val-every 5",
-}
-TWO = {"ddp": "--noisy", "ddp, workers": "--workers 2", "ddp, stateful": "--stateful", "fsdp2": "--strategy fsdp2"}
+from tests.integrations.resuming import Outcome
+from tests.suites.adapter_suite import AdapterSuite, Case
 
 
-@pytest.mark.parametrize("case", ONE)
-def test_a_killed_training_is_the_one_that_was_not(case: str, kills: int, tmp_path: Path) -> None:
-    """Every step of every start has the loss and rows of the undisturbed run, and the end is the same."""
-    _compare(ONE[case].split(), kills, tmp_path, 1)
-
-
-@pytest.mark.parametrize("case", TWO)
-def test_two_ranks(case: str, kills: int, tmp_path: Path) -> None:
-    _compare([*TWO[case].split(), "--world", "2"], kills, tmp_path, 2)
-
-
-def _compare(arguments: list[str], kills: int, work: Path, world: int) -> None:
-    whole = completed(SCRIPT, arguments, work / "whole", world)
-    assert len({str(lines) for lines in whole.steps.values()}) == max(whole.steps)
-    other = killed(
-        SCRIPT, arguments, work / "killed", max(whole.steps), kills, seed=sum(map(ord, "".join(arguments))), world=world
+class TestLightning(AdapterSuite):
+    SCRIPT = "tests.integrations.lightning.train"
+    KILLED = (
+        Case("plain"),
+        Case("workers", "--workers 2"),
+        Case("persistent workers", "--workers 2 --persistent"),
+        Case("draws", "--noisy"),
+        Case("draws, accumulation", "--noisy --accumulate 3"),
+        Case("epochs", "--every-epoch"),
+        Case("steps", "--max-steps 60"),
+        Case("stateful", "--stateful"),
+        Case("stateful, draws", "--stateful --noisy"),
+        Case("stateful, workers", "--stateful --workers 2"),
+        Case("stream", "--stream"),
+        Case("stream, stateful", "--stream --stateful"),
+        Case("validation within epochs", "--validate --val-every 3"),
+        Case("validation, plateau", "--validate --plateau"),
+        Case("best", "--validate --best --val-every 6"),
+        Case("two callbacks", "--validate --top"),
+        Case("manual, two optimizers", "--manual"),
+        Case("averaged", "--ema --validate --val-every 5"),
+        Case("ddp", "--noisy --world 2", 2),
+        Case("ddp, workers", "--workers 2 --world 2", 2),
+        Case("ddp, stateful", "--stateful --world 2", 2),
+        Case("fsdp2", "--strategy fsdp2 --world 2", 2),
     )
-    assert any(step > 0 for step in other.began), other.began
-    assert_equal(whole, other)
+
+    def check(self, whole: Outcome, work: Path) -> None:
+        """No two steps are alike."""
+        assert len({str(lines) for lines in whole.steps.values()}) == max(whole.steps)

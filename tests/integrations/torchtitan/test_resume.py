@@ -1,26 +1,13 @@
-"""E1: a training that is killed again and again is, bit by bit, the one that nobody disturbed."""
+"""A training with torchtitan that is killed."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.integrations.resuming import assert_equal, completed, killed
-
-SCRIPT = "tests.integrations.torchtitan.train"
+from tests.suites.adapter_suite import AdapterSuite, Case
 
 
-@pytest.mark.parametrize(
-    ("world", "arguments"),
-    [(1, ("--workers", "2")), (2, ("--accumulate", "2"))],
-    ids=lambda value: " ".join(value).replace("--", "") if isinstance(value, tuple) else f"{value} ranks",
-)
-def test_a_killed_training_is_the_one_that_was_not(
-    world: int, arguments: tuple[str, ...], kills: int, tmp_path: Path
-) -> None:
-    """Every step of every start has the loss and rows of the undisturbed run, and the end is the same."""
-    whole = completed(SCRIPT, arguments, tmp_path / "whole", world)
-    other = killed(SCRIPT, arguments, tmp_path / "killed", max(whole.steps), kills, seed=len(arguments) + world, world=world)
-    assert any(step > 0 for step in other.began), other.began
-    assert_equal(whole, other)
+class TestTorchtitan(AdapterSuite):
+    SCRIPT = "tests.integrations.torchtitan.train"
+    KILLED = (
+        Case("workers", "--workers 2"),
+        Case("two ranks, accumulation", "--accumulate 2", 2),
+    )
