@@ -35,10 +35,10 @@ from benchmarks.imports import Clock, copied, memory_peak
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier, libc
 from holdfast_service.wings.convert.import_jobs import Importer
 from holdfast_service.wings.merge.merge_jobs import Merger
-from holdfast_service.wiring.progress import Quiet
 from tests.job_requests import a_merge, an_import
 
 RATIO_MIN = 0.6  # of cp's speed, for writing
@@ -111,7 +111,7 @@ def child(method: str, root: Path, models: int) -> None:
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
     control = open_control(tier, catalog, None)
-    merger = Merger(tier, control, Importer(tier, control))
+    merger = Merger(tier, control)
     clock, spent = Clock(), time.process_time()
 
     def refuse(path: str) -> PosixTier:

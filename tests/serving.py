@@ -20,12 +20,12 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Repairer
+from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.notify.running import Notifying
-from holdfast_service.wiring.job_handlers import Workers, start_jobs
-from holdfast_service.wiring.transfers import Transfers
+from holdfast_service.wiring.job_handlers import start_jobs
 from tests.databases import sqlite_url
 
 WINGS = {"notify": Notifying()}  # which neither notifies nor watches
@@ -55,8 +55,7 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
     saver = Saver(tier, control, "node-1", checker)
     scrub = Scrub(checker, control, saver, ScrubPlan(None, None))
     repairer = Repairer(tier, control, control.repairs, dict)
-    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, control, repairer, place)
-    runner = start_jobs("node-1", Workers(tier, catalog, control, checks, transfers))
+    runner = start_jobs("node-1", Workers(tier, catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
     try:
         made = Services(tier, catalog, str(root), "9.9", node, control.rotation, control.events, root)
         yield replace(

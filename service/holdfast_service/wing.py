@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast_formats.errors import InvalidRequest
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from holdfast_service.api.metrics import Samples
     from holdfast_service.api.services import Services
     from holdfast_service.config import Config
-    from holdfast_service.control.jobs.runner import Check, Handler
-    from holdfast_service.wiring.job_handlers import Workers
+    from holdfast_service.control.jobs.runner import JobKind
+    from holdfast_service.daemon.job_workers import Workers
 
 PACKAGE = "holdfast_service.wings"
 NAMES = frozenset({"cluster", "console", "convert", "merge", "notify"})  # of all wings
@@ -30,13 +30,6 @@ class RunningWing(Protocol):
     def samples(self) -> Samples:
         """Its metrics, all of which `observe.metrics` declares."""
         ...
-
-
-class JobKind(NamedTuple):
-    """`check` refuses a request by a named error before it becomes a job."""
-
-    handler: Handler
-    check: Check
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from holdfast.state.named import Named
 from holdfast_formats.errors import StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wiring.progress import Quiet
 from tests.daemons import RunningDaemon, running
 from tests.databases import sqlite_url
 from tests.job_requests import an_import

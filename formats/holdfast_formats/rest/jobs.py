@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -147,6 +147,8 @@ class JobRequest(Body):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    wing: ClassVar[str] = ""  # that does jobs of this kind; the core does the others
+
     kind: str
     run: str | None
     step: int | None
@@ -198,6 +200,7 @@ class CompareJob(CheckpointJob):
 class ExportJob(CheckpointJob):
     """Write a checkpoint to a directory below the export root."""
 
+    wing: ClassVar = "convert"
     kind: Literal["export"] = "export"
     arguments: ExportArguments
 
@@ -205,6 +208,7 @@ class ExportJob(CheckpointJob):
 class ImportJob(CheckpointJob):
     """Make a checkpoint of a directory below the export root."""
 
+    wing: ClassVar = "convert"
     kind: Literal["import"] = "import"
     arguments: ImportArguments
 
@@ -212,6 +216,7 @@ class ImportJob(CheckpointJob):
 class MergeJob(CheckpointJob):
     """Make a checkpoint of others, by a recipe."""
 
+    wing: ClassVar = "merge"
     kind: Literal["merge"] = "merge"
     arguments: MergeArguments
 

@@ -22,15 +22,16 @@ from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.opening import Control, open_control
+from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
 from holdfast_service.wings.convert import converting, exporting
 from holdfast_service.wings.convert import export_jobs as exports
 from holdfast_service.wings.convert.export_jobs import ExportWork
 from holdfast_service.wings.convert.foreign_export import check_terms
-from holdfast_service.wings.convert.import_jobs import foretold
-from holdfast_service.wiring.progress import Printed, Progress, Quiet
-from holdfast_service.wiring.transfers import Transfers, check_directory, open_source
+from holdfast_service.wings.convert.import_jobs import Importer, foretold
+from holdfast_service.wings.convert.jobs import check_directory, open_source
+from holdfast_service.wings.merge.merge_jobs import Merger
 
 _DONE = {"verify": "repaired", "import": "imported", "merge": "merged"}
 
@@ -51,13 +52,12 @@ def _in_root(work: RootJob, progress: Progress) -> dict[str, Any]:
         return _foretold(job, root)
     replicas = {path: _root_of(Path(path)) for path in work.replicas}
     with _decided(root, listed=not repairs) as (tier, control, catalog):
-        transfers = Transfers(tier, control, Repairer(tier, control, control.repairs, lambda: replicas))
         if isinstance(job, ImportJob):
-            done = transfers.bring(open_source(Path(job.arguments.source)), job, progress)
+            done = Importer(tier, control).bring(open_source(Path(job.arguments.source)), job, progress)
         elif isinstance(job, MergeJob):
-            done = transfers.merge(job, lambda path: open_source(Path(path)), progress, again=True)
+            done = Merger(tier, control).merge(job, lambda path: open_source(Path(path)), progress, again=True)
         else:
-            done = transfers.repair(job.run, job.step)
+            done = Repairer(tier, control, control.repairs, lambda: replicas).restore(job.run, job.step)
         if not (isinstance(job, MergeJob) and job.arguments.dry_run):
             audit.offline(catalog.database, default_node(), f"checkpoint-{_DONE[job.kind]}", job.run, job.step)
         return done

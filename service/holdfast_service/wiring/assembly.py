@@ -51,6 +51,7 @@ from holdfast_service.daemon.checking.node_checks import ScrubClaims
 from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.event_commands import EventCommands
+from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
@@ -68,10 +69,9 @@ from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wing import RunningWing, installed, require
 from holdfast_service.wiring.commands import commit_commands, event_commands
-from holdfast_service.wiring.job_handlers import Workers, start_jobs
+from holdfast_service.wiring.job_handlers import start_jobs
 from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of
 from holdfast_service.wiring.replication import Replication, RestoreRepair
-from holdfast_service.wiring.transfers import Transfers
 from holdfast_service.wiring.watching import watch
 
 if TYPE_CHECKING:
@@ -183,9 +183,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(scrub.close)
     replication.start()
     stack.callback(replication.close)
-    trains = partial(_trains, saver, control)
-    transfers = Transfers(tier, control, replication.repairer, config.export_root, trains, replication.replicators)
-    RestoreRepair(control, checker, transfers).begin()
+    RestoreRepair(control, checker, replication).begin()
     about = Serving(config.node, str(path), mark, __version__, url)
     parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes))
     callers = Callers.of_group(config.socket_group)
@@ -198,11 +196,12 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
-    workers = Workers(tier, control.catalog, control, CheckJobs(checker, scrub, tier), transfers)
+    checks, trains = CheckJobs(checker, scrub, tier), partial(_trains, saver, control)
+    workers = Workers(tier, control.catalog, control, checks, replication.repairer, config.export_root, trains)
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    copies = transfers.replicators
+    copies = replication.replicators
     return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, others, on_event, copies, keeper.place)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.disk import coded
@@ -11,41 +11,29 @@ from holdfast_formats.rest import comparing
 from holdfast_formats.rest.jobs import CompareJob, VerifyJob
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
-from holdfast_service.daemon.scrub import CheckJobs
+from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
 from holdfast_service.wing import installed
-from holdfast_service.wiring.transfers import Transfers
 
 MOST_CHANGED = 100  # tensors that a comparison names
 
 
-class Workers(NamedTuple):
-    tier: Tier
-    catalog: Catalog
-    control: Control
-    checks: CheckJobs
-    transfers: Transfers
-
-
 def start_jobs(node: str, workers: Workers) -> JobRunner:
-    catalog, control, transfers = workers.catalog, workers.control, workers.transfers
+    catalog, control, repairer = workers.catalog, workers.control, workers.repairer
     runner = JobRunner(Jobs(catalog.database, node, utc_now, control.nodes), control.events, begin=give_way)
 
     def exists(wanted: VerifyJob) -> None:
-        if not (wanted.arguments.repair and transfers.repairer.has_copy(wanted.run, wanted.step)):
+        if not (wanted.arguments.repair and repairer.has_copy(wanted.run, wanted.step)):
             catalog.checkpoint(wanted.run, wanted.step)
 
     def verify(job: Job, progress: Progress) -> dict[str, Any]:
         wanted = VerifyJob.of(job)
         if wanted.arguments.repair:
-            return transfers.repair(wanted.run, wanted.step)
+            return repairer.restore(wanted.run, wanted.step)
         return workers.checks.verify(wanted.run, wanted.step, progress)
 
     def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
@@ -56,9 +44,6 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
     runner.register("scrub", workers.checks.scrub)
     runner.register("rebuild", rebuild)
     runner.register("compare", comparison, comparison.check)
-    runner.register("export", transfers.export_job, transfers.check)
-    runner.register("import", transfers.import_job, transfers.check)
-    runner.register("merge", transfers.merge_job, transfers.check)
     for wing in installed():
         for kind, job in wing.jobs(workers).items():
             runner.register(kind, job.handler, job.check)

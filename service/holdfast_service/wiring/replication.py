@@ -22,7 +22,6 @@ from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
 from holdfast_service.storage import PosixStore, PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
-from holdfast_service.wiring.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,8 @@ class MendedAtStart:
 class RestoreRepair:
     """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
 
-    def __init__(self, control: Control, checker: Checker, transfers: Transfers) -> None:
-        self._control, self._checker, self._transfers = control, checker, transfers
+    def __init__(self, control: Control, checker: Checker, replication: Replication) -> None:
+        self._control, self._checker, self._replication = control, checker, replication
 
     def begin(self) -> None:
         """Restores wait for repairs from now on."""
@@ -78,7 +77,7 @@ class RestoreRepair:
         self._await_first_tries()
         if error is None:
             with self._control.repairs.repairing(run, step):
-                self._transfers.repairer.run(run, step)
+                self._replication.repairer.run(run, step)
         elif self._checker.suspect(run, step, error) is None and self._checker.result_of(run, step) == "damaged":
             self._checker.check(run, step)  # it was mended: only now it counts
 
@@ -88,7 +87,7 @@ class RestoreRepair:
         steps_by_tier: dict[str, list[int]] = {}
 
         def look() -> None:
-            for name, tier in reached(self._transfers.replicators).items():
+            for name, tier in reached(self._replication.replicators).items():
                 try:
                     steps_by_tier[name] = roots.committed(PosixStore(tier), run)
                 except CheckpointError as error:
@@ -101,7 +100,7 @@ class RestoreRepair:
 
     def _await_first_tries(self) -> None:
         limit = time.monotonic() + FIRST_TRY_S
-        mine = [one for one in self._transfers.replicators.values() if one.is_mine()]
+        mine = [one for one in self._replication.replicators.values() if one.is_mine()]
         while any(one.tier is None and one.problem is None for one in mine) and time.monotonic() < limit:
             time.sleep(REACH_POLL_S)
 

@@ -119,14 +119,15 @@ def test_failures_are_told_by_name(database: Database, caplog: pytest.LogCapture
 
 
 def test_what_cannot_work_is_refused_before_it_is_stored(database: Database) -> None:
-    """Kinds that nobody does, and what the kind's own check refuses."""
+    """A kind without a handler, by the wing that is not installed; and what the kind's own check refuses."""
 
     def check(request: VerifyJob) -> None:
         raise NoSuchCheckpoint("there is none")
 
     runner = a_runner(database, lambda job, progress: {}, check=check)
-    with pytest.raises(InvalidRequest, match="'export'"):
+    with pytest.raises(InvalidRequest, match="'export'") as refused:
         runner.submit(ExportJob(run="a", step=1, arguments={"to": "out"}))
+    assert "the wing 'convert'" in refused.value.hint
     with pytest.raises(NoSuchCheckpoint):
         runner.submit(VERIFY)
     assert runner.jobs.page(None, 10).items == []

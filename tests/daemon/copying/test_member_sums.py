@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.mapping.listing import StoredMember
 from holdfast_service.daemon.copying.member_sums import MemberPlace, MemberSums
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
-from holdfast_service.wiring.progress import Quiet
-from holdfast_service.wiring.transfers import Transfers
 from tests.daemon.copies_world import copies_world
 from tests.job_requests import an_import
+from tests.wings.convert.transfers import Transfers
 
 DATA = np.random.default_rng(5).integers(0, 256, 400, np.uint8)
 STATE = {"a.weight": torch.arange(4000.0).reshape(40, 100), "b.bias": torch.arange(77.0), "n": torch.tensor(3)}

@@ -18,18 +18,18 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, StateMismatch
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.daemon.copying.copies import CopyControl
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wings.convert import converting, importing
 from holdfast_service.wings.convert import export_jobs as exports
 from holdfast_service.wings.convert.export_jobs import ExportWork
 from holdfast_service.wings.convert.importing import Goal
-from holdfast_service.wiring.progress import Quiet
-from holdfast_service.wiring.transfers import Transfers
 from tests.checkpoints import build, flip
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.in_memory import in_memory
 from tests.job_requests import a_conversion, an_export, an_import
 from tests.wings.convert.exports.sources import LLAMA, llama, trained, values_of
+from tests.wings.convert.transfers import Transfers
 
 WEIGHTS = llama(hidden=16)
 STEP = 2

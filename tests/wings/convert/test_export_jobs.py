@@ -27,13 +27,13 @@ from holdfast_formats.rest.jobs import ExportJob
 from holdfast_formats.rest.operations import Job
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.jobs.runner import Interrupted
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixStore, PosixTier
-from holdfast_service.wiring.progress import Quiet
-from holdfast_service.wiring.transfers import Transfers
 from tests.checkpoints import build, flip
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.job_requests import an_export
 from tests.wings.convert.exports.sources import LLAMA, llama, trained, values_of
+from tests.wings.convert.transfers import Transfers
 
 WEIGHTS = llama(hidden=16)
 GROUPS = trained(WEIGHTS)

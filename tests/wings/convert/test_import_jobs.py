@@ -36,17 +36,17 @@ from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Cancelled, Interrupted
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.foreign import hugging_face
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wiring.progress import Quiet
 from tests.crash.calls import steered
 from tests.daemon.copies_world import RUN, CopiesWorld, copies_world
 from tests.job_requests import an_import
-from tests.wiring.test_transfers import ARRAYS, Told
-from tests.wiring.test_transfers import hugging_face as a_model
+from tests.wings.convert.test_jobs import ARRAYS, Told
+from tests.wings.convert.test_jobs import hugging_face as a_model
 
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 

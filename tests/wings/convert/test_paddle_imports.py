@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from holdfast_formats import naming
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wiring.progress import Quiet
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.job_requests import an_import
 from tests.wings.convert.foreign.paddle import written

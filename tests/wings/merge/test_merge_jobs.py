@@ -30,15 +30,16 @@ from holdfast_formats.rest.jobs import MergeJob
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import target_bytes
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.import_jobs import Importer
+from holdfast_service.wings.convert.jobs import open_source
 from holdfast_service.wings.merge import merged_tensor
 from holdfast_service.wings.merge.merge_jobs import Merger
-from holdfast_service.wiring.progress import Quiet
-from holdfast_service.wiring.transfers import Transfers, open_source
 from tests.daemon.copies_world import CopiesWorld, copies_world
 from tests.job_requests import a_merge, an_import
+from tests.wings.convert.transfers import Transfers
 
 Arrays = dict[str, NDArray[Any]]
 BF16 = ml_dtypes.bfloat16
@@ -89,7 +90,7 @@ class MergeWorld:
     def __init__(self, world: CopiesWorld, place: Path) -> None:
         self.root, self.tier, self.control, self.place = world.root, world.tier, world.control, place
         self.importer = Importer(world.tier, world.control)
-        self.merger = Merger(world.tier, world.control, self.importer)
+        self.merger = Merger(world.tier, world.control)
         for name, arrays in MODELS.items():
             self.add(name, arrays)
 

@@ -72,9 +72,11 @@ Handler = Callable[[Job, Progress], dict[str, Any]]
 Check = Callable[[Any], None]  # of a request of the kind
 
 
-class _Registered(NamedTuple):
+class JobKind(NamedTuple):
+    """How jobs of a kind are done. `check` refuses a request by a named error before it becomes a job."""
+
     handler: Handler
-    check: Check
+    check: Check = lambda request: None
 
 
 class JobRunner:
@@ -83,7 +85,7 @@ class JobRunner:
     def __init__(self, jobs: Jobs, events: Events, workers: int = 1, begin: Callable[[], None] = lambda: None) -> None:
         self.jobs = jobs
         self._events, self._begin = events, begin
-        self._kinds: dict[str, _Registered] = {}
+        self._kinds: dict[str, JobKind] = {}
         self._running: dict[int, Progress] = {}
         self._changed = threading.Condition()
         self._closing = self._recovered = False
@@ -96,7 +98,7 @@ class JobRunner:
         """Have jobs of this kind done by `handler`. `check` refuses by a named error, before anything is stored, what the
         handler could only fail at.
         """
-        self._kinds[kind] = _Registered(handler, check)
+        self._kinds[kind] = JobKind(handler, check)
 
     def start(self) -> None:
         """Requeue interrupted jobs, and begin; register all handlers before."""
@@ -120,7 +122,8 @@ class JobRunner:
         """The job for this request, and whether it is new. `InvalidRequest` for an unknown kind or a missing field."""
         registered = self._kinds.get(request.kind)
         if registered is None:
-            raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=_one_of(self.kinds))
+            hint = f"install the wing {request.wing!r}, which does them" if request.wing else _one_of(self.kinds)
+            raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=hint)
         registered.check(request)
         job, new = self.jobs.submit(request)
         if new:

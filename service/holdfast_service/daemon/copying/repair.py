@@ -86,6 +86,13 @@ class Repairer:
         """
         return self.run(run, step, error).source
 
+    def restore(self, run: str, step: int) -> dict[str, Any]:
+        """Repair what is damaged; the report. Raises remaining damage."""
+        outcome = self.run(run, step)
+        if outcome.left is not None:
+            raise outcome.left
+        return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
+
     def run(self, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
         """As `repair`, with all details; without an error it looks for damage first. A missing checkpoint is copied back
         from a replica, unless it was removed.

@@ -1,1 +1,20 @@
-"""Imports of other programs' checkpoints, exports for other programs, and conversions from one to the other."""
+"""Imports of other programs' checkpoints, exports for other programs, and conversions. README.md describes this wing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast_service.wing import Wing
+
+if TYPE_CHECKING:
+    from holdfast_service.control.jobs.runner import JobKind
+    from holdfast_service.daemon.job_workers import Workers
+
+
+def _jobs(workers: Workers) -> dict[str, JobKind]:
+    from holdfast_service.wings.convert.jobs import jobs  # a module of this package alone imports no service
+
+    return jobs(workers)
+
+
+WING = Wing("convert", jobs=_jobs)

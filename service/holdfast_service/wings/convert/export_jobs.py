@@ -14,11 +14,11 @@ from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying import streaming
+from holdfast_service.daemon.copying.progress import Progress, going
 from holdfast_service.storage import Tier
 from holdfast_service.wings.convert import converting, exporting, foreign_export
 from holdfast_service.wings.convert.converting import Conversion
 from holdfast_service.wings.convert.foreign_export import PlannedExport
-from holdfast_service.wiring.progress import Progress, going
 
 
 class Exporter:
@@ -27,8 +27,15 @@ class Exporter:
     def __init__(self, tier: Tier, control: Control) -> None:
         self._tier, self._control = tier, control
 
-    def copy(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
-        """Copy a checkpoint out; it gets its name only when it is complete."""
+    def export(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
+        """Copy a checkpoint out, or export it for another program; it gets its name only when it is complete.
+
+        `again`: an earlier start of the service has begun the job.
+        """
+        export = self._copy if wanted.arguments.form is None else self._convert
+        return export(place, wanted, progress, again)
+
+    def _copy(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool) -> dict[str, Any]:
         target = wanted.arguments.to
         with self._control.readers.reading(wanted.run, wanted.step):
             size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
@@ -45,7 +52,7 @@ class Exporter:
         committed = not wanted.arguments.model_only
         return {"to": target, "files": len(export.files), "bytes": export.bytes, "committed": committed}
 
-    def convert(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
+    def _convert(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool) -> dict[str, Any]:
         """Export for another program. An interrupted job reuses its finished files."""
         with self._control.readers.reading(wanted.run, wanted.step):
             work = ExportWork(place, wanted.arguments.to, progress, again)

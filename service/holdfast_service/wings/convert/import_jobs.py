@@ -18,10 +18,10 @@ from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import read_back
+from holdfast_service.daemon.copying.progress import Progress, going
 from holdfast_service.storage import Tier
 from holdfast_service.wings.convert import import_report, importing
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
-from holdfast_service.wiring.progress import Progress, going
 
 Planner = Callable[[Goal], PlannedImport]
 

@@ -1,1 +1,20 @@
-"""Merges checkpoints of one architecture into one, by mergekit's recipes: element by element, in bounded memory."""
+"""Checkpoints that are computed from others, by recipes. README.md describes this wing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast_service.wing import Wing
+
+if TYPE_CHECKING:
+    from holdfast_service.control.jobs.runner import JobKind
+    from holdfast_service.daemon.job_workers import Workers
+
+
+def _jobs(workers: Workers) -> dict[str, JobKind]:
+    from holdfast_service.wings.merge.merge_jobs import jobs  # a module of this package alone imports no service
+
+    return jobs(workers)
+
+
+WING = Wing("merge", jobs=_jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
@@ -11,13 +12,39 @@ from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.jobs import MergeJob
+from holdfast_formats.rest.operations import Job
+from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.control.opening import Control
+from holdfast_service.daemon.copying.progress import Progress
+from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.storage import Tier
 from holdfast_service.wings.convert.import_jobs import Importer
+from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new
 from holdfast_service.wings.merge.planning import names_of, plan_merge
 from holdfast_service.wings.merge.recipe import MergeRecipe, read_recipe
 from holdfast_service.wings.merge.sources import ModelPlace, read_sources
-from holdfast_service.wiring.progress import Progress
+
+
+def jobs(workers: Workers) -> dict[str, JobKind]:
+    """The kind of job that this wing does."""
+    place = JobDirectories(workers.place)
+    merger = Merger(workers.tier, workers.control)
+
+    def model(path: str) -> Files:
+        return place.source(str(PurePosixPath(path)))
+
+    def check(wanted: MergeJob) -> None:
+        check_idle(workers, wanted)
+        merger.check(wanted.arguments.recipe, model)
+        check_new(workers, wanted)
+
+    def merge(job: Job, progress: Progress) -> dict[str, Any]:
+        wanted = MergeJob.of(job)
+        check_idle(workers, wanted)
+        return merger.merge(wanted, model, progress, again=job.tries > 1)
+
+    return {"merge": JobKind(merge, check)}
+
 
 OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
 
@@ -25,8 +52,8 @@ OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe
 class Merger:
     """Merges checkpoints into one root."""
 
-    def __init__(self, tier: Tier, control: Control, importer: Importer) -> None:
-        self._tier, self._control, self._importer = tier, control, importer
+    def __init__(self, tier: Tier, control: Control) -> None:
+        self._tier, self._control, self._importer = tier, control, Importer(tier, control)
 
     def merge(self, wanted: MergeJob, directory: OpenDirectory, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Merge by a recipe, or report a dry run; the result is verified."""

@@ -14,7 +14,7 @@ from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import snapshot
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
-from holdfast_service.wiring.transfers import check_directory
+from holdfast_service.wings.convert.jobs import check_directory
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123456\n".encode()
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head>" + b" " * 64

@@ -33,13 +33,14 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.nodes import OneNode
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixStore, PosixTier
-from holdfast_service.wiring.progress import Quiet
-from holdfast_service.wiring.transfers import Transfers, open_source
+from holdfast_service.wings.convert.jobs import open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
 from tests.job_requests import request
+from tests.wings.convert.transfers import Transfers
 
 RNG = np.random.default_rng(3)
 ARRAYS = {

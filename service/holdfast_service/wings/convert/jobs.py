@@ -1,0 +1,122 @@
+"""The kinds of jobs of this wing, and the directories that jobs may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.files import Files
+from holdfast_formats.rest.jobs import ExportJob, ImportJob, MergeJob
+from holdfast_formats.rest.operations import Job
+from holdfast_formats.root_files import check_local, check_output_place
+from holdfast_service.control.jobs.runner import JobKind
+from holdfast_service.daemon.copying.progress import Progress
+from holdfast_service.daemon.job_workers import Workers
+from holdfast_service.storage import PosixTier, snapshot
+from holdfast_service.storage.tier import split_leaf
+from holdfast_service.wings.convert.export_jobs import Exporter
+from holdfast_service.wings.convert.foreign import file_signs
+from holdfast_service.wings.convert.foreign.kinds import kind_named
+from holdfast_service.wings.convert.foreign.known_kinds import KINDS
+from holdfast_service.wings.convert.foreign_export import check_terms
+from holdfast_service.wings.convert.import_jobs import OURS, Importer
+
+
+def jobs(workers: Workers) -> dict[str, JobKind]:
+    """The kinds of jobs that this wing does."""
+    tier, control, place = workers.tier, workers.control, JobDirectories(workers.place)
+    importer, exporter = Importer(tier, control), Exporter(tier, control)
+
+    def check_import(wanted: ImportJob) -> None:
+        place.reach(wanted.arguments.source)
+        if wanted.arguments.kind not in (None, OURS):
+            kind_named(wanted.arguments.kind, KINDS)
+        check_new(workers, wanted)
+
+    def bring(job: Job, progress: Progress) -> dict[str, Any]:
+        wanted = ImportJob.of(job)
+        source = place.source(wanted.arguments.source)
+        check_idle(workers, wanted)
+        return importer.bring(source, wanted, progress, again=job.tries > 1)
+
+    def check_export(wanted: ExportJob) -> None:
+        place.target(wanted.arguments.to)
+        if wanted.arguments.form is not None:
+            check_terms(wanted.arguments)
+        if not tier.list(naming.checkpoint_path(wanted.run, wanted.step)):
+            hint = f"holdfast ls {wanted.run} lists them"
+            raise NoSuchCheckpoint(f"{wanted.run} has no checkpoint of step {wanted.step}", hint=hint)
+
+    def export(job: Job, progress: Progress) -> dict[str, Any]:
+        wanted = ExportJob.of(job)
+        return exporter.export(place.target(wanted.arguments.to), wanted, progress, again=job.tries > 1)
+
+    return {"export": JobKind(export, check_export), "import": JobKind(bring, check_import)}
+
+
+def check_new(workers: Workers, wanted: ImportJob | MergeJob) -> None:
+    """Refuse a new checkpoint that must fail: `AlreadyCommitted` for a step that exists, `InUse` for a run that trains."""
+    check_idle(workers, wanted)
+    workers.control.imports.attempt(wanted.run, wanted.step)
+
+
+def check_idle(workers: Workers, wanted: ImportJob | MergeJob) -> None:
+    """`InUse` if ranks of the run are connected, which could restore the new checkpoint, or take it for theirs."""
+    if not wanted.arguments.dry_run and workers.trains(wanted.run):
+        raise InUse(
+            f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",
+            hint="choose another run for it, or stop the training first",
+        )
+
+
+class JobDirectories:
+    """The directories that jobs may name: `place`, and those below it, opened without following links; none without it."""
+
+    def __init__(self, place: Path | None) -> None:
+        self._place = place
+
+    def source(self, below: str) -> Files:
+        """A directory below `place`, or a snapshot in a hub's cache there."""
+        source: Files = self.reach(below)
+        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
+            source = snapshot.opened(self._place / below)
+        return source
+
+    def target(self, to: str) -> PosixTier:
+        """`place`, if an export's target may be there."""
+        place = self.reach()
+        split_leaf(to)
+        check_local(to)
+        check_output_place(place.root / to)
+        return place
+
+    def reach(self, below: str = "") -> PosixTier:
+        """The directory `place`, or one with files below it; `InvalidRequest` if it does not exist."""
+        if self._place is None:
+            raise InvalidRequest(
+                "this service exports to no directory and imports from none", hint="start it with --export-root DIR"
+            )
+        place = PosixTier(self._place)
+        if below and not place.list(below):
+            raise InvalidRequest(
+                f"the directory {below!r} with files does not exist below the export root", hint="check its path"
+            )
+        return PosixTier(self._place / below) if below else place
+
+
+def check_directory(path: Path) -> None:
+    """`InvalidRequest` for what is no directory, with what to do with a file."""
+    if path.is_dir():
+        return
+    if not path.exists():
+        raise InvalidRequest(f"there is no directory {path}", hint="check the path")
+    hint = file_signs.archive(path.name) or "put it into a directory with its config.json and tokenizer, and pass that"
+    raise InvalidRequest(f"{path} is not a directory, but a file", hint=hint)
+
+
+def open_source(path: Path) -> Files:
+    """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
+    check_directory(path)
+    return snapshot.opened(path.resolve())
