@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from holdfast_formats.errors import DaemonGone
 from holdfast_formats.rest.operations import Job
 from tests.daemons import free_port, wait_until
 from tests.forked import Forked
+
+JOB_S = 120.0  # a job that nothing goes on with fails its test
 
 
 class JobService:
@@ -83,7 +86,8 @@ class JobService:
 
 
 def done(api: Api, job: Job) -> Job:
-    while (found := api.job(job.id, 5)).state in ("queued", "running"):
+    limit = time.monotonic() + JOB_S
+    while (found := api.job(job.id, 5)).state in ("queued", "running") and time.monotonic() < limit:
         pass
     assert found.state == "done", found
     return found
