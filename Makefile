@@ -101,10 +101,10 @@ docs: $(DOCS) ## build the documentation site into build/site, every link checke
 
 check: style types ## format, lint, types, who may import whom, and the sizes of everything
 
-types: $(READY)
+types: $(READY) ## the half of check that takes long
 	$(BIN)/mypy
 
-style: $(READY)
+style: $(READY) ## the other half: format, lint, who may import whom, and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_service.api.access.connections import server as bounded
-from holdfast_service.api.app import Services, create_app
+from holdfast_service.api.app import RestApi, Services
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.opening import open_control
 from holdfast_service.daemon.checking.checker import Checker
@@ -85,7 +85,7 @@ def served(directory: Path, place: Path | None = None, **changes: object) -> Ite
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # from here on nobody is refused, though the server has still to start
         made = replace(made, **changes)  # type: ignore[arg-type]
-        app = create_app(made, WINGS)
+        app = RestApi(made, WINGS)
         server = bounded(app, "critical")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-http")
         thread.start()

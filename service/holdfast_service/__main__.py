@@ -196,10 +196,10 @@ def _serve(config: Config, serving: Served, stop: threading.Event) -> None:
 def _http(listener: socket.socket, serving: Served, activity: Activity, stop: threading.Event) -> Iterator[None]:
     """Run the REST edge in its own thread, so that the main thread stays free for signals."""
     from holdfast_service.api.access.connections import server as bounded
-    from holdfast_service.api.app import create_app
+    from holdfast_service.api.app import RestApi
 
     services = serving.services
-    app = create_app(services, serving.wings)
+    app = RestApi(services, serving.wings)
 
     async def noticed(scope, receive, send):  # type: ignore[no-untyped-def]
         activity.touch()

@@ -11,9 +11,12 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import CheckpointError, InvalidRequest
 
 if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.responses import Response
+
     from holdfast_service.api.metrics import Samples
     from holdfast_service.api.services import Services
     from holdfast_service.config import Config
@@ -39,6 +42,7 @@ class Wing:
     name: str
     routes: str = ""  # a package: every module of it has a router
     start: Callable[[Config, Services, ExitStack], RunningWing] | None = None  # runs until the stack unwinds
+    problem_page: Callable[[Request, CheckpointError], Response] | None = None  # for browsers, where no route is
     jobs: Callable[[Workers], Mapping[str, JobKind]] = lambda workers: {}  # by kind
 
 

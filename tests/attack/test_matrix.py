@@ -92,10 +92,10 @@ def nothing_foreign_changes(target: Target) -> Iterator[None]:
 
 def test_the_table_has_every_route(tmp_path: Path) -> None:
     """No route is left out of what is tried, and none is in it that there is not."""
-    from holdfast_service.api.app import create_app
+    from holdfast_service.api.app import RestApi
 
     with services(tmp_path) as made:
-        app = create_app(made, WINGS)
+        app = RestApi(made, WINGS)
     there = {(method, str(route.path)) for route in iter_route_contexts(app.routes) for method in route.methods or ()}
     assert {key for key in there if "openapi" not in key[1]} == {route.key for route in ROUTES}
 

@@ -372,6 +372,7 @@ def test_human_age() -> None:
     assert console.human_age("2026-01-02T11:59:30Z", now) == "30 s ago"
     assert console.human_age("2026-01-02T09:00:00+00:00", now) == "3 h ago"
     assert console.human_age("2025-12-23T12:00:00", now) == "10 d ago"
+    assert console.human_age("2026-01-02T15:00:00Z", now) == "in 3 h"
     assert console.human_age("yesterday", now) == "yesterday"
 
 

@@ -164,14 +164,15 @@ def human_bytes(count: float) -> str:
 
 
 def human_age(created: str, now: datetime | None = None) -> str:
-    """How long ago an RFC 3339 time was; the text itself if it cannot be parsed."""
+    """How long ago an RFC 3339 time was, or in how long it comes; the text itself if it cannot be parsed."""
     try:
         then = timestamps.read(created)
     except ValueError:
         return created
-    seconds = max(((now or datetime.now(timezone.utc)) - then).total_seconds(), 0)
-    _, unit_s, unit = next(step for step in _STEPS if seconds < step[0])
-    return f"{seconds / unit_s:.0f} {unit} ago"
+    passed = ((now or datetime.now(timezone.utc)) - then).total_seconds()
+    _, unit_s, unit = next(step for step in _STEPS if abs(passed) < step[0])
+    span = f"{abs(passed) / unit_s:.0f} {unit}"
+    return f"{span} ago" if passed >= 0 else f"in {span}"
 
 
 def human_seconds(seconds: float | None) -> str:

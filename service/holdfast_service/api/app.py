@@ -7,12 +7,12 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import State
 
 from holdfast_service.api import problems, routes
-from holdfast_service.api.access import bodies
 from holdfast_service.api.access.admission import ByteBudget, StallLimit
 from holdfast_service.api.access.audit import AuditTrail
-from holdfast_service.api.access.authorization import Declarations, needs
+from holdfast_service.api.access.authorization import Declarations
 from holdfast_service.api.access.content_policy import ContentPolicy
 from holdfast_service.api.access.middleware import AccessMiddleware
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
@@ -22,12 +22,11 @@ from holdfast_service.api.read_protection import HeldWhileSending
 from holdfast_service.api.request_metrics import Observed, Requests
 from holdfast_service.api.routes import events, uploads
 from holdfast_service.wing import RunningWing, installed
-from holdfast_service.wings import console
 
 from .metrics import Collected
 from .services import Services
 
-__all__ = ["Services", "create_app"]
+__all__ = ["RestApi", "Services"]
 
 _DESCRIPTION = (
     "Committed checkpoints of training runs: lists, metadata and verified bytes.\n\nErrors are problems (RFC 9457) "
@@ -63,45 +62,46 @@ def _routers(package: str) -> list[APIRouter]:
 ROUTERS = [
     router for package in (routes.__name__, *(w.routes for w in installed() if w.routes)) for router in _routers(package)
 ]
-_PAGES = APIRouter()
-_PAGES.include_router(console.router, dependencies=needs("read", "viewer", bodies.FORM))
-_PAGES.include_router(console.sign_in_router, dependencies=needs(None, "none", bodies.FORM, act="signed-in"))
-_PAGES.include_router(console.static_router, dependencies=needs(None, "none", bodies.FORM))
 # For every app the same: `include_router` in an app would build each route again, which takes longer than all else there.
-_ROUTES = [route for router in (*ROUTERS, _PAGES) for route in router.routes]
+_ROUTES = [route for router in ROUTERS for route in router.routes]
 
 
-def create_app(services: Services, wings: Mapping[str, RunningWing]) -> FastAPI:
-    """Create the REST API over these services and the running parts of wings; every app has its own state."""
-    app = FastAPI(
-        title="Holdfast",
-        version=services.version,
-        description=_DESCRIPTION,
-        openapi_tags=_TAGS,
-        docs_url=None,  # both load scripts of a CDN, in the origin of the admin's cookie
-        redoc_url=None,
-        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        routes=[*_ROUTES],
-    )
-    app.state.services = services
-    app.state.behind_tls = services.access.tls
-    app.state.logout = services.access.logins.logout if services.access.logins is not None else None
-    app.state.trail = AuditTrail(services.audit)
-    app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
-    app.state.planned = PlannedShards(services.tier)
-    app.state.requests = Requests()
-    app.state.wings = wings
-    app.state.collected = Collected(services, wings.values(), app.state.requests)
-    app.state.streams = ShardStreams(services.tier)
-    app.state.event_streams = events.EventStreams(services.events)
-    app.state.uploads = ByteBudget(uploads.UPLOAD_BYTES_MAX)
-    app.state.declarations = Declarations(app.routes)
-    problems.install(app)
-    app.add_middleware(StallLimit)
-    app.add_middleware(HeldWhileSending)
-    # The last one added is the outermost. What is refused is measured as well.
-    checks = (app.state.declarations, services.access, services.tokens, services.refusals, app.state.trail)
-    app.add_middleware(AccessMiddleware, *checks)
-    app.add_middleware(Observed, app.state.requests)
-    app.add_middleware(ContentPolicy)
-    return app
+class RestApi(FastAPI):
+    """The REST API over these services and the running parts of wings; every app has its own state."""
+
+    def __init__(self, services: Services, wings: Mapping[str, RunningWing]) -> None:
+        super().__init__(
+            title="Holdfast",
+            version=services.version,
+            description=_DESCRIPTION,
+            openapi_tags=_TAGS,
+            docs_url=None,  # both load scripts of a CDN, in the origin of the admin's cookie
+            redoc_url=None,
+            license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            routes=[*_ROUTES],
+            exception_handlers=problems.HANDLERS,
+        )
+        access, requests = services.access, Requests()
+        declarations, trail = Declarations(self.routes), AuditTrail(services.audit)
+        self.state = State(
+            {
+                "services": services,
+                "wings": wings,
+                "behind_tls": access.tls,
+                "logout": access.logins.logout if access.logins is not None else None,
+                "trail": trail,
+                "opened": OpenedCheckpoints(services.tier, services.rotation.readers),
+                "planned": PlannedShards(services.tier),
+                "collected": Collected(services, wings.values(), requests),
+                "streams": ShardStreams(services.tier),
+                "event_streams": events.EventStreams(services.events),
+                "uploads": ByteBudget(uploads.UPLOAD_BYTES_MAX),
+                "declarations": declarations,
+            }
+        )
+        self.add_middleware(StallLimit)
+        self.add_middleware(HeldWhileSending)
+        # The last one added is the outermost. What is refused is measured as well.
+        self.add_middleware(AccessMiddleware, declarations, access, services.tokens, services.refusals, trail)
+        self.add_middleware(Observed, requests)
+        self.add_middleware(ContentPolicy)

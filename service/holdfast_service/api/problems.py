@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource, Unavailable
 from holdfast_service.api.read_protection import met
-from holdfast_service.wings.console.rendering import problem_page
+from holdfast_service.wing import absent, installed
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +57,6 @@ def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[s
     return JSONResponse(body, body["status"], dict(headers or {}), MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
-    app.add_exception_handler(CheckpointError, _ours)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unknown)
-
-
 async def _ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CheckpointError)
     if isinstance(error, Damaged):
@@ -86,9 +79,12 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         missing = f"the path {request.url.path} does not exist"
-        if not request.url.path.startswith("/v1/") and "text/html" in request.headers.get("accept", ""):  # a browser
-            return problem_page(request, NoSuchResource(missing, hint="go to the overview, or find a run by its name"))
-        return problem_response(NoSuchResource(missing, hint="/openapi.json lists every route"))
+        page = next((wing.problem_page for wing in installed() if wing.problem_page is not None), None)
+        is_browser = not request.url.path.startswith("/v1/") and "text/html" in request.headers.get("accept", "")
+        if page is not None and is_browser:
+            return page(request, NoSuchResource(missing, hint="go to the overview, or find a run by its name"))
+        lacks = f"; this installation lacks the wings {', '.join(absent())}" if absent() else ""
+        return problem_response(NoSuchResource(missing, hint=f"/openapi.json lists every route{lacks}"))
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})
     if error.status_code == 405:
@@ -102,3 +98,11 @@ async def _unknown(request: Request, error: Exception) -> JSONResponse:
         log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
     hint = "search the service's log for this reference to find the cause"
     return problem_response(CheckpointError(f"internal error, reference {reference}", hint=hint, reference=reference))
+
+
+HANDLERS: dict[Any, Any] = {
+    CheckpointError: _ours,
+    RequestValidationError: _invalid,
+    HTTPException: _http,
+    Exception: _unknown,
+}

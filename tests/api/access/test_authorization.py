@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from holdfast_formats.errors import Forbidden, NoSuchRun
 from holdfast_service.api.access import bodies
 from holdfast_service.api.access.authorization import Declarations, needs
-from holdfast_service.api.app import create_app
+from holdfast_service.api.app import RestApi
 from holdfast_service.control.access.tokens import Principal
 from tests.attack.matrix import OWN, ROUTES
 from tests.serving import WINGS, services
@@ -22,7 +22,7 @@ TEAM = Principal("ci", "admin", "team-*", 1)
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
     with services(tmp_path_factory.mktemp("root")) as made:
-        return create_app(made, WINGS)
+        return RestApi(made, WINGS)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 from holdfast_formats.rest.measurements import Acknowledgement
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.visible import limited_to
-from holdfast_service.control.insight.acknowledgements import Acknowledgements, AcknowledgementWatch, AlertKey
+from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
+from holdfast_service.wings.notify.acknowledgement_watch import AcknowledgementWatch
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
 from tests.kit.clock import Clock

@@ -24,7 +24,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken
 from holdfast_service.config import parse
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.insight import alerts
+from holdfast_service.wings.notify import alerts
 from holdfast_service.wings.notify.running import watched
 from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 from holdfast_service.wiring.commands import event_commands

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from sqlalchemy import delete, select
 
-from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.measurements import Acknowledgement
 from holdfast_formats.timestamps import later, utc_now
 from holdfast_service.control.database.database import Database
@@ -19,7 +17,6 @@ from holdfast_service.control.insight.cached_value import Remembered
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
 CLOCKS_DIFFER_S = 60.0  # between nodes, at most
 FRESH_S = 0.5  # what another daemon has noted is known so soon; what this one has, at once
 
@@ -107,31 +104,3 @@ def _over(acknowledgement: Acknowledgement, now: str) -> bool:
     return acknowledgement.until <= now or (
         acknowledgement.at is not None and acknowledgement.at > later(now, CLOCKS_DIFFER_S)
     )
-
-
-class AcknowledgementWatch:
-    """A thread that deletes acknowledgements with their alerts."""
-
-    def __init__(
-        self,
-        acknowledgements: Acknowledgements,
-        still: Callable[[Collection[str]], Collection[AlertKey]],
-        look_s: float = LOOK_S,
-    ) -> None:
-        self._acknowledgements, self._still, self._look_s = acknowledgements, still, look_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holdfast-alerts", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._look_s):
-            try:
-                self._acknowledgements.forget_ended(self._still)
-            except CheckpointError as error:  # the catalog's outage is reported already; retried at the next look
-                log.debug("acknowledgements are not looked at: %s", error.detail)
-            except Exception:
-                log.exception("acknowledgements are not looked at")

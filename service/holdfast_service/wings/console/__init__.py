@@ -1,7 +1,6 @@
-"""The admin pages at `/`: rendered on the server, from the public API only, which they call as the viewer."""
+"""The dashboard: pages at `/`, rendered on the server, from the public API only. README.md describes this wing."""
 
-from holdfast_service.wings.console.pages import router
-from holdfast_service.wings.console.pages.sign_in import sign_in_router
-from holdfast_service.wings.console.static import router as static_router
+from holdfast_service.wing import Wing
+from holdfast_service.wings.console.rendering import problem_page
 
-__all__ = ["router", "sign_in_router", "static_router"]
+WING = Wing("console", routes=f"{__name__}.routes", problem_page=problem_page)

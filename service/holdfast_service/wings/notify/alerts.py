@@ -1,17 +1,23 @@
-"""All present alerts: those of `GET /v1/alerts`, of all runs, and those of other sources."""
+"""Alerts of all runs, of nodes, of replicas and of other sources, and the overview of the service."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import TypeVar
 
-from holdfast_formats.rest.measurements import Alert, Attention
-from holdfast_service.control.insight.alerts import of_runs, without_what_follows
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.measurements import Acknowledgement, Alert, Attention, Overview, RunSummary
+from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.wings.notify.schedule import NO_RUN, NoticeKey, current
 
 PAGE_RUNS = 200
 
 Alerting = Callable[[], Iterable[tuple[str, Attention]]]
+Item = TypeVar("Item", bound=Attention)
 
 
 class AlertSources:
@@ -34,3 +40,86 @@ class AlertSources:
             cursor = page.next
             if cursor is None:
                 return
+
+
+def of_runs(summaries: Sequence[RunSummary]) -> Iterator[Alert]:
+    for summary in summaries:
+        for item in summary.attention:
+            yield Alert(run=summary.run, **vars(item))
+
+
+def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
+    """Lost nodes, and replicas that cannot be copied to, as nodes report them."""
+    for node in nodes:
+        if node.state == "lost":
+            yield Alert(
+                level="warning",
+                code="node-lost",  # in the words of the rule for Prometheus
+                text=f"the node {node.name} is lost: its daemon has ended without a goodbye, or its machine has",
+                hint="Other nodes have its duties, and its runs can be started elsewhere. Start its daemon again, or if it "
+                f"is gone for good: `holdfast nodes --forget {node.name}`.",
+                subject=node.name,
+                remedy="forget-node",
+            )
+        for tier, problem in sorted(node.replicas.items()):
+            if problem is not None:
+                yield Alert(
+                    level="error",
+                    code="replica-lost",
+                    text=f"the replica {tier} cannot be reached: {problem}",
+                    hint="nothing in the root is in danger, but nothing new is copied: mend that storage, then copy again",
+                    subject=tier,
+                    remedy="retry-replicas",
+                )
+
+
+def keyed(alert: Alert) -> AlertKey:
+    return AlertKey(alert.run or "", alert.code, alert.subject or "")
+
+
+def marked(alerts: Iterator[Alert], known: Mapping[AlertKey, Acknowledgement]) -> list[Alert]:
+    """The alerts with their acknowledgements."""
+    return [alert.model_copy(update={"acknowledged": known.get(keyed(alert))}) for alert in alerts]
+
+
+def place(alert: Alert) -> str:
+    """Sort keys: alerts without an acknowledgement first, of these errors, and of these the most dangerous."""
+    level, code = danger(alert)
+    first = f"{int(alert.acknowledged is not None)}{level}{code:03d}"
+    return "/".join((first, alert.run or "", alert.code, alert.subject or ""))
+
+
+def without_what_follows(alerts: Sequence[Item]) -> list[Item]:
+    """Without alerts about copies in a lost replica, which has an alert of its own."""
+    lost = {one.subject for one in alerts if one.code == "replica-lost"}
+    return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
+
+
+def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
+    """All runs in a few figures; `others` are alerts that are about no run."""
+    alerts = without_what_follows([*(item for summary in board for item in summary.attention), *others])
+    counted = [item.level for item in alerts if item.acknowledged is None]
+    training = [one for one in board if one.life == "training"]
+    lost = max((one for one in board if one.life == "died"), key=lambda one: one.life_since or "", default=None)
+    exposed = max(training, key=lambda one: one.exposed_s or 0.0, default=None)
+    return Overview(
+        runs=len(board),
+        states=dict(Counter(one.life for one in board)),
+        errors=counted.count("error"),
+        warnings=counted.count("warning"),
+        acknowledged=len(alerts) - len(counted),
+        newest_lost=None if lost is None else lost.run,
+        newest_lost_since=None if lost is None else lost.life_since,
+        exposed_s=None if exposed is None else exposed.exposed_s,
+        exposed_run=None if exposed is None else exposed.run,
+        cost=fmean(costs) if (costs := [cost for one in training if (cost := _cost(one)) is not None]) else None,
+        checkpoints=sum(one.checkpoints for one in board),
+        bytes=sum(one.bytes for one in board),
+        free_bytes=board[0].free_bytes if board else None,
+    )
+
+
+def _cost(summary: RunSummary) -> float | None:
+    """The fraction of time for which saves stall a run."""
+    known = [value for value in summary.trend.goodput if value is not None]
+    return 1.0 - fmean(known) if known else None

@@ -8,10 +8,10 @@ from holdfast_formats.rest.measurements import Alert
 from holdfast_service.api.routes.nodes import listed_nodes
 from holdfast_service.api.services import Services
 from holdfast_service.control.access.tokens import Principal
-from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.summary_board import key_of
 from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.wings.notify import alerts
 
 UNLIMITED = Principal("alerts", "admin")  # sees all that there is
 

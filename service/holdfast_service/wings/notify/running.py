@@ -12,9 +12,9 @@ from fastapi import Depends, Request
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.measurements import Attention
 from holdfast_service.config import Config
-from holdfast_service.control.insight.acknowledgements import AcknowledgementWatch
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.wings.notify import node_alerts
+from holdfast_service.wings.notify.acknowledgement_watch import AcknowledgementWatch
 from holdfast_service.wings.notify.alerts import AlertSources
 from holdfast_service.wings.notify.delivery_records import DeliveryRecords
 from holdfast_service.wings.notify.notifier import DUTY, Notifier, NotifierContext

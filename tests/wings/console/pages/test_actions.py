@@ -225,7 +225,7 @@ def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     decisions = service.services.run_metadata
     decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
     lives = {"tiny": RunActivity("lost", "2026-01-02T00:00:00Z")}
-    service.app.state.summaries._lives = lambda runs: lives
+    service.services.summaries._lives = lambda runs: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
     page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)
     assert "raises no alert until it dies again" in page.text and "It died, and anybody here has seen that" in page.text

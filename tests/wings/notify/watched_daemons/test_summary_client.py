@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from holdfast_service.api.app import create_app
+from holdfast_service.api.app import RestApi
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.wings.notify.running import Notifying
 from holdfast_service.wings.notify.watched_daemons import bounded_answers, summary_client, watched
@@ -154,7 +154,7 @@ def test_words_of_others_are_no_markup_and_have_a_length(lying: Any, tmp_path: P
         assert max(len(item.text) for item in attention) == bounded_answers.TEXT_MAX
         build_root(tmp_path / "own", {"gpt": (1,)})
         with served(tmp_path / "own") as own:
-            app = create_app(own.services, {"notify": Notifying(watched=watch)})
+            app = RestApi(own.services, {"notify": Notifying(watched=watch)})
             with TestClient(app, base_url="http://localhost") as client:
                 page = client.get("/daemons")
                 assert page.status_code == 200 and "&lt;script&gt;alert" in page.text

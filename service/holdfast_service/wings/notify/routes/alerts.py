@@ -17,12 +17,11 @@ from holdfast_service.api.routes.nodes import listed_nodes
 from holdfast_service.api.services import Cursor, Limit, Services, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.pages import decode_cursor, page
-from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.summary_board import key_of
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.wings.notify import death_acknowledgements
+from holdfast_service.wings.notify import alerts, death_acknowledgements
 from holdfast_service.wings.notify.node_alerts import alerts_of_nodes
 
 router = APIRouter(prefix="/v1", tags=["alerts"], responses=problems.RESPONSES)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Acknowledgement, RunSummary
-from holdfast_service.control.insight import alerts
 from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.facts import ReplicaCounts, Save
 from holdfast_service.control.insight.summary import summarise
+from holdfast_service.wings.notify import alerts
 from tests.control.insight.test_summary import NOW, facts, saves
 
 

@@ -1,0 +1,1 @@
+"""Routes: the pages, what a browser loads for them, and signing in."""
