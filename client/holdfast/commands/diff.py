@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
+import numpy as np
 import typer
 from rich.text import Text
 
-from holdfast.export import differences
 from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
+from holdfast_files.comparing import ComparedFiles, bytes_to_read, compare
+from holdfast_formats.disk import codings
+from holdfast_formats.region import whole
 from holdfast_formats.rest import comparing, lists
-from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.comparing import Octets, Pair
 from holdfast_formats.rest.measurements import Difference
 
 SHOWN_MAX = 30
+DECODED_ELEMENTS = 2**20  # at once, of a tensor that is stored in fewer bytes
 
 _A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completion.checkpoints)
 _B = typer.Argument(
@@ -64,8 +69,19 @@ def diff(  # noqa: PLR0913 — a command's options
 
 
 def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], shown: bool) -> list[Difference]:
-    with console.progress("comparing", differences.bytes_to_read(pairs), shown) as bar:
-        return list(differences.compare(left, right, pairs, lambda count: bar.advance(bar.task_ids[0], count)))
+    def advance(count: int) -> None:
+        bar.advance(bar.task_ids[0], count)
+
+    with console.progress("comparing", bytes_to_read(pairs), shown) as bar:
+        return list(compare(_side(left), _side(right), pairs, advance, left.cores))
+
+
+def _side(reader: CheckpointReader) -> ComparedFiles:
+    def decoded(pair: Pair) -> Iterator[Octets]:
+        for box in codings.slabs(whole(pair.entry.shape), DECODED_ELEMENTS):
+            yield reader.read(pair.group, pair.name, box).reshape(-1).view(np.uint8)
+
+    return ComparedFiles(reader.source, "", decoded)
 
 
 def _print(labels: list[str], differences: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.verified_load import READERS_WAITING
+from holdfast_files.held_names import held
 from holdfast_files.verifying import ReadControl
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import FileEntry
@@ -169,24 +169,17 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Exclude other exports to this name, including the service's, by a lock on a file beside it."""
-    path = target.parent / naming.export_lock(target.name)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    leaf = naming.export_lock(target.name)
+    parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with ExitStack() as stack:
+        stack.callback(os.close, parent)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
-                break
-        except BlockingIOError:
-            os.close(descriptor)
+            stack.enter_context(held(parent, leaf, str(target.parent / leaf)))
+        except InUse:
             raise InUse(
                 f"another export writes to {target} already", hint="wait until it has ended, or choose another name"
             ) from None
-        os.close(descriptor)  # its holder has removed it between our opening and our locking it
-    try:
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _make_durable(directory: Path) -> None:

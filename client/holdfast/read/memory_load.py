@@ -16,7 +16,6 @@ from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import Source
-from holdfast_files import direct
 from holdfast_formats import rounding
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, StateMismatch
@@ -41,7 +40,7 @@ class HeldPiece(NamedTuple):
     origin: BoxOrigin
 
 
-class HeldSlotsSource:
+class HeldSlotsSource(Source):
     """The files of a checkpoint: tensors from their slots, everything else from the files.
 
     The slots belong to the caller and stay locked while this is used. `peers` have only fetched data; the rest comes from
@@ -117,9 +116,6 @@ class HeldSlotsSource:
                 at = end
         return at - offset
 
-    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
-        return self.read_into(name, offset, buffer)
-
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         """A range inside one tensor and one part in a slot; None for any other range."""
         placed = self._files.get(name, [])
@@ -140,14 +136,8 @@ class HeldSlotsSource:
                 return seen.data if self._is_there(spec, (piece,), start - first, stop - first) else None
         return None
 
-    def file(self, name: str) -> int | None:
-        return None
-
     def waits(self, name: str, offset: int) -> bool:
         return False
-
-    def past_cache(self) -> direct.Reader | None:
-        return None
 
     def close(self) -> None:
         """Slots and files belong to their owners."""

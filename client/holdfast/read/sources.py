@@ -32,16 +32,31 @@ HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 class Source(Files, Protocol):
     """The files of one checkpoint, by plain name, and what a fast load asks of them. The best read size is `chunk_bytes`."""
 
-    @property
-    def chunk_bytes(self) -> int: ...
-    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
-    def file(self, name: str) -> int | None: ...  # the descriptor that is read from; None: files are not what is read
-    def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
-    def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
+    chunk_bytes: int
+
     def close(self) -> None: ...
 
+    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self.read_into(name, offset, buffer)  # as a load reads it
 
-class DirectorySource:
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
+        """Memory that nothing changes; None: read it. Mapping the page cache would cost a fault for every few pages."""
+        return None
+
+    def file(self, name: str) -> int | None:
+        """The descriptor that is read from; None: files are not what is read."""
+        return None
+
+    def waits(self, name: str, offset: int) -> bool:
+        """Whether reading there would wait for a disk or a network; a guess."""
+        return True
+
+    def past_cache(self) -> direct.Reader | None:
+        """How it is read past the page cache, where it can be."""
+        return None
+
+
+class DirectorySource(Source):
     """The files of a checkpoint's directory, read without a service. Links out of the directory are not followed."""
 
     chunk_bytes = FILE_CHUNK_BYTES
@@ -89,9 +104,6 @@ class DirectorySource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, os.fstat(self._descriptor(name)).st_size, name, offset, length)
 
-    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
-        return self.read_into(name, offset, buffer)  # as a load reads it
-
     def stamp(self, name: str) -> str:
         with suppress(NoSuchResource), self._translated(name):
             status = os.stat(self._path(name), follow_symlinks=False)
@@ -101,9 +113,6 @@ class DirectorySource:
     def list(self, path: str) -> list[str]:
         with self._translated(path):
             return sorted(os.listdir(self.path)) if not path and self.path.is_dir() else []
-
-    def view(self, name: str, start: int, stop: int) -> memoryview | None:
-        return None  # the page cache is read: mapping it costs a fault for every few pages
 
     def file(self, name: str) -> int | None:
         return self._descriptor(name)
@@ -202,7 +211,7 @@ class DirectorySource:
         )
 
 
-class HttpSource:
+class HttpSource(Source):
     """The files of a checkpoint from the service, by Range requests. Closing it closes the `Api`."""
 
     chunk_bytes = HTTP_CHUNK_BYTES
@@ -238,21 +247,6 @@ class HttpSource:
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, self.size(name), name, offset, length)
-
-    def read_stored(self, name: str, offset: int, buffer: memoryview) -> int:
-        return self.read_into(name, offset, buffer)
-
-    def view(self, name: str, start: int, stop: int) -> memoryview | None:
-        return None
-
-    def file(self, name: str) -> int | None:
-        return None
-
-    def waits(self, name: str, offset: int) -> bool:
-        return True
-
-    def past_cache(self) -> direct.Reader | None:
-        return None
 
     def close(self) -> None:
         self._api.close()

@@ -16,11 +16,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast_files.direct import ALIGNMENT, REFUSED, PageCacheState, is_aligned, open_direct
+from holdfast_files.held_names import held
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
 from . import libc
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
-from .held_names import held
 from .pacing import Pace
 from .stamps import stamps
 from .tier import THE_DIRECTORY, Buffer, check_position, check_range, octets, split_leaf, split_path

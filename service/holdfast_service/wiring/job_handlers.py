@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast_files.comparing import bytes_to_read
 from holdfast_formats import naming
 from holdfast_formats.disk import coded
 from holdfast_formats.errors import InvalidRequest
@@ -14,7 +15,7 @@ from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
-from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.wing import installed

@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from holdfast_files.comparing import bytes_to_read
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.rest import bodies, comparing
@@ -17,7 +18,7 @@ from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
 from holdfast_service.api.services import Cursor, Limit, Wired
-from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
 
