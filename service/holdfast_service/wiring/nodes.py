@@ -41,6 +41,6 @@ def nodes_of(config: Config, database: Database) -> NodesOfRoot:
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"--catalog: PostgreSQL serves several nodes, and this installation lacks what they need: {error.name}",
-            hint="install holdfast whole, or leave --catalog out: SQLite serves one machine",
+            hint="install the whole package, or leave --catalog out: SQLite serves one machine",
         ) from error
     return SharedRoot(database, config.node, config.exchange)

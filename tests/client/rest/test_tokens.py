@@ -88,7 +88,7 @@ def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         made = json.loads(call("create", "ci", "--scope", "write", "--expires", "30d", "--url", daemon.url, "--json").stdout)
         assert (made["scope"], made["runs"]) == ("write", "*") and made["expires"] > made["created"]
         shown = call("ls", "--url", daemon.url).stdout
-        assert "ci" in shown and "never" in shown and "in force" in shown
+        assert "ci" in shown and "never" in shown and "in 30 d" in shown
         rotated = json.loads(call("rotate", "ci", "--grace", "2h", "--url", daemon.url, "--json").stdout)
         with Api(daemon.url, token=made["token"]) as old, Api(daemon.url, token=rotated["token"]) as new:
             assert (list(old.runs()), list(new.runs())) == ([], [])
