@@ -49,8 +49,7 @@ class Wing:
 @lru_cache(1)
 def installed() -> tuple[Wing, ...]:
     """The wings of this installation, by name."""
-    modules = [import_module(f"{PACKAGE}.{name}") for name in _packages()]
-    return tuple(module.WING for module in modules if hasattr(module, "WING"))
+    return tuple(import_module(f"{PACKAGE}.{name}").WING for name in _packages())
 
 
 def absent() -> list[str]:

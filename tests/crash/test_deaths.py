@@ -120,7 +120,7 @@ class Saving(Launch):
         after.end()
         self.stop()
         visible = committed_steps(self.place.root, RUN)
-        # One that was not verified before its daemon died takes nobody's place: then older ones stay beside these two.
+        # A checkpoint that its daemon did not verify before it died replaces none: older ones stay beside these two.
         assert visible[:2] == [9, int(told.pop().split()[1])]
         assert is_empty(self.place.root, naming.STAGING) and is_empty(self.place.root, naming.TRASH)
         check_sound(self.place.root, visible, SIZE)
@@ -189,7 +189,7 @@ class Working:
 
 
 class Averaging:
-    """The daemon keeps an average: the next one goes on where it was, with the very chunk, and nobody has noticed."""
+    """The daemon that keeps an average dies: the next one continues with the same chunk, and every bit is the same."""
 
     def __init__(self, place: Place, point: str, victim: str) -> None:
         self.place, self.daemon = place, RunningDaemon(place.root)
@@ -211,7 +211,7 @@ class Averaging:
 
 
 class Act(NamedTuple):
-    """A row of the table: in which scene, at which points, of whom; and which of them `make test` tries."""
+    """A row of the table: its scene, the points, the victims, and the pairs of both that `make test` tries."""
 
     lane: str
     scene: Callable[[Place, str, str], Scene]

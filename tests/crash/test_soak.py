@@ -161,7 +161,7 @@ def check_end(place: Place, soak: Soak) -> None:
     wait_until(lambda: holders(place.marks) == [])
     assert processes(place.marks, b"\0holdfast_service\0") == []
     visible = sorted(committed_steps(place.root, RUN))
-    assert KEEP <= len(visible) <= KEEP + soak.daemon_kills  # one that no daemon lived to verify takes nobody's place
+    assert KEEP <= len(visible) <= KEEP + soak.daemon_kills  # one that was never verified replaces none
     assert is_empty(place.root, naming.STAGING) and is_empty(place.root, naming.TRASH)
     check_sound(place.root, visible, SIZE)
     assert disk_bytes(place.root) < (len(visible) + 1) * WORLD * SIZE * 2 + 32 * 2**20

@@ -75,7 +75,7 @@ class Listing(Generic[Row]):
     fields: tuple[str, ...] = ()
     filters: tuple[str, ...] = ()  # parameters that the API takes
     filled: Callable[[dict[str, Any]], Mapping[str, Any]] = dict  # adds fields that follow from others
-    sick: Callable[[Row], bool] = lambda row: False  # whether a page marks the row
+    marked: Callable[[Row], bool] = lambda row: False  # as one that needs attention, on a page
 
     def shown(self, where: Literal["page", "command"]) -> tuple[Column[Row], ...]:
         return tuple(column for column in self.columns if column.only in ("", where))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
@@ -63,7 +64,7 @@ def _fullness(quota: Quota) -> tuple[CellPart | None, ...]:
 
 
 def _pattern(quota: Quota) -> CellPart:
-    return CellPart(quota.pattern, "code", None if quota.pattern == "*" else f"/?q={quota.pattern.replace('*', '')}")
+    return CellPart(quota.pattern, "code", None if quota.pattern == "*" else f"/?q={quote(quota.pattern.replace('*', ''))}")
 
 
 QUOTAS: Listing[Quota] = Listing(
@@ -76,7 +77,7 @@ QUOTAS: Listing[Quota] = Listing(
     ),
     "/v1/quotas",
     ("pattern", "used_bytes", "quota_bytes", "runs"),
-    sick=lambda quota: quota.used_bytes >= quota.quota_bytes,
+    marked=lambda quota: quota.used_bytes >= quota.quota_bytes,
 )
 
 
@@ -98,7 +99,7 @@ def _result(entry: AuditEntry) -> tuple[CellPart | str | None, ...]:
 AUDIT: Listing[AuditEntry] = Listing(
     (
         Column("When", "at", "moment"),
-        Column("Who", lambda entry: CellPart(entry.who, "text", f"/audit?who={entry.who}") if entry.who else None),
+        Column("Who", lambda entry: CellPart(entry.who, "text", f"/audit?who={quote(entry.who)}") if entry.who else None),
         Column("From", lambda entry: (entry.address or "this machine", quiet(entry.via)), omit=1),
         Column("What", lambda entry: CellPart(entry.kind, "text", None, AUDITED.get(entry.kind, ""))),
         Column("About", _about),
@@ -159,7 +160,7 @@ NODES: Listing[bodies.Node] = Listing(
     ),
     "/v1/nodes",
     ("name", "host", "state", "ranks", "runs", "arena_bytes", "duties", "sealed", "started", "version", "url"),
-    sick=lambda node: node.state == "lost",
+    marked=lambda node: node.state == "lost",
 )
 
 SAVES: Listing[bodies.Round] = Listing(
@@ -207,10 +208,10 @@ TRASH: Listing[TrashedRun] = Listing(
 
 
 def _gets(target: NotificationTarget) -> list[CellPart | str]:
-    told: list[CellPart | str] = [f"errors{'' if target.level == 'error' else ' and warnings'} of"]
-    told += ["all runs," if target.runs == "*" else CellPart(f"{target.runs},", "code")]
-    told += ["again every", CellPart(target.repeat_s, "duration")] if target.repeat_s else ["once"]
-    return told + ([] if target.recovery else ["and not when it is over"])
+    words: list[CellPart | str] = [f"errors{'' if target.level == 'error' else ' and warnings'} of"]
+    words += ["all runs," if target.runs == "*" else CellPart(f"{target.runs},", "code")]
+    words += ["again every", CellPart(target.repeat_s, "duration")] if target.repeat_s else ["once"]
+    return words + ([] if target.recovery else ["and not when it is over"])
 
 
 def _delivery(target: NotificationTarget) -> tuple[CellPart | str | None, ...]:
@@ -237,7 +238,7 @@ TARGETS: Listing[NotificationTarget] = Listing(
         Column("Dropped", "dropped", "number", omit=3),
     ),
     "/v1/notifications",
-    sick=lambda target: target.problem is not None,
+    marked=lambda target: target.problem is not None,
 )
 
 

@@ -83,7 +83,8 @@ async def _http(request: Request, error: Exception) -> Response:
         is_browser = not request.url.path.startswith("/v1/") and "text/html" in request.headers.get("accept", "")
         if page is not None and is_browser:
             return page(request, NoSuchResource(missing, hint="go to the overview, or find a run by its name"))
-        lacks = f"; this installation lacks the wings {', '.join(absent())}" if absent() else ""
+        wings = ", ".join(absent())
+        lacks = f"; this installation lacks the wings {wings}" if wings else ""
         return problem_response(NoSuchResource(missing, hint=f"/openapi.json lists every route{lacks}"))
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})

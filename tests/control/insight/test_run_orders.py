@@ -13,7 +13,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.measurements import RUN_SORTS, GoodCheckpoint, RunSummary, Trend
 from holdfast_formats.timestamps import write
 from holdfast_service.control.insight.run_orders import RunOrder, WantedRuns
-from tests.control.insight.test_alerts import summary as summed
+from tests.wings.notify.test_alerts import summary as summed
 
 
 def summary(run: str, **values: object) -> RunSummary:

@@ -1,7 +1,8 @@
 """The entrance: a daemon as one node of several that share a root and its catalog.
 
-`open_nodes` makes what control asks of other nodes (`control/nodes.py`), and its `data_plane` what the daemon has of them
-(`daemon/saving/other_nodes.py`): heartbeats, notifications, joint saves, slots of other nodes, and maintenance of the root.
+`SharedRoot.nodes` is what control asks of other nodes (`control/nodes.py`), and its `data_plane` what the daemon has of
+them (`daemon/saving/other_nodes.py`): heartbeats, notifications, joint saves, slots of other nodes, and maintenance of the
+root.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SharedRoot:
 
 
 class Listening:
-    """Where other nodes read slots of this one, to whom it answers by their secret. Both may change while it listens."""
+    """The server from which other nodes read slots of this one. Its address and the secrets may change while it listens."""
 
     def __init__(self, cluster: Cluster, at: tuple[str, int] | None, holds: MemoryCheckpoints, stack: ExitStack) -> None:
         """`RootBusy` where it cannot listen."""

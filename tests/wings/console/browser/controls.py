@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastapi.routing import iter_route_contexts
 from playwright.sync_api import Page
 
-from holdfast_service.wings import console
+from holdfast_service.wings.console.routes import pages
 
 # What tells forms to one address apart; other fields are what is done it with.
 TELLING = ("what", "remedy", "pinned", "kind")
@@ -71,7 +71,7 @@ def nameless(page: Page) -> list[str]:
 
 def routes() -> list[tuple[re.Pattern[str], str, set[str]]]:
     """Pattern, template and methods of every page."""
-    found: list[Any] = list(iter_route_contexts([*console.router.routes, *console.sign_in_router.routes]))
+    found: list[Any] = list(iter_route_contexts(pages.router.routes))
     return [(route.path_regex, route.path, route.methods or set()) for route in found]
 
 

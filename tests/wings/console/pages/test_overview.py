@@ -18,9 +18,9 @@ from holdfast_service.storage import PosixTier
 from holdfast_service.wings.console import alert_actions, run_status
 from holdfast_service.wings.console.pages.overview import grouped
 from tests.checkpoints import build_root
-from tests.control.insight.test_alerts import summary
 from tests.serving import Served, served
 from tests.wings.console.reading import Page
+from tests.wings.notify.test_alerts import summary
 
 LONG = "a-run-of-which-the-name-is-longer-than-any-column-" + "x" * 70
 AT = "2026-01-02T00:00:00Z"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from holdfast_formats.rest.measurements import Acknowledgement, Alert
 from holdfast_service.wings.console import refreshed_parts
-from tests.control.insight.test_alerts import summary
 from tests.wings.console.reading import Page
+from tests.wings.notify.test_alerts import summary
 
 HOSTILE = '"><script>x</script>'
 SEEN = Acknowledgement(by=HOSTILE, at="2030-01-01T00:00:00Z", until=HOSTILE)

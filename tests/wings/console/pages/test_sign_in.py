@@ -10,7 +10,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
-from holdfast_service.wings import console
+from holdfast_service.wings.console import pages
+from holdfast_service.wings.console.pages.sign_in import sign_in_router
 
 GOOD = "Bearer good"
 
@@ -21,7 +22,7 @@ class Door:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.app = FastAPI()
-        for router in (console.router, console.sign_in_router):
+        for router in (pages.router, sign_in_router):
             self.app.include_router(router)
         self.app.add_api_route("/readyz", lambda: {"status": "ready", "version": "1", "root": "/"})
         self.app.add_api_route("/v1/{path:path}", self.answer)
