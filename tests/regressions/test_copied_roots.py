@@ -89,6 +89,8 @@ def test_without_a_daemon_a_copy_is_read_itself(place: Path) -> None:
     with save(1, 1.0, at=root):
         copy_served(root, copy)
         shutil.rmtree(copy / "run")
+        for file in copy.glob("catalog.sqlite*"):  # it may know step 1 already, whose absence would be refused
+            file.unlink()
         assert Checkpointer("run", state(0.0), at=copy).restore() == 0
 
 
