@@ -126,15 +126,18 @@ tools: $(READY) $(TOOLS) ## programs that tests start, and promtool for the test
 		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/promtool $(abspath $(BIN))/ ) || \
 		echo "promtool could not be had: the tests of the alert rules will be skipped"
 
+# Both marks lie in the environment, so it is made before either of them is left there: `make --jobs` runs their rules at once.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
 # torch comes first and alone, so that only this line decides which build of it is taken.
-$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c service/holdfast_service/daemon/averaging/native_lerp.c
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c service/holdfast_service/daemon/averaging/native_lerp.c | $(BIN)/python
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@
 
 # Programs that tests start. Without them the tests that need them are skipped and say so, so this never fails.
-$(TOOLS): tests/tools.sh
+$(TOOLS): tests/tools.sh | $(BIN)/python
 	sh tests/tools.sh
 	touch $@
 
