@@ -34,7 +34,7 @@ from holdfast_service.daemon.saving.average_fills import AverageFills
 from holdfast_service.daemon.saving.failed_rounds import FailedRounds
 from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Host, LocalRanks, OtherNodes, Result
 from holdfast_service.daemon.saving.read_throttle import ReadThrottle
-from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
+from holdfast_service.daemon.saving.restore_barrier import RestoreBarrier
 from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound, SlotLease, outcome_of
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
@@ -80,7 +80,7 @@ class Saver:
         self.giving_way = ReadThrottle(lambda: self._staging or self.restores.under_way)
         self.spread = others.checks(checker, self.giving_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, control.record_queue.recorded, self.spread)
-        self.restores = RestoreAgreement(checker.suspect, control, vote=others.vote, spans=self._going.is_elsewhere)
+        self.restores = RestoreBarrier(checker.suspect, control, vote=others.vote, spans=self._going.is_elsewhere)
         self.stops = StopAgreement(self._lock, self._connected, None if others.alone else self._look_at_ranks)
         self.holds = holds or MemoryCheckpoints(control.committed_steps.launch, partly=not others.alone)
         self.averages = averages

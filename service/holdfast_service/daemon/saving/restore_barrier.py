@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the end of a restore (I7): if one finds damage, none continues from that step.
+"""A barrier at the end of a restore (I7): if one rank finds damage, none continues from that step.
 
 Each rank reports how its n-th restore ended. It is answered when all have reported, or as soon as one has found damage: then
 all get that damage, and ask for the next answer, which is an older step.
@@ -50,8 +50,8 @@ class _Turn:
         self.agreed = False
 
 
-class RestoreAgreement:
-    """The restores of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
+class RestoreBarrier:
+    """The barriers of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
 
     def __init__(
         self,

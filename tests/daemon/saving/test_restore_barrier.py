@@ -13,8 +13,8 @@ from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, Dea
 from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.control.database.database import Trouble
-from holdfast_service.daemon.saving import restore_agreement
-from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
+from holdfast_service.daemon.saving import restore_barrier
+from holdfast_service.daemon.saving.restore_barrier import RestoreBarrier
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
@@ -70,9 +70,9 @@ def rank(number: int, world: int = 2) -> Participant:
     return Participant("r", number, world, 1, lambda outcome: None)
 
 
-def made(look: Callable[..., Damaged | None] = lambda run, step, error: error) -> tuple[RestoreAgreement, Known]:
+def made(look: Callable[..., Damaged | None] = lambda run, step, error: error) -> tuple[RestoreBarrier, Known]:
     known = Known()
-    return RestoreAgreement(look, known), known  # type: ignore[arg-type]
+    return RestoreBarrier(look, known), known  # type: ignore[arg-type]
 
 
 def test_all_go_on_when_all_are_well() -> None:
@@ -96,10 +96,10 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
         restores.answered(rank(number, 3), 1, 400, named=False)
 
 
-def agreement(node: Cluster) -> RestoreAgreement:
+def agreement(node: Cluster) -> RestoreBarrier:
     """Of a node of a launch that spans several."""
     known = Known()
-    return RestoreAgreement(lambda run, step, error: error, known, vote=node.rendezvous.vote, spans=lambda who: True)  # type: ignore[arg-type]
+    return RestoreBarrier(lambda run, step, error: error, known, vote=node.rendezvous.vote, spans=lambda who: True)  # type: ignore[arg-type]
 
 
 def test_a_restore_that_is_given_up_is_waited_for_on_no_node(nodes: Nodes) -> None:
@@ -111,7 +111,7 @@ def test_a_restore_that_is_given_up_is_waited_for_on_no_node(nodes: Nodes) -> No
 
 def test_damage_is_told_to_other_nodes_once_the_catalog_is_back(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was away when one node met it: the rank on the other one waits, and does not go on from that step."""
-    monkeypatch.setattr(restore_agreement, "REPEAT_S", 0.05)
+    monkeypatch.setattr(restore_barrier, "REPEAT_S", 0.05)
     a, b = nodes.add("a"), nodes.add("b")
     here, there = agreement(a), agreement(b)
     a.database.trouble = Trouble(0.0, "the catalog is away", reads=True)
@@ -148,7 +148,7 @@ def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
     """
     here, b = agreement(nodes.add("a")), nodes.add("b")
     late, known = OneIsLate(b.rendezvous), Known()
-    there = RestoreAgreement(lambda run, step, error: error, known, vote=late.vote, spans=lambda who: True)  # type: ignore[arg-type]
+    there = RestoreBarrier(lambda run, step, error: error, known, vote=late.vote, spans=lambda who: True)  # type: ignore[arg-type]
     with ThreadPoolExecutor(3) as threads:
         waiting = threads.submit(here.judge, rank(0, 3), 0, WELL, 15.0)
         first = threads.submit(there.judge, rank(1, 3), 0, WELL, 15.0)
@@ -176,7 +176,7 @@ def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_asked_is_waited_for_until_it_is_gone() -> None:
     """A rank that reads is waited for; a rank that dies, fails for a reason of its own, asks anew or saves is not."""
-    ends: list[Callable[[RestoreAgreement, Participant], object]] = [
+    ends: list[Callable[[RestoreBarrier, Participant], object]] = [
         lambda restores, who: restores.gone(who),
         lambda restores, who: restores.judge(who, 0, ended(StateMismatch("x")), 0.0),
         lambda restores, who: restores.answered(who, 1, 500, named=False),
@@ -226,7 +226,7 @@ def test_a_look_that_fails_believes_the_rank_at_last() -> None:
 
 def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns are bounded, and a daemon that ends keeps nobody waiting."""
-    monkeypatch.setattr(restore_agreement, "TURNS_MAX", 3)
+    monkeypatch.setattr(restore_barrier, "TURNS_MAX", 3)
     restores, _ = made()
     for turn in range(10):
         restores.answered(rank(0), turn, 500, named=False)
