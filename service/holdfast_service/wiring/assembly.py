@@ -62,7 +62,7 @@ from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
-from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
+from holdfast_service.daemon.writing.disk_throughput import PROBE_BYTES
 from holdfast_service.storage import PosixStore, disk_speed
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace

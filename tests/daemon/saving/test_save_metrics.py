@@ -16,8 +16,8 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import SaveTimes
 from holdfast_service.daemon.saving import save_metrics
-from holdfast_service.daemon.writing import disk_limit
-from holdfast_service.daemon.writing.disk_limit import DiskLimit
+from holdfast_service.daemon.writing import disk_throughput
+from holdfast_service.daemon.writing.disk_throughput import DiskThroughput
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, disk_speed
 from tests.daemon.saver_world import GatedTier, SaverWorld, saver_world
@@ -203,39 +203,39 @@ def test_fsyncs_are_timed_and_nothing_else_changes(tmp_path: Path) -> None:
     file.discard()
 
 
-def test_the_disks_limit_is_measured_when_it_costs_little() -> None:
+def test_the_disks_throughput_is_measured_when_it_costs_little() -> None:
     """After a save as large, once a day, while none is written; saves that are faster raise it."""
-    limit, asked = DiskLimit(), []
+    disk, asked = DiskThroughput(), []
 
     def probe(stop: Callable[[], bool]) -> float | None:
         asked.append(stop())
         return None if asked[-1] else 5e8
 
-    limit.probe = probe
-    limit.checked(disk_limit.PROBE_BYTES - 1)
-    assert limit._thread is None
-    limit.writing(True)
-    limit.checked(disk_limit.PROBE_BYTES)
-    assert limit._thread is not None
-    limit._thread.join()
-    limit.writing(False)
-    assert (asked, limit.bytes_per_second) == ([True], None)
+    disk.probe = probe
+    disk.checked(disk_throughput.PROBE_BYTES - 1)
+    assert disk._thread is None
+    disk.writing(True)
+    disk.checked(disk_throughput.PROBE_BYTES)
+    assert disk._thread is not None
+    disk._thread.join()
+    disk.writing(False)
+    assert (asked, disk.bytes_per_second) == ([True], None)
     for _ in range(2):
-        limit.checked(disk_limit.PROBE_BYTES)
-        limit._thread.join()
-    assert (asked, limit.bytes_per_second) == ([True, False], 5e8)
-    limit.wrote(disk_limit.PROBE_BYTES - 1, 1e-9)
-    limit.wrote(disk_limit.PROBE_BYTES, 10.0)
-    assert limit.bytes_per_second == 5e8
-    limit.wrote(disk_limit.PROBE_BYTES, disk_limit.PROBE_BYTES / 1e9)
-    assert limit.bytes_per_second == pytest.approx(1e9)
-    limit.close()
+        disk.checked(disk_throughput.PROBE_BYTES)
+        disk._thread.join()
+    assert (asked, disk.bytes_per_second) == ([True, False], 5e8)
+    disk.wrote(disk_throughput.PROBE_BYTES - 1, 1e-9)
+    disk.wrote(disk_throughput.PROBE_BYTES, 10.0)
+    assert disk.bytes_per_second == 5e8
+    disk.wrote(disk_throughput.PROBE_BYTES, disk_throughput.PROBE_BYTES / 1e9)
+    assert disk.bytes_per_second == pytest.approx(1e9)
+    disk.close()
 
 
 def test_a_probe_that_fails_or_is_broken_off(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is known then; closing breaks one off and waits for it."""
     caplog.set_level("INFO")
-    limit, begun = DiskLimit(), threading.Event()
+    disk, begun = DiskThroughput(), threading.Event()
 
     def fail(stop: Callable[[], bool]) -> float | None:
         raise StorageFailed("no such disk")
@@ -246,16 +246,16 @@ def test_a_probe_that_fails_or_is_broken_off(caplog: pytest.LogCaptureFixture) -
             time.sleep(0.001)
         return None
 
-    limit.probe = fail
-    limit.checked(disk_limit.PROBE_BYTES)
-    assert limit._thread is not None
-    limit._thread.join()
-    limit.probe = last
-    limit.checked(disk_limit.PROBE_BYTES)
+    disk.probe = fail
+    disk.checked(disk_throughput.PROBE_BYTES)
+    assert disk._thread is not None
+    disk._thread.join()
+    disk.probe = last
+    disk.checked(disk_throughput.PROBE_BYTES)
     assert begun.wait(PATIENCE_S)
-    limit.close()
-    limit.checked(disk_limit.PROBE_BYTES)
-    assert limit.bytes_per_second is None and "no such disk" in caplog.text
+    disk.close()
+    disk.checked(disk_throughput.PROBE_BYTES)
+    assert disk.bytes_per_second is None and "no such disk" in caplog.text
 
 
 def test_the_disks_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

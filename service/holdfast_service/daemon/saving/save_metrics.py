@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
-from holdfast_service.daemon.writing.disk_limit import DiskLimit, Probe
+from holdfast_service.daemon.writing.disk_throughput import DiskThroughput, Probe
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SaveHistory:
         self._control = control
         self._lock = threading.Lock()
         self._saves: OrderedDict[RoundKey, _Save] = OrderedDict()
-        self.disk = DiskLimit(probe)
+        self.disk = DiskThroughput(probe)
 
     def begun(self, key: RoundKey) -> None:
         """A round begins: forget timings of the step's earlier tries."""

@@ -41,7 +41,7 @@ from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 from holdfast_service.daemon.saving.write_queue import WriteQueue
-from holdfast_service.daemon.writing.disk_limit import Probe
+from holdfast_service.daemon.writing.disk_throughput import Probe
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ AGAIN_S = 86_400.0
 Probe = Callable[[Callable[[], bool]], float | None]
 
 
-class DiskLimit:
+class DiskThroughput:
     """Bytes per second, None while unknown. Thread-safe. Without a `probe` it is the speed of the fastest save."""
 
     def __init__(self, probe: Probe | None = None) -> None:
