@@ -470,14 +470,14 @@ def test_what_another_node_replaced_is_known_as_it_is_now(pair: tuple[Node, Node
     a, b = pair
     for step in (1, 2):
         put_checkpoint(a.tier, a_manifest(RUN, step))
-    assert [node.control.committed_steps.launch(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
+    assert [node.control.lineage_index.launch(RUN, 2) for node in pair] == [(1, 0), (1, 0)]
     _replaced_by_another_attempt(b, 2)
     number = a.control.saves.begin(RUN, 3, 2, 2, Intent(turn=1, again=1))  # it has said that it replaces
     a.control.saves.joined(number, RUN, 2, 2, {})
-    assert a.control.committed_steps.launch(RUN, 2) == (2, 0)
+    assert a.control.lineage_index.launch(RUN, 2) == (2, 0)
     _replaced_by_another_attempt(b, 1)
     assert a.control.launches.declare(RUN, "a later launch", 1, None) and a.control.restores.choose(RUN, 3, 0, 1, ()) == 1
-    assert a.control.committed_steps.launch(RUN, 1) == (2, 0)
+    assert a.control.lineage_index.launch(RUN, 1) == (2, 0)
 
 
 def _replaced_by_another_attempt(node: Node, step: int) -> None:

@@ -105,7 +105,7 @@ def test_what_is_to_be_replaced_may_go_in_that_very_moment(monkeypatch: pytest.M
         del rank.outcomes[1]
         rank.save(1, intent=Intent(turn=1, existing="replace", again=1))
         assert rank.wait(1).state == "committed"
-        assert world.control.committed_steps.launch(RUN, 1) == (rank.attempt, 1)
+        assert world.control.lineage_index.launch(RUN, 1) == (rank.attempt, 1)
 
 
 def test_a_save_in_the_place_of_what_was_left_behind_asks_no_sql(monkeypatch: pytest.MonkeyPatch) -> None:

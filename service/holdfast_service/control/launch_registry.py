@@ -27,11 +27,11 @@ class LaunchRegistry:
             parts.events,
             parts.nodes,
         )
-        self._attempts, self._rounds, self._abouts, self._committed_steps = (
+        self._attempts, self._rounds, self._abouts, self._lineage_index = (
             parts.attempts,
             parts.rounds,
             parts.run_metadata,
-            parts.committed_steps,
+            parts.lineage_index,
         )
         self._retention_requests, self._recovery, self._restores = wishes, recovery, restores
 
@@ -64,7 +64,7 @@ class LaunchRegistry:
         self._retention_requests.take(run, keep_last, attempt, new)
         if new:
             self._record_queue.enqueue(f"that {run} is trained again", lambda: self._abouts.resumed(run))
-        self._committed_steps.learn(run)
+        self._lineage_index.learn(run)
         return attempt
 
     def is_declared(self, run: str, launch: str, rank: int = 0, session: str = "", world: int = 0) -> bool:

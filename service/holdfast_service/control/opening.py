@@ -70,20 +70,20 @@ def open_control(  # noqa: PLR0913 - each is one thing
     back is another root's.
     """
     parts = checkpoint_parts(record_parts(tier, catalog, nodes, usual or RetentionPolicy()), trash_days)
-    store, record_queue, attempts, events, committed_steps = (
+    store, record_queue, attempts, events, lineage_index = (
         parts.store,
         parts.record_queue,
         parts.attempts,
         parts.events,
-        parts.committed_steps,
+        parts.lineage_index,
     )
     mending = Mending()
-    known = Known(parts.health, parts.findings, parts.readers, committed_steps, parts.watch.relist, parts.absences, mending)
+    known = Known(parts.health, parts.findings, parts.readers, lineage_index, parts.watch.relist, parts.absences, mending)
     restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, nodes)
     publishing = Publishing(parts, restores)
     recovery = Recovery(parts, claim)
     wishes = RetentionRequests(parts.files, catalog, record_queue, keep_last)
-    permits = SavePermits(attempts, committed_steps, catalog, record_queue)
+    permits = SavePermits(attempts, lineage_index, catalog, record_queue)
     return Control(
         **parts_of(parts),
         recovery=recovery,
@@ -95,7 +95,7 @@ def open_control(  # noqa: PLR0913 - each is one thing
         launches=LaunchRegistry(parts, wishes, recovery, restores),
         lives=KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=not nodes.alone),
         staged_before=RecoveredSaves(store, catalog, record_queue, parts.rounds, events),
-        imports=Imports(store, catalog, events, parts.admission, committed_steps.rewinds, parts.published),
+        imports=Imports(store, catalog, events, parts.admission, lineage_index.rewinds, parts.published),
         repairs=RepairRecords(tier, catalog, events, record_queue, nodes),
         replicas=ReplicaRecords(tier, catalog, events),
     )

@@ -22,7 +22,7 @@ from holdfast_service.control.checkpoints.run_metadata import RunMetadata
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight import run_figures
-from holdfast_service.control.launches.committed_steps import CommittedSteps
+from holdfast_service.control.launches.lineage_index import LineageIndex
 from holdfast_service.control.nodes import THINNING, UPKEEP, Nodes, changing, deciding
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
@@ -63,7 +63,7 @@ class CheckpointParts(RecordParts):
     readers: Readers
     rotation: Rotation
     findings: Findings
-    committed_steps: CommittedSteps
+    lineage_index: LineageIndex
     empty_runs: EmptyRuns
     trash: RunTrash
     renaming: RunRenaming
@@ -119,20 +119,20 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
         lambda run, insists: nodes.locked(deciding(run), insists=insists),
     )
     findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
-    committed_steps = CommittedSteps(store, catalog, record_queue, findings)
+    lineage_index = LineageIndex(store, catalog, record_queue, findings)
     trash = RunTrash(
-        tier, store, catalog, attempts, rotation, events, record_queue.enqueue, committed_steps.forget, trash_days
+        tier, store, catalog, attempts, rotation, events, record_queue.enqueue, lineage_index.forget, trash_days
     )
-    thinning = Thinning(store, catalog, record_queue, rotation, events, committed_steps.add, partial(nodes.has, THINNING))
+    thinning = Thinning(store, catalog, record_queue, rotation, events, lineage_index.add, partial(nodes.has, THINNING))
     return CheckpointParts(
         **parts_of(records),
         readers=readers,
         rotation=rotation,
         findings=findings,
-        committed_steps=committed_steps,
+        lineage_index=lineage_index,
         empty_runs=EmptyRuns(tier, catalog, attempts, files, events),
         trash=trash,
-        renaming=RunRenaming(tier, catalog, attempts, rotation, trash, events, committed_steps.forget, is_alone=nodes.alone),
+        renaming=RunRenaming(tier, catalog, attempts, rotation, trash, events, lineage_index.forget, is_alone=nodes.alone),
         admission=Admission(tier, catalog, files, rotation, record_queue.query, trash.make_room),
         thinning=thinning,
         watch=RootWatch(
@@ -143,7 +143,7 @@ def checkpoint_parts(records: RecordParts, trash_days: float | None) -> Checkpoi
             events,
             records.absences,
             thinned=thinning.record,
-            replaced=committed_steps.look_again,
+            replaced=lineage_index.look_again,
             is_mine=partial(nodes.has, UPKEEP),
         ),
     )

@@ -27,7 +27,7 @@ class Publishing:
 
     def __init__(self, parts: CheckpointParts, restores: RestoreSelector) -> None:
         self._store, self._catalog, self._attempts = parts.store, parts.catalog, parts.attempts
-        self._record_queue, self._committed_steps, self._rotation = parts.record_queue, parts.committed_steps, parts.rotation
+        self._record_queue, self._lineage_index, self._rotation = parts.record_queue, parts.lineage_index, parts.rotation
         self._absences, self._nodes, self._restores = parts.absences, parts.nodes, restores
 
     def publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
@@ -58,7 +58,7 @@ class Publishing:
             manifest = commit.published_already(self._store, plan, staged)
             if manifest is not None:
                 return manifest
-        lineage, over = self._committed_steps.place(plan.run, plan.step, plan.attempt, plan.intent)
+        lineage, over = self._lineage_index.place(plan.run, plan.step, plan.attempt, plan.intent)
         if staged is not None:
             lineage = self._nodes.settle(staged.place.round_id, lineage)
         about = About(lineage, over)

@@ -47,7 +47,7 @@ class SaveCoordinator:
             parts.events,
         )
         self._attempts, self._rounds, self._findings = parts.attempts, parts.rounds, parts.findings
-        self._committed_steps, self._admission, self._published = parts.committed_steps, parts.admission, parts.published
+        self._lineage_index, self._admission, self._published = parts.lineage_index, parts.admission, parts.published
         self._permits, self._publishing, self._recovery, self._restores = permits, publishing, recovery, restores
 
     def begin(
@@ -93,7 +93,7 @@ class SaveCoordinator:
                 self._record_queue.enqueue("which checkpoints are in the directories", self._recovery.reconcile)
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
-        self._committed_steps.add(made)
+        self._lineage_index.add(made)
         self._findings.made(made.run, made.step)
         self._committed(round_id, made, known, staged.place if staged else None)
         if plan.lacks_average:
@@ -105,7 +105,7 @@ class SaveCoordinator:
     def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
         """Another node has committed a save in which ranks of this one took part."""
         self._findings.made(run, step)
-        self._committed_steps.look_again(run, step)
+        self._lineage_index.look_again(run, step)
         self._rounds.left(round_id, measured)
         self._restores.parted(run, attempt)
 

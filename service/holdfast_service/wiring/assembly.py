@@ -165,7 +165,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     for record in lost_saves(_holder_path(root, config)):
         control.staged_before.let_go(record)
     stack.callback(keeper.close)
-    holds = MemoryCheckpoints(control.committed_steps.launch, partly=not control.nodes.alone)
+    holds = MemoryCheckpoints(control.lineage_index.launch, partly=not control.nodes.alone)
     replication = Replication(config, control, holds.lend)
     checker = Checker(tier, control, replication.repairer.repair)
     others = nodes.data_plane(control, holds, stack)

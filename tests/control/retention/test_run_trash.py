@@ -127,7 +127,7 @@ def test_a_deleted_run_is_nowhere_but_in_the_trash(root: Root) -> None:
     assert (made.run, made.checkpoints, made.newest, made.attempt) == (RUN, 2, 2, 1) and made.bytes > 0 and made.expires
     assert not root.stands() and not root.listed() and root.stands(f"{naming.RUN_TRASH}/{made.entry}")
     assert [one.entry for one in root.trash.entries()] == [made.entry] and root.trash.seen().bytes == made.bytes
-    assert root.control.committed_steps.launch(RUN, 2) is None
+    assert root.control.lineage_index.launch(RUN, 2) is None
     with pytest.raises(NoSuchRun):
         root.trash.delete(RUN)
     root.trash.undelete(RUN)

@@ -49,7 +49,7 @@ def test_a_table_that_became_another_is_not_taken() -> None:
 
 def found(world: SaverWorld, rank: Rank) -> list[int]:
     """The slots that a daemon which starts now would lend to a restart, as holding step 1."""
-    holds = MemoryCheckpoints(world.control.committed_steps.launch)
+    holds = MemoryCheckpoints(world.control.lineage_index.launch)
     holds.find([rank.segment])
     parts, fds = holds.lend(RUN, 1)
     for fd in fds:

@@ -179,7 +179,7 @@ def test_an_import_is_on_the_line_that_lives(world: CopiesWorld, transfers: Tran
         transfers.import_job(job("import", step, "r", **{"from": source.name}), Quiet())
         made = world.catalog.checkpoint("r", step)
         assert not made.abandoned and [Rewind(*rewind) for rewind in made.rewinds] == rewinds
-    assert world.control.committed_steps.abandoned("r") == set() and world.catalog.newest("r") == 10
+    assert world.control.lineage_index.abandoned("r") == set() and world.catalog.newest("r") == 10
 
 
 def test_the_model_alone(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
-from holdfast_service.control.launches.committed_steps import CommittedSteps
+from holdfast_service.control.launches.lineage_index import LineageIndex
 from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
 from holdfast_service.control.nodes import Nodes
 from holdfast_service.observe.tracing import span
@@ -73,7 +73,7 @@ class Known(NamedTuple):
     health: HealthRecords
     findings: Findings
     readers: Readers
-    committed_steps: CommittedSteps
+    lineage_index: LineageIndex
     relist: Callable[[str], object]
     absences: roots.NegativeCache
     mending: Mending
@@ -96,7 +96,7 @@ class RestoreSelector:
         self._store, self._catalog, self._attempts = store, catalog, attempts
         self._record_queue, self._events, self._nodes = record_queue, events, nodes
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
-        self._committed_steps, self._relist, self._absences = known.committed_steps, known.relist, known.absences
+        self._lineage_index, self._relist, self._absences = known.lineage_index, known.relist, known.absences
         self._mending = known.mending
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
@@ -113,7 +113,7 @@ class RestoreSelector:
         `NoSuchCheckpoint` where only others exist, `CatalogUnavailable` where the catalog is needed.
         """
         if not self._nodes.alone:
-            self._committed_steps.start_launch(run, (attempt, turn))
+            self._lineage_index.start_launch(run, (attempt, turn))
         asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             self._await_seen(asked)  # not under the lock: other runs do not wait for it
@@ -242,7 +242,7 @@ class RestoreSelector:
             return step
         damage: Damaged | None = None
         offers: dict[int, Collection[str]] = {}
-        left = self._committed_steps.abandoned(run)
+        left = self._lineage_index.abandoned(run)
         for found in reversed([there for there in steps if there not in left]):
             seen = self._findings.seen(run, found)
             try:

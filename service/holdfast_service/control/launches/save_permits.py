@@ -10,7 +10,7 @@ from holdfast_formats.lineage import Intent
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.record_queue import RecordQueue
-from holdfast_service.control.launches.committed_steps import CommittedSteps
+from holdfast_service.control.launches.lineage_index import LineageIndex
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +20,10 @@ LOOK_S = 2.0  # how long to wait for the catalog's sealed rounds
 class SavePermits:
     """Refuses saves before they are staged. Thread-safe."""
 
-    def __init__(
-        self, attempts: Attempts, committed_steps: CommittedSteps, catalog: Catalog, record_queue: RecordQueue
-    ) -> None:
-        self._attempts, self._committed_steps, self._catalog, self._record_queue = (
+    def __init__(self, attempts: Attempts, lineage_index: LineageIndex, catalog: Catalog, record_queue: RecordQueue) -> None:
+        self._attempts, self._lineage_index, self._catalog, self._record_queue = (
             attempts,
-            committed_steps,
+            lineage_index,
             catalog,
             record_queue,
         )
@@ -52,7 +50,7 @@ class SavePermits:
     def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
         """`AlreadyCommitted` where the step may not be saved, as of now; publishing checks again."""
         try:
-            self._committed_steps.place(run, step, attempt, intent)
+            self._lineage_index.place(run, step, attempt, intent)
         except AlreadyCommitted:
             raise
         except CheckpointError as error:  # training does not wait for storage, nor fail by it

@@ -82,7 +82,7 @@ class Saver:
         self.checks = Checks(checker, self.history.verified, self.giving_way, control.record_queue.recorded, self.spread)
         self.restores = RestoreBarrier(checker.suspect, control, vote=others.vote, spans=self._going.is_elsewhere)
         self.stops = StopAgreement(self._lock, self._connected, None if others.alone else self._look_at_ranks)
-        self.holds = holds or MemoryCheckpoints(control.committed_steps.launch, partly=not others.alone)
+        self.holds = holds or MemoryCheckpoints(control.lineage_index.launch, partly=not others.alone)
         self.averages = averages
         self._write_queue = WriteQueue(control, node, self.holds, lock=self._lock, ended=self._saved, history=self.history)
         self._fills = AverageFills(averages, self._filled)
@@ -280,7 +280,7 @@ class Saver:
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
                 self._given_up.refuse(key, who.rank)
-                if current is None and self._control.committed_steps.launch(who.run, step) == (who.attempt, turn):
+                if current is None and self._control.lineage_index.launch(who.run, step) == (who.attempt, turn):
                     return
                 raise self._given_up.why(key, f"rank {who.rank} has no lease on slot {slot} for step {step}")
             try:
@@ -335,13 +335,13 @@ class Saver:
                 who.newest = step if who.newest is None else max(step, who.newest)
                 unknown.discard(step)
         for step in sorted(unknown):
-            committed = self._control.committed_steps.launch(who.run, step) == (who.attempt, awaited[step])
+            committed = self._control.lineage_index.launch(who.run, step) == (who.attempt, awaited[step])
             key = RoundKey(who.run, step, who.attempt)
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
             error = None if committed else refused.get(step, lost)
-            groups = self._control.committed_steps.groups(who.run, step) if committed else ()
+            groups = self._control.lineage_index.groups(who.run, step) if committed else ()
             who.notify(outcome_of(key, error, groups))
 
     def waits(self, who: Participant, step: int | None) -> None:
@@ -358,7 +358,7 @@ class Saver:
             current = self._open.get(key)
             if current is not None:
                 self._abort(current, error)
-            elif key not in self._pending and self._control.committed_steps.launch(who.run, step) is None:
+            elif key not in self._pending and self._control.lineage_index.launch(who.run, step) is None:
                 self._given_up.know(key, who.rank, error)
                 if len(self._connected.of(who.run)) < who.world:
                     self._joint.refuse(key, who.world, error)
@@ -553,7 +553,7 @@ class Saver:
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         asks = error is None and current.averaged
-        groups = self._control.committed_steps.groups(current.key.run, current.key.step) if asks else ()
+        groups = self._control.lineage_index.groups(current.key.run, current.key.step) if asks else ()
         with self._lock:  # ranks that reconnect later ask for the committed steps
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]

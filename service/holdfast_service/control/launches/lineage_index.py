@@ -1,7 +1,6 @@
-"""Lines of training from the directories of the runs that are saved; nothing here waits for SQL.
+"""The lineage of every run's committed steps, read from their manifests; nothing here waits for SQL.
 
-A checkpoint's lineage is in its manifest. It is read once, when its run is first queried, or comes from the catalog where
-that answers and there is much to read.
+A manifest is read once, when its run is first queried. If there are many, the catalog's rows are used where it answers.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ LOOK_S = 2.0  # how long to wait for the catalog's facts
 READ_MAX = 16  # manifests that are read without asking the catalog first
 
 
-class CommittedSteps:
-    """The lines of training of one root. Thread-safe."""
+class LineageIndex:
+    """The lineage of all runs of one root. Thread-safe."""
 
     def __init__(self, store: Store, catalog: Catalog, record_queue: RecordQueue, findings: Findings) -> None:
         self._store, self._catalog, self._record_queue, self._findings = store, catalog, record_queue, findings
