@@ -96,7 +96,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
         restores.answered(rank(number, 3), 1, 400, named=False)
 
 
-def agreement(node: Cluster) -> RestoreBarrier:
+def barrier(node: Cluster) -> RestoreBarrier:
     """Of a node of a launch that spans several."""
     known = Known()
     return RestoreBarrier(lambda run, step, error: error, known, vote=node.rendezvous.vote, spans=lambda who: True)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def agreement(node: Cluster) -> RestoreBarrier:
 
 def test_a_restore_that_is_given_up_is_waited_for_on_no_node(nodes: Nodes) -> None:
     """It was the only rank of its node, and nobody else there tells the other ones."""
-    here, there = agreement(nodes.add("a")), agreement(nodes.add("b"))
+    here, there = barrier(nodes.add("a")), barrier(nodes.add("b"))
     assert here.judge(rank(0), 0, ended(StorageFailed("no")), 0.0) == GO_ON
     assert there.judge(rank(1), 0, WELL, 30.0) == GO_ON
 
@@ -113,7 +113,7 @@ def test_damage_is_told_to_other_nodes_once_the_catalog_is_back(nodes: Nodes, mo
     """It was away when one node met it: the rank on the other one waits, and does not go on from that step."""
     monkeypatch.setattr(restore_barrier, "REPEAT_S", 0.05)
     a, b = nodes.add("a"), nodes.add("b")
-    here, there = agreement(a), agreement(b)
+    here, there = barrier(a), barrier(b)
     a.database.trouble = Trouble(0.0, "the catalog is away", reads=True)
     assert here.judge(rank(0), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem())
     with pytest.raises(DeadlineExceeded):
@@ -146,7 +146,7 @@ def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
     """Two ranks of a node end at the same moment. What the first one says is told late, and takes back nothing of what the
     second one said: the rank on the other node hears of both.
     """
-    here, b = agreement(nodes.add("a")), nodes.add("b")
+    here, b = barrier(nodes.add("a")), nodes.add("b")
     late, known = OneIsLate(b.rendezvous), Known()
     there = RestoreBarrier(lambda run, step, error: error, known, vote=late.vote, spans=lambda who: True)  # type: ignore[arg-type]
     with ThreadPoolExecutor(3) as threads:
