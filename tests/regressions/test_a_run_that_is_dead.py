@@ -163,6 +163,6 @@ def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> N
     world.saver.join(again := Participant("r", 0, 2, 7, lambda outcome: None))
     assert world.saver.lives()["r"] == (7, "running")
     for who in (again, ranks[1]):
-        who.parted = True
+        who.part()
         world.saver.gone(who)
     assert world.saver.lives()["r"] == (7, "ended")

@@ -356,5 +356,5 @@ class RankConnection:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)
 
     def _farewell(self, request: wire.Farewell) -> None:
-        self._known().parted = True
+        self._known().part()
         self._plane.saver.holds.end(self._known().run)

@@ -192,7 +192,8 @@ class RemoteRanks:
             self._departed[rank_id] = _Departed(rank.who.run, error.problem())
             while len(self._departed) > DEPARTED_MAX:
                 del self._departed[next(iter(self._departed))]
-        rank.who.parted = parted
+        if parted:
+            rank.who.part()
         rank.depart()
 
     def _reap_loop(self) -> None:

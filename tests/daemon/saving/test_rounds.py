@@ -57,7 +57,7 @@ def test_a_round_that_a_rank_said_goodbye_before_ends_at_once() -> None:
         first, second = world.launch(2)
         slot = first.lease(1)
         second.save(1)
-        second.who.parted = True
+        second.who.part()
         second.leave()
         first.fill_and_seal(1, slot)
         assert first.wait(1).state == "committed"

@@ -63,7 +63,7 @@ def test_what_gives_way(complete: list[int], incomplete: list[int], dropped: int
 def test_a_save_that_cannot_become_complete_drops_no_other(busy: tuple[SaverWorld, list[Rank]]) -> None:
     """A rank has ended, and another one saves on: what all had sealed is committed and gives no slot away."""
     world, ranks = busy
-    ranks[1].who.parted = True
+    ranks[1].who.part()
     world.saver.gone(ranks[1].who)
     assert isinstance(refused(lambda: ranks[0].lease(3, "newest-wins")), GenerationDropped)
     assert ended(world) == {1: ("committed", None), 2: ("committed", None), 3: ("dropped", "generation-dropped")}

@@ -46,7 +46,7 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
         first, second, third = ranks_of(world, 3)
         assert tell(third, 9) == (None, (0, 1))
         for rank in (second, third):
-            rank.who.parted = True
+            rank.who.part()
             world.saver.gone(rank.who)
         assert tell(first, 4) == (10, ())
 

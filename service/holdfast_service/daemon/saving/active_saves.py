@@ -6,7 +6,7 @@ import threading
 import time
 
 from holdfast_formats.errors import STORAGE, Awaited
-from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
+from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.rounds import LaunchKey, Participant, RoundKey, SaveRound
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
@@ -29,7 +29,7 @@ class ActiveSaves:
 
     def complete(self, current: SaveRound) -> None:
         """All ranks have sealed: the write begins. Called with the lock."""
-        current.completed = time.monotonic()
+        current.end_staging()
         self.pending[current.key] = self.open.pop(current.key)
 
     def is_open(self, current: SaveRound) -> bool:
@@ -66,7 +66,7 @@ class ActiveSaves:
         with self.lock:
             self._apart = time.monotonic()
             for current in self.parts():
-                current.deadline = time.monotonic() + LEASE_DEADLINE_S
+                current.extend()
 
     def awaited(self, segment: ArenaSegment) -> Awaited:
         """What the oldest save that holds a slot of this segment waits for. Called with the lock."""

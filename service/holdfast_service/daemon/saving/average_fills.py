@@ -33,7 +33,7 @@ class AverageFills:
             current.averaging == ranks or not self._averages.withdraw(rank_set, current.key.step)
         ):
             return True
-        current.averaging, parts = ranks, dict(current.sealed)
+        parts = current.begin_averaging()
         self._averages.fill(rank_set, parts, lambda error: self._done(current, parts, error))
         return True
 
@@ -42,7 +42,7 @@ class AverageFills:
         if current.averaging is None or self._averages is None:
             return
         if self._averages.withdraw(_rank_set_of(current), current.key.step):
-            current.averaging = None
+            current.end_averaging()
         else:
             current.sealed.clear()
 

@@ -49,6 +49,44 @@ class _Turn:
         self.spread = False  # other nodes know that it failed
         self.agreed = False
 
+    def fail(self, damage: Damaged) -> bool:
+        """A rank found damage: the first counts, but none after all have agreed. Returns whether the restore failed."""
+        if not self.agreed:
+            self.failed = self.failed or damage
+        return self.failed is not None
+
+    def verdict(self) -> RestoreVerdict:
+        """That of all ranks, which agree if none found damage."""
+        if self.failed is not None:
+            return RestoreVerdict(problem=self.failed.problem())
+        self.agreed = True
+        return RestoreVerdict()
+
+    def begin_vote(self, spans: bool, done: set[int]) -> bool:
+        """Whether other nodes are to be asked now: they have ranks if it `spans`, and they do not know what is `done`."""
+        self.spans = spans
+        if not spans:
+            self.voted = self.voted or set()
+            return False
+        if len(done) >= self.world:  # no rank is on another node any more
+            self.spread = True
+            return False
+        if self.voted == done and time.monotonic() - self.voted_at < VOTE_S and self.failed is None:
+            return False
+        self.voted_at = time.monotonic()
+        return True
+
+    def end_vote(self, done: set[int], problem: Mapping[str, Any] | None, votes: Votes | None) -> None:
+        """Other nodes were told what is `done` and the `problem`, and answered with `votes`; None: they were not met."""
+        if votes is None:
+            self.voted = self.voted or set()
+            return
+        self.voted, self.elsewhere = done, votes.ranks - done
+        self.spread = self.spread or problem is not None
+        heard = None if votes.problem is None else from_problem(votes.problem)
+        if isinstance(heard, Damaged):
+            self.fail(heard)
+
 
 class RestoreBarrier:
     """The barriers of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
@@ -137,8 +175,8 @@ class RestoreBarrier:
         known = self._findings.damage(who.run, step)
         with self._changed:
             current = self._turn(who, turn)
-            if not current.agreed:
-                current.failed = current.failed or known  # reports to an earlier daemon count
+            if known is not None:  # reports to an earlier daemon count
+                current.fail(known)
             current.asked.add(who.rank)
             current.ended.add(who.rank)
             self._changed.notify_all()
@@ -154,10 +192,7 @@ class RestoreBarrier:
                     self._changed.wait(min(left, VOTE_S if current.spans else LOOK_S))
             self._vote(who, turn, current)
         with self._changed:
-            if current.failed is not None:
-                return RestoreVerdict(problem=current.failed.problem())
-            current.agreed = True
-            return RestoreVerdict()
+            return current.verdict()
 
     def abandoned(self, who: Participant, turn: int) -> None:
         """A rank's restore ended for another reason than damage, which concerns only this rank: stop waiting for it."""
@@ -189,9 +224,8 @@ class RestoreBarrier:
             self._findings.damaged(who.run, step, error)
         with self._changed:
             current.ended.add(who.rank)
-            late = alone or (current.agreed and current.failed is None)
+            late = alone or not current.fail(damage or error)
             if not late:
-                current.failed = current.failed or damage or error
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
         if not late:
@@ -246,16 +280,9 @@ class RestoreBarrier:
     def _tell(self, who: Participant, turn: int, current: _Turn) -> None:
         spans = self._spans(who)  # not under the lock: `spans` takes another one
         with self._changed:
-            current.spans = spans
-            if not spans:
-                current.voted = current.voted or set()
-                return
             done = self._done(who, current)
-            recent = current.voted == done and time.monotonic() - current.voted_at < VOTE_S
-            if len(done) >= current.world or (recent and current.failed is None):
-                current.spread = current.spread or len(done) >= current.world  # no rank is on another node any more
+            if not current.begin_vote(spans, done):
                 return
-            current.voted_at = time.monotonic()
             problem = None if current.failed is None else current.failed.problem()
         try:
             votes = self._ask(who.run, who.attempt, turn, done, problem)
@@ -263,13 +290,7 @@ class RestoreBarrier:
             log.info("other nodes cannot be asked how a restore of %s ended: %s", who.run, away.detail)
             votes = None
         with self._changed:
-            current.voted = done if votes is not None else current.voted or set()
-            current.spread = current.spread or (votes is not None and problem is not None)
-            if votes is not None:
-                current.elsewhere = votes.ranks - done
-                heard = None if votes.problem is None else from_problem(votes.problem)
-                if not current.agreed and isinstance(heard, Damaged):
-                    current.failed = current.failed or heard
+            current.end_vote(done, problem, votes)
             self._changed.notify_all()
 
     def _done(self, who: Participant, current: _Turn) -> set[int]:

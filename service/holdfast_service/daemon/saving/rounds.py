@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
 from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.wire import Outcome
-from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot
 
 ENDED_ROUNDS_MAX = 256
 
@@ -39,6 +39,22 @@ class Participant:
     def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
         self.notify = notify
+
+    def begins(self, step: int) -> None:
+        """It begins to save a step, so it waits for no other save any more."""
+        self.awaits, self.newest = None, step
+
+    def has_begun(self, step: int) -> None:
+        """It began to save this step under an earlier daemon."""
+        self.newest = step if self.newest is None else max(step, self.newest)
+
+    def waits(self, step: int | None) -> None:
+        """It begins no other save before the one of this step has ended; without a step, none any more."""
+        self.awaits, self.closing = step, self.closing or step is None
+
+    def part(self) -> None:
+        """It disconnects regularly."""
+        self.parted = True
 
     def ask_to_stop(self) -> None:
         """Ask for its progress, because its launch is to stop."""
@@ -84,6 +100,36 @@ class SaveRound:
     def staged(self) -> dict[str, float]:
         seen = self.began is not None and self.completed > 0
         return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
+
+    def add(self, who: Participant, lease: SlotLease) -> None:
+        """A rank takes part, and may fill this slot."""
+        self.participants[who.rank] = who
+        self.leases[who.rank] = lease
+
+    def adopt(self, who: Participant) -> None:
+        """An earlier daemon began this save, with a part of this rank. When is not known."""
+        self.began = None
+        self.participants[who.rank] = who
+
+    def extend(self, rank: int | None = None) -> None:
+        """Its deadline begins again; that of a rank's lease too."""
+        self.deadline = time.monotonic() + LEASE_DEADLINE_S
+        if rank is not None:
+            self.leases[rank] = self.leases[rank]._replace(deadline=self.deadline)
+
+    def end_staging(self) -> None:
+        """All ranks have sealed."""
+        self.completed = time.monotonic()
+
+    def begin_averaging(self) -> dict[int, SealedSlot]:
+        """The slots that are sealed so far, which are to get the average."""
+        self.averaging = set(self.sealed)
+        return dict(self.sealed)
+
+    def end_averaging(self, filled: Collection[int] = ()) -> None:
+        """No slot is being filled any more; those of the ranks `filled` have the average."""
+        self.averaging = None
+        self.averaged |= set(filled)
 
     def holds(self, segment: ArenaSegment) -> bool:
         """Whether a slot of this segment is taken by this round."""

@@ -43,9 +43,35 @@ class _Save:
     def stall(self) -> Measured:
         return {"stall_s": max(self.stalls.values())} if self.stalls else {}
 
-    def due(self, now: float) -> bool:
+    def stalled(self, rank: int, seconds: float) -> None:
+        """A rank's training stalled for so long; the longest counts."""
+        self.stalls[rank] = max(seconds, self.stalls.get(rank, 0.0))
+        if self.round_id is not None:
+            self.later |= self.stall
+
+    def ending(self) -> Measured:
+        """The stall known so far, which the transaction that ends the round records."""
+        self.recorded = self.stall
+        return self.recorded
+
+    def ended(self, round_id: int, checked: bool) -> None:
+        """That transaction was committed; `checked`: no verification follows."""
+        self.round_id, self.checked = round_id, self.checked or checked
+        if self.stall != self.recorded:  # a rank spoke while the transaction went on
+            self.later |= self.stall
+        self.due_at = time.monotonic() + PATIENCE_S
+
+    def verified(self, seconds: float) -> None:
+        self.checked = True
+        self.later["verify_s"] = seconds
+
+    def take_due(self, now: float) -> tuple[int, Measured] | None:
+        """The round's ID and its timings to record, if it has ended and waits for no more; they count as recorded."""
         complete = self.checked and len(self.stalls) >= self.world
-        return self.round_id is not None and bool(self.later) and (complete or now >= self.due_at)
+        if self.round_id is None or not self.later or not (complete or now >= self.due_at):
+            return None
+        later, self.later = self.later, {}
+        return self.round_id, later
 
 
 class SaveHistory:
@@ -66,18 +92,14 @@ class SaveHistory:
     def stalled(self, who: Participant, step: int, seconds: float) -> None:
         """Record how long a rank's training stalled for this save; the longest counts."""
         with self._lock:
-            save = self._of(RoundKey(who.run, step, who.attempt), who.world)
-            save.stalls[who.rank] = max(seconds, save.stalls.get(who.rank, 0.0))
-            if save.round_id is not None:
-                save.later |= save.stall
+            self._of(RoundKey(who.run, step, who.attempt), who.world).stalled(who.rank, seconds)
 
     def ending(self, current: SaveRound, **known: float) -> Measured:
         """The timings of a round that ends now, `known` with it."""
         with self._lock:
-            save = self._of(current.key, current.world)
-            save.recorded = save.stall
+            stall = self._of(current.key, current.world).ending()
             limit = self.disk.bytes_per_second
-            return current.staged | known | save.stall | ({} if limit is None else {"disk_bytes_per_second": limit})
+            return current.staged | known | stall | ({} if limit is None else {"disk_bytes_per_second": limit})
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -90,30 +112,21 @@ class SaveHistory:
     def ended(self, current: SaveRound, checked: bool = False) -> None:
         """The save has ended, with the timings known so far recorded; `checked`: no verification follows."""
         with self._lock:
-            save = self._of(current.key, current.world)
-            save.round_id, save.checked = current.id, save.checked or checked
-            if save.stall != save.recorded:  # a rank spoke while the transaction went on
-                save.later |= save.stall
-            save.due_at = time.monotonic() + PATIENCE_S
+            self._of(current.key, current.world).ended(current.id, checked)
 
     def verified(self, checkpoint: Committed, seconds: float) -> None:
         with self._lock:
             save = self._saves.get(RoundKey(checkpoint.run, checkpoint.step, checkpoint.attempt))
             if save is not None:
-                save.checked = True
-                save.later["verify_s"] = seconds
+                save.verified(seconds)
         self.disk.checked(checkpoint.bytes)
 
     def flush(self, everything: bool = False) -> None:
         """Record later timings, of saves that wait for no more of them, or of all."""
-        now = time.monotonic()
+        now = float("inf") if everything else time.monotonic()
         with self._lock:
-            due = [save for save in self._saves.values() if save.due(float("inf") if everything else now)]
-            pending = [(save.round_id, save.later) for save in due]
-            for save in due:
-                save.later = {}
-        for round_id, later in pending:
-            assert round_id is not None
+            due = [save.take_due(now) for save in self._saves.values()]
+        for round_id, later in filter(None, due):
             try:
                 self._control.rounds.measure(round_id, later)
             except CheckpointError as error:

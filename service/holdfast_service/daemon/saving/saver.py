@@ -162,7 +162,7 @@ class Saver:
         with self._lock:
             for current in self._going.parts():
                 if self._fills.wants(current):  # that ends by itself
-                    current.deadline = time.monotonic() + LEASE_DEADLINE_S
+                    current.extend()
                 else:
                     ready.append(current)
         return ready
@@ -229,7 +229,7 @@ class Saver:
         """
         step, policy, intent = wanted.step, wanted.policy, wanted.intent
         key = RoundKey(who.run, step, who.attempt)
-        who.awaits, who.newest = None, step
+        who.begins(step)
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
@@ -256,8 +256,7 @@ class Saver:
                     lost = self._without_a_part(current)
                     slot = self._make_room(current, who, segment, "oldest-durable" if lost else policy)
                 self._open[key] = current
-                current.participants[who.rank] = who
-                current.leases[who.rank] = SlotLease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+                current.add(who, SlotLease(segment, slot, time.monotonic() + LEASE_DEADLINE_S))
                 self._end_if_never_complete(current)
                 self._end_stuck(who.run, who.attempt)
         except CheckpointError as error:
@@ -301,10 +300,9 @@ class Saver:
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.setdefault(key, SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
-            current.began = None
-            current.participants[who.rank] = who
+            current.adopt(who)
             if sealed is None:
-                current.leases[who.rank] = SlotLease(segment, slot, current.deadline)
+                current.add(who, SlotLease(segment, slot, current.deadline))
                 return
             count = self._take(current, who.rank, sealed)
         self._control.rounds.seal(round_id, count)
@@ -332,7 +330,7 @@ class Saver:
                     lease.segment.release(lease.slot)
                     continue
                 current.participants[who.rank] = who
-                who.newest = step if who.newest is None else max(step, who.newest)
+                who.has_begun(step)
                 unknown.discard(step)
         for step in sorted(unknown):
             committed = self._control.lineage_index.launch(who.run, step) == (who.attempt, awaited[step])
@@ -347,7 +345,7 @@ class Saver:
     def waits(self, who: Participant, step: int | None) -> None:
         """A rank begins no other save before the one of this step has ended; without a step, none any more."""
         with self._lock:
-            who.awaits, who.closing = step, who.closing or step is None
+            who.waits(step)
             self._end_stuck(who.run, who.attempt)
         self._look_at_ranks()
 
@@ -391,12 +389,10 @@ class Saver:
 
     def renew(self, who: Participant, step: int) -> None:
         """The rank is still uploading its part over a slow link: extend the deadlines of its lease and its save."""
-        deadline = time.monotonic() + LEASE_DEADLINE_S
         with self._lock:
             current = self._open.get(RoundKey(who.run, step, who.attempt))
             if current is not None and who.rank in current.leases:
-                current.leases[who.rank] = current.leases[who.rank]._replace(deadline=deadline)
-                current.deadline = deadline
+                current.extend(who.rank)
 
     def expire(self) -> None:
         """End saves, and drop in-memory checkpoints, whose deadline has passed."""
@@ -459,7 +455,7 @@ class Saver:
     def _filled(self, current: SaveRound, parts: Mapping[int, SealedSlot], error: CheckpointError | None) -> None:
         """The averages are in these slots, or failed; the save may have ended meanwhile."""
         with self._lock:
-            current.averaging = None
+            current.end_averaging(parts if error is None else ())
             if current not in (self._open.get(current.key), self._pending.get(current.key)):
                 for sealed in parts.values():
                     sealed.release()
@@ -467,7 +463,6 @@ class Saver:
             if error is not None:
                 self._abort(current, error)
                 return
-            current.averaged = set(parts)
             if current.complete and not self._fills.wants(current):
                 self._write_queue.add(current)
         self._joint.look()

@@ -30,6 +30,30 @@ class _StoppingLaunch:
         self.apart = False  # other nodes cannot be met
         self.heard = time.monotonic()
 
+    def report(self, rank: int, passed_step: PassedStep) -> bool:
+        """A rank's report, or its repetition. Returns whether it says something new."""
+        new = self.passed.get(rank) != passed_step.passed
+        self.heard, self.passed[rank] = time.monotonic(), passed_step.passed
+        self.decide(passed_step.step)
+        return new
+
+    def remember(self, passed: Mapping[int, int]) -> None:
+        """What ranks reported to an earlier daemon; newer reports count."""
+        self.passed = {**passed, **self.passed}
+
+    def decide(self, step: int | None) -> None:
+        """The first step that is agreed counts."""
+        self.step = step if self.step is None else self.step
+
+    def meet(self, reported: frozenset[int]) -> bool:
+        """Other nodes were met, and these ranks have reported, or are gone. Returns whether these are all."""
+        self.elsewhere, self.apart = reported, False
+        return set(range(self.world)) <= reported
+
+    def separate(self) -> None:
+        """Other nodes cannot be met."""
+        self.apart = True
+
 
 class StopAgreement:
     """Thread-safe. Nothing is stored: ranks repeat their reports to the next daemon."""
@@ -51,12 +75,10 @@ class StopAgreement:
         key = LaunchKey(who.run, who.attempt)
         with self._lock:
             launch = self._launch(key, who.world)
-            launch.heard, new = time.monotonic(), launch.passed.get(who.rank) != passed_step.passed
-            launch.passed[who.rank] = passed_step.passed
-            launch.step = passed_step.step if launch.step is None else launch.step
+            new = launch.report(who.rank, passed_step)
             missing = set(range(who.world)) - launch.passed.keys() - self._connected.gone(*key) - launch.elsewhere
             if launch.step is None and not missing and (self._news is None or len(launch.passed) == who.world):
-                launch.step = max(launch.passed.values()) + 1
+                launch.decide(max(launch.passed.values()) + 1)
             due = self._due(key, launch)
             named = tuple(sorted(missing))[:STOP_RANKS_MAX]
             answer = LastStep(step=launch.step, missing=named, apart=launch.apart and launch.step is None)
@@ -89,29 +111,26 @@ class StopAgreement:
         """Load ranks' reports to an earlier daemon."""
         with self._lock:
             launch = self._launches.get(key) or self._launch(key, 0)
-            launch.passed = {int(rank): step for rank, step in report["passed"].items()} | launch.passed
+            launch.remember({int(rank): step for rank, step in report["passed"].items()})
 
     def hear(self, key: LaunchKey, words: Collection[Mapping[str, Any]]) -> int | None:
         """Process all nodes' reports; the step, if they are complete."""
         passed = {int(rank): step for word in words for rank, step in word["passed"].items()}
         gone = {rank for word in words for rank in word["gone"]}
         with self._lock:
-            launch = self._launches[key]
-            launch.elsewhere, launch.apart = frozenset(passed.keys() | gone), False
-            complete = passed and set(range(launch.world)) <= launch.elsewhere
-        return max(passed.values()) + 1 if complete else None
+            complete = self._launches[key].meet(frozenset(passed.keys() | gone))
+        return max(passed.values()) + 1 if passed and complete else None
 
     def decide(self, key: LaunchKey, step: int) -> None:
         """Record the step agreed by all nodes."""
         with self._lock:
-            launch = self._launches[key]
-            launch.step = step if launch.step is None else launch.step
+            self._launches[key].decide(step)
 
     def apart(self) -> None:
         """Other nodes cannot be reached."""
         with self._lock:
             for launch in self._launches.values():
-                launch.apart = True
+                launch.separate()
 
     def _launch(self, key: LaunchKey, world: int) -> _StoppingLaunch:
         launch = self._launches.setdefault(key, _StoppingLaunch(world))

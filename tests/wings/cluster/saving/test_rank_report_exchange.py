@@ -42,7 +42,7 @@ class Node:
 
     def leave(self, rank: int) -> None:
         """It closes in order."""
-        self.ranks[rank].parted = True
+        self.ranks[rank].part()
         self.connected.leave(self.ranks[rank])
 
 
