@@ -35,10 +35,10 @@ from holdfast_formats.staging import part
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.control import Control
 from holdfast_service.control.database import engines
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
-from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result
@@ -180,7 +180,7 @@ class ManyNodes:
         self.database = Database.open(url)
         tier = PosixTier(root)
         self.catalog = Catalog(self.database)
-        self._shared = Shared(tier, open_control(tier, self.catalog, 1), Counted())
+        self._shared = Shared(tier, Control(tier, self.catalog, 1), Counted())
         self._shared.control.recovery.recover()
         self._shared.control.launches.declare(RUN, "launch", nodes, 1)
         self.nodes = [ManyNode(number, self.database, self._shared) for number in range(nodes)]

@@ -17,7 +17,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import RestApi, Services
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.job_workers import Workers
@@ -43,7 +43,7 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
     """Services over a root, every committed checkpoint of it in the catalog; jobs may name directories below `place`."""
     tier = PosixTier(root)
     catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-    control = open_control(tier, catalog, None)
+    control = Control(tier, catalog, None)
     control.recovery.recover()
 
     def node() -> bodies.Node:

@@ -24,7 +24,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.segment import SealedSlot
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result
@@ -223,7 +223,7 @@ class MeetingNode:
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
         tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
-        self.control = open_control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
+        self.control = Control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
         party = JointParty(cast(Any, self.rendezvous), self.exchange, self._node_ranks)
         history = SaveHistory(cast(Any, self.control))

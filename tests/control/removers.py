@@ -23,7 +23,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.control.retention import replaced_checkpoints
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.daemon.checking.verifier import examine
@@ -102,7 +102,7 @@ class Removers(RuleBasedStateMachine):
         self.mortal = MortalTier(self.tier)
         database = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite")).database
         self.catalog = Catalog(database, clock=lambda: self.time)
-        self.control = open_control(self.mortal, self.catalog, None)  # type: ignore[arg-type]
+        self.control = Control(self.mortal, self.catalog, None)  # type: ignore[arg-type]
         self.control.trash._clock = lambda: self.clock
         self.control.recovery.recover()
         assert self.control.record_queue.recorded(30)

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.control import Control
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.control.opening import Control, open_control
 from holdfast_service.storage import MemoryTier
 from tests.control.published import a_manifest, a_row, put_checkpoint
 from tests.daemons import wait_until
@@ -22,7 +22,7 @@ RUN = "run"
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[Control]:
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = open_control(MemoryTier(), catalog, None)
+    made = Control(MemoryTier(), catalog, None)
     made.recovery.recover()
     for step in (1, 2, 3):
         put_checkpoint(made.tier, a_manifest(RUN, step))

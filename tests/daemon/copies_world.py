@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.replicas import listed
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, Tier
@@ -33,7 +33,7 @@ class CopiesWorld:
         self.built = build_root(self.root, {RUN: steps}, arrays)
         self.tier = PosixTier(self.root)
         self.catalog = Catalog.open(sqlite_url(directory / "catalog.sqlite"))
-        self.control = open_control(self.tier, self.catalog, None)
+        self.control = Control(self.tier, self.catalog, None)
         self.control.recovery.recover()
         for step in steps:
             self.control.findings.sound(RUN, step)

@@ -25,7 +25,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -152,7 +152,7 @@ class SaverWorld:
         self.tier = tier
         self._directory = tempfile.TemporaryDirectory(dir=memory())
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"), "node")
-        self.control = open_control(tier, self.catalog, keep_last)
+        self.control = Control(tier, self.catalog, keep_last)
         self.saver = Saver(tier, self.control, "node")
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0

@@ -13,10 +13,10 @@ import pytest
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans
-from holdfast_service.control.opening import open_control
 from holdfast_service.observe import tracing
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import watching
@@ -131,7 +131,7 @@ def test_requests_and_restores(tmp_path: Path, exported: InMemorySpanExporter) -
     with served(tmp_path) as service:
         path = f"{service.url}/v1/runs/tiny/checkpoints/5"
         httpx.get(path, headers={"traceparent": caller}, trust_env=False).raise_for_status()
-    control = open_control(PosixTier(tmp_path), service.services.catalog, None)
+    control = Control(PosixTier(tmp_path), service.services.catalog, None)
     assert control.restores.choose("tiny", 1, 0, None, ()) == 5
     control.close()
     found = spans(exported)

@@ -18,8 +18,8 @@ from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
+from holdfast_service.control.control import Control
 from holdfast_service.control.nodes import changing
-from holdfast_service.control.opening import open_control
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
@@ -38,7 +38,7 @@ class Node:
         self.cluster = nodes.add(name, lease_s)
         self.tier = tier or PosixTier(root, node=name)
         self.catalog = Catalog(self.cluster.database, name)
-        self.control = open_control(self.tier, self.catalog, None, self.cluster)
+        self.control = Control(self.tier, self.catalog, None, self.cluster)
         self.control.recovery.recover()
         self.maintenance = RootMaintenance(self.control, self.cluster)
 
@@ -352,7 +352,7 @@ def remembering(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node, Reme
     b = Node(nodes, tmp_path, "b")
     tier = Remembering(tmp_path, node="b")
     tier.hidden = frozenset({naming.checkpoint_path(RUN, 2)})
-    b.control = open_control(tier, b.catalog, None, b.cluster)
+    b.control = Control(tier, b.catalog, None, b.cluster)
     b.control.recovery.recover()
     assert b.control.record_queue.recorded(30)
     yield a, b, tier

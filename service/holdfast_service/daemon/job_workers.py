@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.storage import Tier

@@ -20,7 +20,7 @@ from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up

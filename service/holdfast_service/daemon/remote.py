@@ -24,7 +24,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.messages import Answer
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.shares import ADMIN, ShareHolder, ShareRequester, left
 from holdfast_service.daemon.saving.rounds import Participant

@@ -23,8 +23,8 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
+from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.node_checks import ScrubClaims
 from holdfast_service.daemon.saving.saver import Saver

@@ -21,7 +21,7 @@ from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.opening import Control, open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
@@ -85,7 +85,7 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Control, Catalog]
         try:
             if listed:
                 roots.reconcile(PosixStore(tier), catalog)
-            control = open_control(tier, catalog, None)
+            control = Control(tier, catalog, None)
             yield tier, control, catalog
             control.close()
         finally:

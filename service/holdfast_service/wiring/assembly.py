@@ -30,12 +30,12 @@ from holdfast_service.config import (
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
 from holdfast_service.control.insight.facts import RunActivity
 from holdfast_service.control.jobs.runner import JobRunner
-from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -143,7 +143,7 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
         ownership.claim(PosixStore(tier), catalog, owner, utc_now())
         serving.nodes.join(0.0)
 
-    control = open_control(
+    control = Control(
         tier, catalog, config.keep, serving.nodes, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
     )
     if rebuilt is not None:

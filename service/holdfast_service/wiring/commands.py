@@ -7,7 +7,7 @@ from pathlib import Path
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.config import Config, command_words, plain_environment
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.tied_command import Command

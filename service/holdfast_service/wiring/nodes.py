@@ -7,9 +7,9 @@ from typing import Protocol
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.config import Config, is_shared
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.nodes import Nodes, OneNode
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.other_nodes import NoOtherNodes, OtherNodes
 

@@ -14,8 +14,8 @@ from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords
+from holdfast_service.control.control import Control
 from holdfast_service.control.nodes import replica_duty
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached

@@ -15,8 +15,8 @@ from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchChe
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.statistics import collect, encode
 from holdfast_service.api.app import Services
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import StatisticsRow
-from holdfast_service.control.opening import Control, open_control
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.verifier import verify
 from tests.checkpoints import build
@@ -59,7 +59,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     build(root / naming.checkpoint_path("other", 1), run="other", step=1)
     with served(root) as running:
         services = running.services
-        control = open_control(services.tier, services.catalog, None)
+        control = Control(services.tier, services.catalog, None)
         for step in LOSSES:
             add(services, control, step)
         control.close()

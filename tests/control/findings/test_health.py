@@ -17,10 +17,10 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.statistics import PartStatistics, collect
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import StatisticsRow
 from holdfast_service.control.findings import selection
 from holdfast_service.control.findings.health import judge
-from holdfast_service.control.opening import open_control
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 from tests.control.published import mark_verified
@@ -39,7 +39,7 @@ class House:
         self.root = root
         self.tier = PosixTier(root)
         self.catalog = Catalog.open(sqlite_url(f"{root}/catalog.sqlite"))
-        self.control = open_control(self.tier, self.catalog, None)
+        self.control = Control(self.tier, self.catalog, None)
         self.store: StatisticsStore = self.control.statistics
 
     def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.CheckpointInfo:

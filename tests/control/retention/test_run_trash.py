@@ -22,8 +22,8 @@ from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots, run_files
 from holdfast_service.control.checkpoints.run_files import RunFile
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
-from holdfast_service.control.opening import Control, open_control
 from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.run_deletion import delete_run, undelete_run
@@ -101,7 +101,7 @@ def opened(at: Path) -> Iterator[Root]:
     """A daemon's start on this root, and its end."""
     tier = MortalTier(PosixTier(at / "root"))
     catalog = Catalog.open(sqlite_url(str(at / "catalog.sqlite")))
-    control = open_control(tier, catalog, None)  # type: ignore[arg-type]
+    control = Control(tier, catalog, None)  # type: ignore[arg-type]
     control.recovery.recover()
     assert control.record_queue.recorded(30)
     try:

@@ -20,7 +20,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.opening import open_control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -64,7 +64,7 @@ class Node:
         # A question may still be asked when it goes.
         self._directory = tempfile.TemporaryDirectory(dir=memory(), ignore_cleanup_errors=True)
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
-        self.control = open_control(self.tier, self.catalog, None)
+        self.control = Control(self.tier, self.catalog, None)
         self.saver: Saver | None = None
         self._dead: list[Saver] = []
         self._attached: list[tuple[Participant, ArenaSegment]] = []
@@ -356,7 +356,7 @@ def staged_and_not_kept(node: Node) -> tuple[ArenaSegment, Saver]:
     for name in list(node.keeper.kept):
         node.keeper.drop(name)
     node.control.close()
-    node.control = open_control(node.tier, node.catalog, None)
+    node.control = Control(node.tier, node.catalog, None)
     saver = node.start()
     return segment, saver
 

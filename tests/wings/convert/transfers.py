@@ -9,7 +9,7 @@ from typing import Any, cast
 from holdfast_formats.files import Files
 from holdfast_formats.rest.jobs import ExportJob, ImportJob, JobRequest
 from holdfast_formats.rest.operations import Job
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.job_workers import Workers

@@ -21,8 +21,8 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.node_checks import ONE_NODE, CheckDistributor, WrittenSpan

@@ -22,7 +22,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.writing import writer

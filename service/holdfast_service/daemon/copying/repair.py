@@ -20,7 +20,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.control.checkpoints.replicas import RepairRecords
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small

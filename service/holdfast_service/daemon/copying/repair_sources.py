@@ -26,7 +26,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.writing.gathering import ExtentSlice, FileBytes
 from holdfast_service.storage import Tier
 

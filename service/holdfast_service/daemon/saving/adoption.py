@@ -15,7 +15,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import Outcome
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment, find_sealed
 from holdfast_service.daemon.saving.rounds import Participant

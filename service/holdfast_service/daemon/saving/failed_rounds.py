@@ -6,7 +6,7 @@ import logging
 
 from holdfast_formats.errors import CheckpointError, GenerationDropped
 from holdfast_formats.naming import Place
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import Measured, SaveHistory
 from holdfast_service.observe.logs import about

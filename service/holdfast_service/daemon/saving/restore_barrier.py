@@ -15,7 +15,7 @@ from typing import Any
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
 from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from holdfast_formats.errors import InvalidRequest, RunBusy
 from holdfast_formats.staging.messages import HelloFields
 from holdfast_formats.staging.wire import PROTOCOL, Outcome, Stop
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.shares import ShareRequester
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver

@@ -9,7 +9,7 @@ import logging
 import time
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.saving.adoption import RETURN_S
 from holdfast_service.daemon.saving.saver import Saver
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
 from holdfast_service.daemon.writing.disk_throughput import DiskThroughput, Probe

@@ -23,7 +23,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.naming import Place
 from holdfast_formats.rest.measurements import Life
 from holdfast_formats.staging.messages import Policy, SlotRequest
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.averaging.averages import Averages

@@ -13,7 +13,7 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints import planner
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory

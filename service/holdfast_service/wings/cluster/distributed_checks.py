@@ -29,7 +29,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, CheckProgress, Portion
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking import health
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination

@@ -9,9 +9,9 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import span, utc_now
 from holdfast_service.control.checkpoints import removal, replicas, roots
+from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.nodes import deciding
-from holdfast_service.control.opening import Control
 from holdfast_service.control.recovery import sweep
 from holdfast_service.wings.cluster.cluster import Cluster
 

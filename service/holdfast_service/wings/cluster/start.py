@@ -18,10 +18,10 @@ from sqlalchemy.engine import URL
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RootBusy
 from holdfast_formats.rest import bodies
+from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.nodes import UPKEEP
-from holdfast_service.control.opening import Control
 from holdfast_service.control.signals import Signal
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints, MemoryStep
 from holdfast_service.daemon.averaging.rank_set import RankSetKey

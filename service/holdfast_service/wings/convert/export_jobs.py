@@ -11,8 +11,8 @@ from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.files import Files
 from holdfast_formats.rest.jobs import ExportJob, ExportTerms
 from holdfast_service.control.checkpoints import commit
+from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.progress import Progress, going
 from holdfast_service.storage import Tier

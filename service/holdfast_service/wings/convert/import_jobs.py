@@ -13,8 +13,8 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
 from holdfast_formats.files import Files
 from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeJob
+from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import read_back

@@ -13,8 +13,8 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.jobs import MergeJob
 from holdfast_formats.rest.operations import Job
+from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import JobKind
-from holdfast_service.control.opening import Control
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.storage import Tier

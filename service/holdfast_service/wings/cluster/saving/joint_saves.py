@@ -24,7 +24,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.staging import part
 from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
 from holdfast_formats.staging.plan import decode_receipt
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound

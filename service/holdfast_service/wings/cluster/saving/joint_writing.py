@@ -17,7 +17,7 @@ from holdfast_formats.staging.declaration import Declaration
 from holdfast_formats.staging.joint import JointRound, RoundState
 from holdfast_formats.staging.plan import WritePlan, encode_receipt
 from holdfast_formats.staging.slot_ranges import SlotRange
-from holdfast_service.control.opening import Control
+from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
