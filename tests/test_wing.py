@@ -14,7 +14,9 @@ import torch
 
 import holdfast_service
 from holdfast import Api, Checkpointer
+from holdfast_formats.rest.offline import RootJob
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.job_requests import request
 
 GONE = ("cluster", "console", "convert", "merge", "notify")
 LISTS = ("runs", "summaries", "nodes", "jobs", "events", "rounds", "tokens", "trash", "quotas", "audit", "whoami")
@@ -83,3 +85,22 @@ def test_an_option_of_an_absent_wing_is_refused(copy: Path) -> None:
         check=False,
     )
     assert ended.returncode == 2 and "needs the wing 'notify'" in ended.stderr
+
+
+def test_an_offline_job_of_an_absent_wing_is_refused(copy: Path, tmp_path: Path) -> None:
+    """Before its root is made, and a repair, which is the core's, goes on to look for its root."""
+    for job, says in (
+        (request("import", "r", 1, **{"from": str(tmp_path)}), "needs the wing 'convert'"),
+        (request("verify", "r", 1, repair=True), "does not exist"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "holdfast_service.offline"],
+            input=RootJob(root=str(copy / "none"), job=job).model_dump_json(by_alias=True),
+            env={"PYTHONPATH": str(copy), "HOME": str(copy)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert ended.returncode == 2 and says in ended.stdout, ended.stdout
+        assert not (copy / "none").exists()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.responses import Response
 
+    from holdfast_formats.rest.jobs import ConvertArguments
     from holdfast_service.api.metrics import Samples
     from holdfast_service.api.services import Services
     from holdfast_service.config import Config
+    from holdfast_service.control.control import Control
     from holdfast_service.control.jobs.runner import JobKind
+    from holdfast_service.daemon.copying.progress import Progress
     from holdfast_service.daemon.job_workers import Workers
+    from holdfast_service.storage import Tier
 
 PACKAGE = "holdfast_service.wings"
 NAMES = frozenset({"cluster", "console", "convert", "merge", "notify"})  # of all wings
@@ -35,6 +40,21 @@ class RunningWing(Protocol):
         ...
 
 
+class OfflineJob(NamedTuple):
+    """A kind of job in a root that no daemon serves, and the word for it in the audit log."""
+
+    run: Callable[[Tier, Control, Any, Progress], dict[str, Any]]
+    done: str
+    foretell: Callable[[Path, Any], dict[str, Any]] | None = None  # a dry run that opens no root
+
+
+class OfflineParts(NamedTuple):
+    """What a wing does without a daemon: kinds of jobs, and conversions from directory to directory."""
+
+    jobs: Mapping[str, OfflineJob]
+    convert: Callable[[ConvertArguments, Progress], dict[str, Any]] | None = None
+
+
 @dataclass(frozen=True)
 class Wing:
     """Every wing's package has one, as its `WING`. A part that a wing does not have is left out."""
@@ -44,6 +64,7 @@ class Wing:
     start: Callable[[Config, Services, ExitStack], RunningWing] | None = None  # runs until the stack unwinds
     problem_page: Callable[[Request, CheckpointError], Response] | None = None  # for browsers, where no route is
     jobs: Callable[[Workers], Mapping[str, JobKind]] = lambda workers: {}  # by kind
+    offline: Callable[[], OfflineParts] = lambda: OfflineParts({})
 
 
 @lru_cache(1)
@@ -59,6 +80,13 @@ def absent() -> list[str]:
 
 def _packages() -> list[str]:
     return [] if find_spec(PACKAGE) is None else [one.name for one in iter_modules(import_module(PACKAGE).__path__)]
+
+
+def required(name: str, wanted: str) -> Wing:
+    """This wing alone, without importing the others. Raises as `require`."""
+    require(name, wanted)
+    wing: Wing = import_module(f"{PACKAGE}.{name}").WING
+    return wing
 
 
 def require(name: str, wanted: str) -> None:

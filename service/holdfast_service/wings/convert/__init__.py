@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast_service.wing import Wing
+from holdfast_service.wing import OfflineJob, OfflineParts, Wing
 
 if TYPE_CHECKING:
     from holdfast_service.control.jobs.runner import JobKind
@@ -17,4 +17,10 @@ def _jobs(workers: Workers) -> dict[str, JobKind]:
     return jobs(workers)
 
 
-WING = Wing("convert", jobs=_jobs)
+def _offline() -> OfflineParts:
+    from holdfast_service.wings.convert import offline
+
+    return OfflineParts({"import": OfflineJob(offline.bring, "imported", offline.foretell)}, offline.convert)
+
+
+WING = Wing("convert", jobs=_jobs, offline=_offline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast_service.wing import Wing
+from holdfast_service.wing import OfflineJob, OfflineParts, Wing
 
 if TYPE_CHECKING:
     from holdfast_service.control.jobs.runner import JobKind
@@ -17,4 +17,10 @@ def _jobs(workers: Workers) -> dict[str, JobKind]:
     return jobs(workers)
 
 
-WING = Wing("merge", jobs=_jobs)
+def _offline() -> OfflineParts:
+    from holdfast_service.wings.merge.merge_jobs import merge_offline
+
+    return OfflineParts({"merge": OfflineJob(merge_offline, "merged")})
+
+
+WING = Wing("merge", jobs=_jobs, offline=_offline)

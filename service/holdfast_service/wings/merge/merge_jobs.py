@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
@@ -19,7 +19,7 @@ from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.storage import Tier
 from holdfast_service.wings.convert.import_jobs import Importer
-from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new
+from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new, open_source
 from holdfast_service.wings.merge.planning import names_of, plan_merge
 from holdfast_service.wings.merge.recipe import MergeRecipe, read_recipe
 from holdfast_service.wings.merge.sources import ModelPlace, read_sources
@@ -44,6 +44,11 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
         return merger.merge(wanted, model, progress, again=job.tries > 1)
 
     return {"merge": JobKind(merge, check)}
+
+
+def merge_offline(tier: Tier, control: Control, job: MergeJob, progress: Progress) -> dict[str, Any]:
+    """Merge models of the root and of any directory; the report."""
+    return Merger(tier, control).merge(job, lambda path: open_source(Path(path)), progress, again=True)
 
 
 OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path

@@ -1,0 +1,60 @@
+"""What this wing does without a daemon: imports into a root, and conversions from directory to directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
+from holdfast_formats.rest.jobs import ConvertArguments, ImportJob
+from holdfast_formats.root_files import check_local, check_output_place, check_root_place
+from holdfast_service.control.control import Control
+from holdfast_service.daemon.copying.progress import Progress
+from holdfast_service.storage import PosixTier, Tier
+from holdfast_service.wings.convert import converting, export_jobs, exporting
+from holdfast_service.wings.convert.export_jobs import ExportWork
+from holdfast_service.wings.convert.foreign_export import check_terms
+from holdfast_service.wings.convert.import_jobs import Importer, foretold
+from holdfast_service.wings.convert.jobs import check_directory, open_source
+
+
+def bring(tier: Tier, control: Control, job: ImportJob, progress: Progress) -> dict[str, Any]:
+    """Import any directory; the report."""
+    return Importer(tier, control).bring(open_source(Path(job.arguments.source)), job, progress)
+
+
+def foretell(root: Path, job: ImportJob) -> dict[str, Any]:
+    """A dry run of an import. Nothing is made, not even the root, and a daemon may be serving it."""
+    check_root_place(root)
+    present = PosixTier(root).list(naming.checkpoint_path(job.run, job.step)) if root.is_dir() else []
+    if present:
+        raise AlreadyCommitted(f"{job.run}@{job.step} is already committed", hint="remove it, or choose another step")
+    return foretold(open_source(Path(job.arguments.source)), job)
+
+
+def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
+    """Convert a directory, which a daemon may serve; the report. After a failure nothing is left."""
+    check_local(wanted.to)
+    check_directory(Path(wanted.source))
+    source, target = Path(wanted.source).resolve(), Path(wanted.to).absolute()
+    if target.resolve().is_relative_to(source):
+        raise InvalidRequest(f"{wanted.to} is inside of the checkpoint", hint="choose another directory")
+    exporting.check_name(target.name)
+    check_output_place(target)
+    check_terms(wanted)
+    conversion = converting.plan_conversion(open_source(source), wanted)
+    if wanted.dry_run:
+        if target.exists() or target.is_symlink():
+            raise exporting.taken(wanted.to)
+        return {**converting.report(conversion), "to": wanted.to, "dry_run": True}
+    done = export_jobs.convert(conversion, ExportWork(_place(target), target.name, progress))
+    return {**done, "to": wanted.to}
+
+
+def _place(target: Path) -> PosixTier:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"cannot make {target.parent}: {error.strerror}", hint="choose another directory") from error
+    return PosixTier(target.parent.resolve())
