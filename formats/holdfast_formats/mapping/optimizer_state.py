@@ -6,8 +6,10 @@ layout; masters are `NAME` in group `master`. Their document has the key `optimi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from holdfast_formats.errors import StateMismatch
 
 GROUP = "optim"
 MASTER_GROUP = "master"
@@ -44,6 +46,43 @@ def document(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> dict[
         "masters": {},
         "kinds": {},
     }
+
+
+def is_document(held: Any) -> bool:
+    return isinstance(held, dict) and isinstance(held.get("groups"), dict)
+
+
+def renamed(held: Any, became: Callable[[str], Sequence[str]]) -> Any:
+    """An optimizer's document with its parameters under the names that each `became`; other values as they are.
+
+    Raises `StateMismatch` if parameters of two groups became one.
+    """
+    if not is_document(held):
+        return held
+
+    def all_became(names: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(new for name in names for new in became(name)))
+
+    owners: dict[str, int] = {}
+    groups: list[tuple[list[str], Mapping[str, Any]]] = []
+    for number, group in enumerate(_plain(held["groups"]).values()):
+        params = all_became(group.get("params", ()))
+        for name in params:
+            if owners.setdefault(name, number) != number:
+                raise StateMismatch(
+                    f"{name!r} is made of parameters of two groups of the optimizer",
+                    hint="leave the optimizer out, or the program",
+                    tensor=name,
+                )
+        groups.append((params, {key: value for key, value in _plain(group).items() if key != "params"}))
+    state = {new: value for name, value in _plain(held.get("state", {})).items() for new in became(name)}
+    masters = {kind: all_became(names) for kind, names in _plain(held.get("masters", {})).items()}
+    return {**held, **document(groups), "state": state, "masters": masters, "kinds": held.get("kinds", {})}
+
+
+def _plain(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a JSON object in their own order, without the key that states it."""
+    return {key: held[key] for key in held.get("$keys", held) if key != "$keys"}
 
 
 def _ordered(held: dict[str, Any]) -> dict[str, Any]:

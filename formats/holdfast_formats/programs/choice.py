@@ -31,6 +31,11 @@ def load(name: str) -> Program:
     return read_program(written(name))
 
 
+def named_or_written(given: str) -> Program:
+    """A program by its text, which has a `=` in it, or by its name. Raises as `read_program` and `load`."""
+    return read_program(given) if "=" in given else load(given.strip())
+
+
 def written(name: str) -> str:
     """The text of a packaged program; `InvalidRequest` if there is none of this name."""
     if name not in packaged():

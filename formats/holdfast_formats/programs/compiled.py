@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
@@ -54,6 +55,24 @@ class CompiledProgram(NamedTuple):
     zeros: tuple[TensorKey, ...]
     names: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
+
+    def check_assumed(self, equal: Callable[[TensorKey, TensorKey], bool], zeros: Callable[[TensorKey], bool]) -> None:
+        """`StateMismatch` for tensors that the program takes for equal, or for zeros, and that are not."""
+        for first, *others in self.equal:
+            for other in others:
+                if not equal(first, other):
+                    raise StateMismatch(
+                        f"program {self.program!r} takes {first.name!r} and {other.name!r} of group {first.group} "
+                        "for equal, and they differ",
+                        tensor=other.name,
+                    )
+        for key in self.zeros:
+            if not zeros(key):
+                raise StateMismatch(
+                    f"program {self.program!r} takes {key.name!r} of group {key.group} for zeros, and it holds something "
+                    "else",
+                    tensor=key.name,
+                )
 
     def rows(self, sources: Mapping[TensorKey, TensorSpec]) -> list[Becoming]:
         """The conversions, by the names of results; `sources` are the tensors that the program was compiled for."""

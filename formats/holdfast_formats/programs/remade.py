@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
 from holdfast_formats.disk.coded import is_zeros
-from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource, StateMismatch
 from holdfast_formats.layout import rank_tensors
@@ -78,8 +78,15 @@ def keyed(specs: Mapping[str, Specs]) -> dict[TensorKey, TensorSpec]:
 
 def check_assumed(manifest: Manifest, group: str, program: CompiledProgram) -> None:
     """`StateMismatch`, by extent digests, for tensors that the program requires to be equal, or zeros, and that are not."""
-    _check_equal(manifest, group, program)
-    _check_zeros(manifest, group, program)
+    aliases = manifest.aliases.get(group, {})
+
+    def entry(key: TensorKey) -> TensorEntry:
+        return manifest.tensors[group][aliases.get(key.name, key.name)]
+
+    program.check_assumed(
+        lambda first, other: first.group != group or same_bytes(entry(first), entry(other)),
+        lambda key: key.group != group or is_zeros(entry(key)),
+    )
 
 
 class RemadeTensors:
@@ -291,27 +298,3 @@ def _parts(share: BoxMove, start: int, along: Sequence[int]) -> Iterator[Part]:
         offset = tuple(o + i * step for o, i, step in zip(share.box.offset, index, apart, strict=True))
         first = start + sum(i * distance for i, distance in zip(index, distances, strict=True))
         yield Part(share.source.name, Box(offset, shape), first, distances)
-
-
-def _check_equal(manifest: Manifest, group: str, program: CompiledProgram) -> None:
-    held = manifest.tensors[group]
-    for keys in program.equal:
-        first, *others = [key for key in keys if key.name in held] or keys[:1]  # what is tied to another is equal to it
-        for other in others if first.group == group else ():
-            if not same_bytes(held[first.name], held[other.name]):
-                raise StateMismatch(
-                    f"program {program.program!r} takes {first.name!r} and {other.name!r} of group {group} for equal, and "
-                    "they differ",
-                    tensor=other.name,
-                )
-
-
-def _check_zeros(manifest: Manifest, group: str, program: CompiledProgram) -> None:
-    """Check by extent digests that tensors are zeros."""
-    for key in program.zeros:
-        name = manifest.aliases.get(group, {}).get(key.name, key.name)
-        if key.group == group and not is_zeros(manifest.tensors[group][name]):
-            raise StateMismatch(
-                f"program {program.program!r} takes {key.name!r} of group {group} for zeros, and it holds something else",
-                tensor=key.name,
-            )

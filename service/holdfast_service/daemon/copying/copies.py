@@ -28,10 +28,14 @@ class CopyControl(NamedTuple):
 
     def heed(self, size: int) -> None:
         """Wait until so many bytes may be read; `CopyStopped`."""
-        if self.ended():
-            raise CopyStopped
+        self.check()
         if self.pace is not None:
             self.pace.take(size)
+
+    def check(self) -> None:
+        """`CopyStopped` once the copy has ended."""
+        if self.ended():
+            raise CopyStopped
 
     @property
     def control(self) -> ReadControl:

@@ -21,13 +21,12 @@ from holdfast_formats.disk.packing import extent_bytes
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, CorruptExtent, InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.mapping import box_moves, target_files
+from holdfast_formats.mapping import box_moves, equality, target_files
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.mapping.target_files import LiteralBytes, TargetFile
 from holdfast_formats.region import first_overlap
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.daemon.copying import comparing
-from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
+from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.finished_files import (
     FinishedFile,
     FinishedFiles,
@@ -89,8 +88,7 @@ def computed(source: Files, tensors: Tensors, files: Sequence[TargetFile], going
     for file in files:
         content = TargetBytes(source, tensors, file, extents)
         for window in content.windows():
-            if going.ended():
-                raise CopyStopped
+            going.check()
             content.fill(window, buffer[: window[-1].stop - window[0].start])
         finished.append(_finished(content))
     return tuple(finished)
@@ -172,8 +170,7 @@ class _Streaming:
         """
         alignment, rest = writer.alignment, b""
         for window in content.windows():
-            if self._going.ended():
-                raise CopyStopped
+            self._going.check()
             low, end = window[0].start - len(rest), window[-1].stop
             with ExitStack() as held:
                 buffer = held.enter_context(self._windows.taken())
@@ -198,7 +195,7 @@ class _Streaming:
         """Copies must be equal to the tensor, because no rule could choose between them."""
         for key in {move.source for one in file.tensors for move in one.mapped.moves} - self._compared:
             for copy in self._tensors[key].copies:
-                comparing.check_copy(self._source, self._tensors[key], copy, self._going)
+                equality.check_copy(self._source, self._tensors[key], copy, self._going.check)
             self._compared.add(key)
 
 

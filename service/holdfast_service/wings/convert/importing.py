@@ -21,6 +21,7 @@ from holdfast_formats.disk.packing import FilePlan, pack
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.lineage import Way
+from holdfast_formats.mapping import equality
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
@@ -28,8 +29,8 @@ from holdfast_formats.naming import Place
 from holdfast_formats.rest.jobs import ImportArguments
 from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_table import Blob
-from holdfast_service.daemon.copying import comparing, streaming
-from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry
+from holdfast_service.daemon.copying import streaming
+from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.storage import Tier, read_once
 from holdfast_service.wings.convert import mapping
@@ -165,8 +166,7 @@ def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
 def write(planned: PlannedImport, target: Tier, going: CopyControl) -> Receipt:
     """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
     staging, plan = planned.place.path, planned.plan
-    comparing.check_equal(planned.source, planned.listing.tensors, planned.wanted.equal, going)
-    comparing.check_zeros(planned.source, planned.listing.tensors, planned.wanted.zeros, going)
+    _check_assumed(planned, going)
     finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
@@ -185,6 +185,16 @@ def write(planned: PlannedImport, target: Tier, going: CopyControl) -> Receipt:
     return Receipt("import", plan.run, plan.step, plan.attempt, tuple(entries), extents)
 
 
+def _check_assumed(planned: PlannedImport, going: CopyControl) -> None:
+    """Read what the program takes for equal, or for zeros."""
+    source, tensors = planned.source, planned.listing.tensors
+    if planned.wanted.program is not None:
+        planned.wanted.program.check_assumed(
+            lambda one, other: equality.equal(source, tensors[one], tensors[other], going.check),
+            lambda key: equality.zeros(source, tensors[key], going.check),
+        )
+
+
 def put_again(target: Tier, path: str, data: bytes) -> None:
     """Write a small file, of which a killed start may have left a part."""
     if target.size(path) is not None:
@@ -199,8 +209,7 @@ def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: CopyCont
     writer = target.create(path, blob.length)
     try:
         for at in range(0, blob.length, EXTENT_BYTES_MAX):
-            if going.ended():
-                raise CopyStopped
+            going.check()
             part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
             if planned.source.read_into(blob.name, at, part) != part.nbytes:
                 raise CorruptManifest(f"{blob.name} became shorter while it was read", file=blob.name)

@@ -10,26 +10,24 @@ from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.box_moves import MappedTensor, same
-from holdfast_formats.mapping.listing import ForeignListing, TensorKey
-from holdfast_formats.programs import CompiledProgram, Program, compile_program, load, read_program
+from holdfast_formats.mapping.listing import ForeignListing
+from holdfast_formats.programs import CompiledProgram, compile_program, named_or_written
 
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**24
 NAMED = 3  # tensors in a note
+_OF_PARAMETERS = ("state", "masters", "kinds")  # of an optimizer's document
 
 Documents = Mapping[str, Mapping[str, Any]]
 
 
 class MappedListing(NamedTuple):
-    """The tensors that an import writes, and the values beside them. Source tensors of one of `equal` must hold the same
-    bytes, and those in `zeros` only zeros, or the program would lose something.
-    """
+    """The tensors that an import writes, and the values beside them; `program` is the one that maps them, if any."""
 
     tensors: tuple[MappedTensor, ...]
     documents: Documents
     notes: tuple[str, ...] = ()
-    equal: tuple[tuple[TensorKey, ...], ...] = ()
-    zeros: tuple[TensorKey, ...] = ()
+    program: CompiledProgram | None = None
 
 
 def mapped(files: Files, listing: ForeignListing, program: str | None) -> MappedListing:
@@ -40,20 +38,9 @@ def mapped(files: Files, listing: ForeignListing, program: str | None) -> Mapped
     if program is None:
         return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
     specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
-    compiled_program = compile_program(_program(program), specs, _config(files))
-    documents = _renamed(listing.documents, compiled_program.names)
-    return MappedListing(
-        tuple(compiled_program.tensors.values()),
-        documents,
-        tuple(_notes(compiled_program)),
-        compiled_program.equal,
-        compiled_program.zeros,
-    )
-
-
-def _program(given: str) -> Program:
-    """A program by its text, which has a key in it, or by its name."""
-    return read_program(given) if "=" in given else load(given.strip())
+    compiled = compile_program(named_or_written(program), specs, _config(files))
+    documents = _renamed(listing.documents, compiled.names)
+    return MappedListing(tuple(compiled.tensors.values()), documents, tuple(_notes(compiled)), compiled)
 
 
 def _config(files: Files) -> Mapping[str, Any]:
@@ -72,30 +59,13 @@ def _config(files: Files) -> Mapping[str, Any]:
 def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:
     """The documents with the parameters of every optimizer under their new names."""
     optim = documents.get(optimizer_state.GROUP, {})
-    renamed = {key: _renamed_optimizer(held, names) if _is_optimizer(held) else held for key, held in optim.items()}
-    return {**documents, optimizer_state.GROUP: renamed} if renamed else documents
-
-
-def _is_optimizer(held: Any) -> bool:
-    return isinstance(held, dict) and isinstance(held.get("groups"), dict)
-
-
-def _renamed_optimizer(held: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    if any(held.get(key) for key in ("state", "masters", "kinds")):
+    kept = [held.get(key) for held in optim.values() if optimizer_state.is_document(held) for key in _OF_PARAMETERS]
+    if any(kept):
         raise StateMismatch(
             "the optimizer has values of parameters, which no program maps", hint="import it without a program"
         )
-    groups: list[tuple[list[str], Mapping[str, Any]]] = []
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(value for key, value in held.get("groups", {}).items() if key != "$keys"):
-        renamed_names = list(dict.fromkeys(new for name in group.get("params", ()) for new in names.get(name, ())))
-        for name in renamed_names:
-            if group_of.setdefault(name, number) != number:
-                raise StateMismatch(
-                    f"{name!r} is made of parameters of two groups of the optimizer", hint="import it without the optimizer"
-                )
-        groups.append((renamed_names, {key: value for key, value in group.items() if key not in ("params", "$keys")}))
-    return {**held, **optimizer_state.document(groups)}
+    renamed = {key: optimizer_state.renamed(held, lambda name: names.get(name, ())) for key, held in optim.items()}
+    return {**documents, optimizer_state.GROUP: renamed} if renamed else documents
 
 
 def _notes(compiled_program: CompiledProgram) -> list[str]:

@@ -9,11 +9,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.mapping import equality
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.rest.jobs import ReadOptions
 from holdfast_service.storage import PosixTier
-from holdfast_service.wings.convert.exports import source as sources
 from holdfast_service.wings.convert.exports.source import of_committed, of_listing
 from holdfast_service.wings.convert.foreign.hugging_face import KIND
 from tests.checkpoints import build
@@ -45,7 +45,7 @@ def listed(directory: Path) -> tuple[PosixTier, ForeignListing]:
 @pytest.mark.parametrize("kind", ["listing", "committed"])
 def test_equal_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Bit by bit, over whatever is read at once, or by digests."""
-    monkeypatch.setattr(sources, "COMPARED_BYTES", 64)
+    monkeypatch.setattr(equality, "COMPARED_BYTES", 64)
     if kind == "listing":
         source = of_listing(*listed(tmp_path / "hf"))
     else:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from holdfast_formats import dtypes, naming
+from holdfast_formats import naming
 from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.packing import pack
 from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.files import Files
-from holdfast_formats.mapping.box_moves import same
+from holdfast_formats.mapping import equality
 from holdfast_formats.mapping.coded_tensors import tensors_of
 from holdfast_formats.mapping.committed_files import CommittedFiles, same_bytes
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
-from holdfast_formats.mapping.reading import elements
 from holdfast_formats.region import whole
 
 KIND = "holdfast"
-COMPARED_BYTES = 2**23  # at once, of tensors without digests
 
 
 class ExportSource(NamedTuple):
@@ -98,11 +93,7 @@ def of_listing(files: Files, listing: ForeignListing) -> ExportSource:
     for name in (*listing.assets, *listing.made_assets):
         naming.check_asset(name)
     listed = listing._replace(tensors=tensors, documents=_as_stored(listing))
-
-    def equal(one: TensorKey, other: TensorKey) -> bool:
-        return _equal(files, tensors, one, other)
-
-    return ExportSource(files, listed, equal)
+    return ExportSource(files, listed, lambda one, other: equality.equal(files, tensors[one], tensors[other]))
 
 
 def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
@@ -111,20 +102,6 @@ def _as_stored(listing: ForeignListing) -> dict[str, dict[str, Any]]:
     values = {group: {key: json.dumps(value) for key, value in held.items()} for group, held in listing.documents.items()}
     stored = state_json.for_rank(state_json.merge(listing.step or 0, {}, groups, {0: values}), 0)
     return {group: {key: json.loads(text) for key, text in held.items()} for group, held in stored.values.items()}
-
-
-def _equal(files: Files, tensors: Mapping[TensorKey, ForeignTensor], one: TensorKey, other: TensorKey) -> bool:
-    """Whether two tensors hold the same bytes, by reading both: NaN equals itself."""
-    spec, theirs = tensors[one].spec, tensors[other].spec
-    if (spec.dtype, spec.shape) != (theirs.dtype, theirs.shape):
-        return False
-    volume, step = prod(spec.shape), COMPARED_BYTES // dtypes.to_numpy(spec.dtype).itemsize
-    for start in range(0, volume, step):
-        stop = min(start + step, volume)
-        ours, others = (elements(files, tensors, same(tensors[key]), start, stop).view(np.uint8) for key in (one, other))
-        if not np.array_equal(ours, others):
-            return False
-    return True
 
 
 def _stored_entries(manifest: Manifest, key: TensorKey) -> dict[str, TensorEntry]:
