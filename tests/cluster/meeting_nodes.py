@@ -33,7 +33,7 @@ from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.storage import MemoryTier, Tier
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
-from holdfast_service.wings.cluster.saving import awaited_nodes, joined_round, joint_saves
+from holdfast_service.wings.cluster.saving import joined_round, joint_saves
 from holdfast_service.wings.cluster.saving.joint_saves import JointParty, JointSaves
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 from tests.daemon.writing.test_path import Shards
@@ -197,7 +197,7 @@ CLOCK = Clock()
 def still(patch: Any) -> None:
     """No thread meets by itself, and time is the model's."""
     patch.setattr(JointSaves, "_run", lambda self: None)
-    for module in (joint_saves, joined_round, awaited_nodes):
+    for module in (joint_saves, joined_round):
         patch.setattr(module, "time", SimpleNamespace(monotonic=CLOCK.monotonic))
 
 

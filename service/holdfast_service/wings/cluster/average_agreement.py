@@ -52,6 +52,22 @@ class _Poll:
         self.others: Sequence[AverageVote] = ()
         self.ends = False  # nothing is to be heard any more
 
+    def want(self, vote: AverageVote) -> bool:
+        """This is this node's vote now. Returns whether other nodes are to be asked."""
+        asks = self.wanted != vote or self.reported is None
+        self.wanted, self.ends = vote, False
+        return asks
+
+    def hear(self, vote: AverageVote, others: Sequence[AverageVote]) -> bool:
+        """This node's vote was stored, and these are the `others`. Returns whether one of them is new."""
+        news = self.reported != vote or self.others != others
+        self.reported, self.others = vote, others
+        return news
+
+    def end(self) -> None:
+        """The votes of other nodes do not matter any more, but this node's last one is still reported."""
+        self.ends = True
+
     def is_open(self, world: int) -> bool:
         """Whether a rank here waits for other nodes' votes."""
         return self.reported != self.wanted or (not self.ends and verdict(self.wanted, self.others, world) is None)
@@ -76,9 +92,7 @@ class Agreement:
         """Whether the update of this node's vote counts; None while that is open: then `changed` is called later."""
         with self._lock:
             poll = self._polls.setdefault(key, _Poll(vote))
-            poll.ends = False
-            if poll.wanted != vote or poll.reported is None:
-                poll.wanted = vote
+            if poll.want(vote):
                 self._lock.notify_all()
             if not vote.history:
                 return False
@@ -91,7 +105,7 @@ class Agreement:
             if poll is not None and poll.reported == poll.wanted:
                 del self._polls[key]
             elif poll is not None:
-                poll.ends = True
+                poll.end()
 
     def look(self) -> None:
         """Another node has voted."""
@@ -141,8 +155,7 @@ class Agreement:
             vote, before = poll.wanted, poll.reported
         others = self._votes.cast(key.run, key.attempt, vote)
         with self._lock:
-            news = before != vote or poll.others != others
-            poll.reported, poll.others = vote, others
+            news = poll.hear(vote, others)
             if poll.ends and poll.reported == poll.wanted and self._polls.get(key) is poll:
                 del self._polls[key]
         if before != vote and _is_awaited(vote, others):

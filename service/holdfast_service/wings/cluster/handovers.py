@@ -58,8 +58,7 @@ class Handovers:
         mine = (row.unable != me, row.helper.is_(None) | (row.helper == me), delivered, _undelivered(round_id, row.unable))
         taken = update(row).where(row.id == round_id, row.state == "sealed", *mine)
         with self._database.plain() as connection:
-            tensor = connection.scalar(taken.values(helper=me, helped_until=later(HELP_S)).returning(row.id))
-            return tensor is not None
+            return connection.scalar(taken.values(helper=me, helped_until=later(HELP_S)).returning(row.id)) is not None
 
     def deliver(self, round_id: int, node: str, receipt: bytes) -> None:
         """Store the receipt of a share that this node has written for another one."""

@@ -67,8 +67,7 @@ class Rendezvous:
             brought = [rank for part, _ in parts for rank in part.ranks]
             if len(brought) != len(set(brought)):
                 why = RoundAborted(f"two nodes have brought the same ranks of step {row.step}")
-                row.state, row.problem, row.changed = "aborted", why.problem(), now()
-                _ring(session)
+                _move(session, round_id, state="aborted", problem=why.problem())
             elif len(brought) == row.world:
                 found = [
                     JoinedPart(
@@ -81,8 +80,7 @@ class Rendezvous:
                     for part, about in parts
                     if part.ranks
                 ]
-                row.state, row.changed, row.joined = "sealed", now(), self._bodies.join(session, found)
-                _ring(session)
+                _move(session, round_id, state="sealed", joined=self._bodies.join(session, found))
 
     def state(self, round_id: int) -> RoundState:
         """The progress of the round. If this node has rejoined the cluster since, its part becomes the new boot's."""
@@ -232,21 +230,21 @@ class Rendezvous:
         newest = select(JointRoundRow).where(*key.of(JointRoundRow)).order_by(JointRoundRow.id.desc()).limit(1)
         with self._database.apart() as session:
             key.lock(session)
-            tensor = session.scalar(end)
+            round_id = session.scalar(end)
             last = session.scalar(newest)
-            if tensor is None and (last is None or last.state not in (*GOING, "committed")):
+            if round_id is None and (last is None or last.state not in (*GOING, "committed")):
                 if last is not None and not self._arrivals.has_heard(session, last.id):
                     self._arrivals.receive(session, last.id)  # that one was another node's, of the same step
                     return
                 values = {"id": key.new_id(), **key._asdict(), "world": world, "created": now_text(), **ended}
-                tensor = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
-            if tensor is not None:
-                self._arrivals.receive(session, tensor)
+                round_id = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
+            if round_id is not None:
+                self._arrivals.receive(session, round_id)
                 _ring(session)
         with self._database.apart() as session:  # a concurrent round; one created from now on sees this end
-            tensor = session.scalar(end)
-            if tensor is not None:
-                self._arrivals.receive(session, tensor)
+            round_id = session.scalar(end)
+            if round_id is not None:
+                self._arrivals.receive(session, round_id)
                 _ring(session)
 
     def vote(
@@ -274,6 +272,12 @@ class Rendezvous:
 
 def _count(numbers: ColumnElement[Any] | Any) -> ColumnElement[int]:
     return func.json_array_length(cast(type_coerce(numbers, Text), JSON))
+
+
+def _move(session: Session, round_id: int, **values: Any) -> None:
+    """Change the state of a round that this transaction has locked."""
+    session.execute(update(JointRoundRow).where(JointRoundRow.id == round_id).values(changed=now(), **values))
+    _ring(session)
 
 
 def _ring(session: Session) -> None:

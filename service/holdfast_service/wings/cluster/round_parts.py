@@ -89,11 +89,11 @@ class RoundParts:
         """
         bring, make = self._put_part(key, world, part), self._make(key, world, part["declaration"])
         with self._database.plain() as connection:
-            tensor = connection.scalar(bring)
-            if tensor is None:
+            round_id = connection.scalar(bring)
+            if round_id is None:
                 connection.execute(make)
-                tensor = connection.scalar(bring)
-        return None if tensor is None else int(tensor)
+                round_id = connection.scalar(bring)
+        return None if round_id is None else int(round_id)
 
     def _put_part(self, key: StepKey, world: int, part: Mapping[str, Any]) -> ReturningInsert[Any]:
         """Insert the part into the open round. The round is locked meanwhile, so it is not sealed in between."""
@@ -146,10 +146,10 @@ class RoundParts:
             "changed": now(),
         }
         session.execute(insert(JointRoundRow).values(values).on_conflict_do_nothing())
-        tensor = session.scalar(newest)
-        if tensor is None or tensor.state not in GOING:
+        row = session.scalar(newest)
+        if row is None or row.state not in GOING:
             raise RoundAborted(f"step {key.step} was given up on another node at this moment")
-        return tensor
+        return row
 
     def _was_in(self, session: Session, last: JointRoundRow, packed: bytes) -> bool:
         part = session.get(PartRow, (last.id, self._membership.me.name))

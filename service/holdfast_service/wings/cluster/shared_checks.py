@@ -240,10 +240,10 @@ def _end(session: Session, of: Portion | CheckEnding) -> bool:
     if session.scalar(select(SharedCheckRow.step).where(*at).with_for_update()) is None:
         return False
     if isinstance(of, Portion):
-        tensor = session.scalar(select(PortionRow.number).where(*_claimed(of)).with_for_update())
+        claim = session.scalar(select(PortionRow.number).where(*_claimed(of)).with_for_update())
     else:
-        tensor = session.scalar(select(SharedCheckRow.step).where(*_ends(of)))
-    if tensor is None:
+        claim = session.scalar(select(SharedCheckRow.step).where(*_ends(of)))
+    if claim is None:
         return False
     _remove(session, of.of.run, of.of.step)
     return True

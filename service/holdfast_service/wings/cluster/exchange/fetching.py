@@ -27,17 +27,20 @@ class Peer:
     """The connection to one node, for one thread at a time."""
 
     def __init__(self, node: str, url: str, secrets: Sequence[str]) -> None:
-        self._node, self._secrets, self.url = node, secrets, url
+        self._node, self._secrets, self._url = node, secrets, url
         self._connection = NodeConnection(url, secrets, TIMEOUT_S, TIMEOUT_S)
         self._lock = threading.Lock()
+
+    def move_to(self, url: str) -> None:
+        """The node's address from its next answer on; also while `fetch` asks it."""
+        self._url = url
 
     def fetch(
         self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview], go_on: Callable[[float], bool]
     ) -> None:
         """Copy these ranges of the peer's slots to the same places of `into`, by rank.
 
-        `url`, the node's address, may change meanwhile. Retries while `go_on(seconds)`, which waits that long, returns True;
-        then `RoundAborted`.
+        Retries while `go_on(seconds)`, which waits that long, returns True; then `RoundAborted`.
         """
         with self._lock:
             while True:
@@ -58,7 +61,7 @@ class Peer:
         self._connection.close()
 
     def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
-        url = self.url
+        url = self._url
         if not url:
             raise _Busy("it has not said where it is")
         if url != self._connection.url:

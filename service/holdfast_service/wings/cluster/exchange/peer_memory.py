@@ -39,12 +39,17 @@ class _Lent:
         self.of = of
         self.users: set[object] = set()
         self.opening = threading.Lock()
-        self.opened = False
+        self.opened = threading.Event()
         self.mirrors: dict[int, Mirror] = {}
         self.changed = threading.Condition()  # guards the mirrors' content
         self.lost: set[str] = set()  # nodes that failed and are not queried again
         self.sent: dict[str, tuple[int, float]] = {}  # by node: bytes, and the seconds that they took
         self.vain_s = 0.0
+
+    def lose(self, node: str, after_s: float) -> None:
+        """A node failed, after so long. Called with `changed`."""
+        self.lost.add(node)
+        self.vain_s += after_s
 
     def close(self) -> None:
         with self.changed:
@@ -70,9 +75,9 @@ class PeerMemory:
             lent = self._lent.setdefault(of, _Lent(of))
             lent.users.add(user)
         with lent.opening:
-            if not lent.opened:
+            if not lent.opened.is_set():
                 self._look(lent)
-                lent.opened = True
+                lent.opened.set()
         return [mirror for _, mirror in sorted(lent.mirrors.items())]
 
     def fetch(self, of: MemoryStep, ranges: Iterable[SlotRange]) -> set[int]:
@@ -80,7 +85,7 @@ class PeerMemory:
         wanted = list(ranges)
         with self._lock:
             lent = self._lent.get(of)
-        if lent is None or not lent.opened:
+        if lent is None or not lent.opened.is_set():
             return {one.rank for one in wanted}
         known = [one for one in wanted if one.rank in lent.mirrors and lent.mirrors[one.rank].has(one.begin, one.end)]
         by_node: dict[HoldingNode, list[SlotRange]] = {}
@@ -170,8 +175,7 @@ class PeerMemory:
         except HolderLost as error:
             log.warning("%s@%s: %s; ranks read the root instead", lent.of.run, lent.of.step, error)
             with lent.changed:
-                lent.lost.add(holder.node)
-                lent.vain_s += time.monotonic() - began
+                lent.lose(holder.node, time.monotonic() - began)
             return False
         with lent.changed:
             _settle(lent, piece, there=True)

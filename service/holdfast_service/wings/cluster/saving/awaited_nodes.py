@@ -5,7 +5,6 @@ write.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
@@ -29,7 +28,7 @@ ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
 NODE_RANKS_EVERY_S = 5.0
 NODES_EVERY_S = 5.0  # how often it is looked which nodes are gone
 
-_HELPERS, _OTHERS = "~helpers", "~others"  # no names of nodes
+_HELPERS, _OTHERS, _RANKS = "~helpers", "~others", "~ranks"  # no names of nodes
 
 # Of a run's attempt: how many ranks are connected, by node, and which have ever been.
 NodeRanksOf = Callable[[str, int], tuple[Mapping[str, int], set[int]]]
@@ -53,14 +52,14 @@ class AwaitedNodes:
             return None
         handover = seen.handover
         for one in seen.missing:
-            if self._are_gone(joint, one.node, not one.live and one.node != self._node):
+            if joint.is_gone(one.node, not one.live and one.node != self._node, DEAD_S):
                 if handover is not None and handover.node == one.node:
                     return failed(handover, "it was lost before another node had written its share of the save")
                 return RoundAborted(f"node {one.node} was lost while it wrote its share of the save")
         if handover is None:
             return None
         at_work = any(one.live and one.node != handover.node for one in seen.missing)  # candidates for helping
-        if self._are_gone(joint, _HELPERS, handover.overdue and (handover.helper is not None or not at_work)):
+        if joint.is_gone(_HELPERS, handover.overdue and (handover.helper is not None or not at_work), DEAD_S):
             silent = "no other node has begun" if handover.helper is None else f"node {handover.helper} has not gone on"
             return failed(handover, f"{silent} to write its share of the save")
         return None
@@ -70,36 +69,24 @@ class AwaitedNodes:
         are gone.
         """
         seen = self._seen(joint)
-        if seen is not None and self._are_gone(
-            joint, _OTHERS, not any(one.live for one in seen.parts if one.node != self._node)
-        ):
+        if seen is None:
+            return None
+        others_live = any(one.live for one in seen.parts if one.node != self._node)
+        if joint.is_gone(_OTHERS, not others_live, DEAD_S):
             return RoundAborted("the other nodes of the save were lost before one of them had committed it")
         return None
 
     def _seen(self, joint: JoinedRound) -> JointRound | None:
         """The round, if it is due for a look."""
-        now = time.monotonic()
-        if now < joint.nodes_at:
-            return None
-        joint.nodes_at = now + NODES_EVERY_S
-        return self._rendezvous.rounds(joint.id)
-
-    def _are_gone(self, joint: JoinedRound, which: str, now_gone: bool) -> bool:
-        """Whether these have been gone for longer than the grace."""
-        if not now_gone:
-            joint.dead_since.pop(which, None)
-            return False
-        now = time.monotonic()
-        return now - joint.dead_since.setdefault(which, now) > DEAD_S
+        return self._rendezvous.rounds(joint.id) if joint.is_due(_OTHERS, NODES_EVERY_S) else None
 
     def absent(self, joint: JoinedRound) -> RoundAborted | None:
         """The error of a round whose missing ranks were connected to a node and are to none any more. Ranks that never
         connected may still come.
         """
-        now, key = time.monotonic(), joint.current.key
-        if now < joint.node_ranks_at:
+        if not joint.is_due(_RANKS, NODE_RANKS_EVERY_S):
             return None
-        joint.node_ranks_at = now + NODE_RANKS_EVERY_S
+        key = joint.current.key
         seen = self._rendezvous.rounds(joint.id)
         if seen.repeated:
             self._rendezvous.seal(joint.id)  # which ends it
@@ -107,11 +94,7 @@ class AwaitedNodes:
         brought = {one.node: len(one.ranks) for one in seen.parts}
         node_ranks, spoken = self._node_ranks(key.run, key.attempt)
         coming = sum(max(count - brought.get(node, 0), 0) for node, count in node_ranks.items())
-        if coming >= len(seen.absent & spoken):
-            joint.absent_since = None
-        elif joint.absent_since is None:
-            joint.absent_since = now
-        elif now - joint.absent_since > ABSENT_S:
+        if joint.is_gone(_RANKS, coming < len(seen.absent & spoken), ABSENT_S):
             gone = ", ".join(map(str, sorted(seen.absent & spoken)[:8]))
             return RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are gone from all nodes")
         return None
@@ -148,12 +131,11 @@ class ShareHandovers:
         if joint.helping is None:
             if handover.helper in (None, self._node) and self._rendezvous.help(joint.id):
                 log.info("%s@%s attempt %s: writing the share of node %s", *joint.current.key, handover.node)
-                joint.helping = self._begin_help(joint, handover.node)
+                joint.begin_helping(self._begin_help(joint, handover.node))
         elif not joint.helping.done():
             self._rendezvous.help(joint.id)  # again: it has not gone silent
         else:
-            joint.helped = True
-            error = joint.helping.exception()
+            error = joint.end_helping()
             if error is not None:
                 return failed(handover, f"{on_node(error, self._node).detail}, which was to write that share instead")
         return None

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from holdfast_formats.naming import Place
-from holdfast_formats.staging.joint import JointRound, ShareHandover
+from holdfast_formats.staging.joint import JointRound, RoundState, ShareHandover
 from holdfast_service.daemon.saving.other_nodes import Result
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWritten
@@ -34,14 +34,75 @@ class JoinedRound:
         self.handover: ShareHandover | None = None  # as it was when this node committed
         self.finished = threading.Event()
         self.ended: JoinedEnd | None = None  # although it may still be written from its slots
-        self.dead_since: dict[str, float] = {}
-        self.absent_since: float | None = None
+        self._gone_since: dict[str, float] = {}  # by what is gone (monotonic)
+        self._due_at: dict[str, float] = {}  # by what is looked at
+        self._begins_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
         self.asked = False  # whether it may commit, since it has delivered
         self.seen: JointRound | None = None  # as it was sealed
-        self.node_ranks_at = self.nodes_at = time.monotonic() + POLL_S[1]  # a save is mostly over by then
         self.look_at = 0.0
-        self.pause_s = POLL_S[0]
-        self.state, self.written = "", False  # when it was last looked at
+        self._pause_s = POLL_S[0]
+        self._state, self.written = "", False  # when it was last looked at
+
+    def bring(self, ranks: tuple[int, ...]) -> None:
+        """These ranks are in this node's part, which the catalog has."""
+        self.ranks = ranks
+
+    def observe(self, seen: RoundState) -> None:
+        """It was looked at: the next look follows soon after a change, and later each time after none."""
+        self._pause_s = POLL_S[0] if seen.state != self._state else min(self._pause_s * 1.5, POLL_S[1])
+        self._state, self.written, self.look_at = seen.state, seen.written, time.monotonic() + self._pause_s
+
+    def postpone(self) -> None:
+        """Another node commits it now: there is nothing to see for a while."""
+        self.look_at = time.monotonic() + POLL_S[1]
+
+    def begin_writing(self, seen: JointRound, writing: Future[ShareWritten]) -> None:
+        """All parts are there, as `seen`: this node's share is being written."""
+        self.seen, self.writing = seen, writing
+
+    def begin_helping(self, helping: Future[None]) -> None:
+        """Another node's share is being written from here."""
+        self.helping = helping
+
+    def end_helping(self) -> BaseException | None:
+        """The error of that write, which has ended and is processed now."""
+        assert self.helping is not None
+        self.helped = True
+        return self.helping.exception()
+
+    def ask(self) -> bool:
+        """Whether this node's share is written: True only once."""
+        first = self.delivered and not self.asked
+        self.asked = self.asked or first
+        return first
+
+    def begin_commit(self, handover: ShareHandover | None) -> None:
+        """This node commits it, after `handover` of another node's share."""
+        self.handover = handover
+
+    def end(self, result: Result, left: bool) -> None:
+        """It has ended, or is `left` to other nodes. Writes that go on stop at their next piece."""
+        self.finished.set()
+        self.ended = JoinedEnd(result, None if left else self.place)
+        for one in (self.writing, self.helping):
+            if one is not None:
+                one.cancel()
+
+    def is_due(self, what: str, every_s: float) -> bool:
+        """Whether `what` was not looked at for so long; then it is looked at now."""
+        now = time.monotonic()
+        if now < self._due_at.get(what, self._begins_at):
+            return False
+        self._due_at[what] = now + every_s
+        return True
+
+    def is_gone(self, what: str, now_gone: bool, grace_s: float) -> bool:
+        """Whether `what` is gone now, and was at all looks for longer than the grace."""
+        if not now_gone:
+            self._gone_since.pop(what, None)
+            return False
+        now = time.monotonic()
+        return now - self._gone_since.setdefault(what, now) > grace_s
 
     @property
     def news(self) -> bool:

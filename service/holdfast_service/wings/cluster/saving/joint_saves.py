@@ -32,7 +32,7 @@ from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
 from holdfast_service.wings.cluster.saving.awaited_nodes import AwaitedNodes, NodeRanksOf, ShareHandovers, on_node
-from holdfast_service.wings.cluster.saving.joined_round import POLL_S, JoinedEnd, JoinedRound
+from holdfast_service.wings.cluster.saving.joined_round import POLL_S, JoinedRound
 from holdfast_service.wings.cluster.saving.joint_writing import ShareWriter, ShareWritten
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class JointSaves:
             self._joints[current.key] = joint = JoinedRound(current, number, ranks)
         elif joint.id != number:  # the one that is being written has just ended: this one is not needed
             self._party.rendezvous.abort(number, RoundAborted(f"node {self._node} does not take part").problem())
-        joint.ranks = ranks
+        joint.bring(ranks)
 
     def _go_on_or_end(self, joint: JoinedRound) -> None:
         """Advance a round; its errors do not stop other rounds."""
@@ -211,7 +211,7 @@ class JointSaves:
         """
         error = on_node(failure, self._node)
         if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
-            joint.look_at = time.monotonic() + POLL_S[1]
+            joint.postpone()
         elif joint.writing is not None:
             self._end(joint, error)
         else:
@@ -227,16 +227,14 @@ class JointSaves:
         return False
 
     def _go_on(self, joint: JoinedRound) -> None:
-        if joint.delivered and not joint.asked:  # of those that come last, one commits at once
-            joint.asked = True
+        if joint.ask():  # of those that come last, one commits at once
             self._claim(joint)
             return
         seen = self._party.rendezvous.state(joint.id)
         if seen.state == "open" and seen.brought >= seen.world:
             self._party.rendezvous.seal(joint.id)
             seen = self._party.rendezvous.state(joint.id)
-        joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
-        joint.state, joint.written, joint.look_at = seen.state, seen.written, time.monotonic() + joint.pause_s
+        joint.observe(seen)
         if seen.state == "open":
             self._wait_for_others(joint)
             return
@@ -256,13 +254,14 @@ class JointSaves:
 
     def _begin(self, joint: JoinedRound, state: RoundState) -> None:
         """All parts are there: from now on no node gives the round up alone."""
-        joint.seen = seen = self._party.rendezvous.sealed(joint.id)
+        seen = self._party.rendezvous.sealed(joint.id)
         if not self._host.sealed(joint.current):
             del self._joints[joint.current.key]
             return
         self._party.exchange.offer(joint.id, joint.slots)
-        joint.writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.finished.is_set)
-        joint.writing.add_done_callback(lambda done: self._wake.set())
+        writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.finished.is_set)
+        joint.begin_writing(seen, writing)
+        writing.add_done_callback(lambda done: self._wake.set())
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
         assert joint.seen is not None
@@ -299,7 +298,7 @@ class JointSaves:
     def _commit(self, joint: JoinedRound, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
         receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
-        joint.handover = self._party.rendezvous.state(joint.id).handover
+        joint.begin_commit(self._party.rendezvous.state(joint.id).handover)
         staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
@@ -324,12 +323,8 @@ class JointSaves:
 
     def _end(self, joint: JoinedRound, result: Result, left: bool = False) -> None:
         """The round has ended, or is `left` to others. Free its slots once nothing is written from them any more."""
-        joint.finished.set()
-        joint.ended = JoinedEnd(result, None if left else joint.place)
+        joint.end(result, left)
         self._party.exchange.withdraw(joint.id)
-        for one in (joint.writing, joint.helping):
-            if one is not None:
-                one.cancel()
         self._finish(joint)
 
     def _finish(self, joint: JoinedRound) -> None:

@@ -202,7 +202,7 @@ class Peers:
                 return
             for one in state.parts:
                 if one.node in self._peers:
-                    self._peers[one.node].url = one.url
+                    self._peers[one.node].move_to(one.url)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
