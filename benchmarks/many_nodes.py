@@ -37,8 +37,8 @@ from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.database import engines
+from holdfast_service.control.database.cluster_schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow, PartRow
 from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CatalogTable
 from tests.daemons import free_port
 
 KINDS = ("sqlite", "postgresql")

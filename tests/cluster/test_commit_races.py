@@ -14,7 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_service.control.checkpoints import planner
-from holdfast_service.control.database.schema import JointRoundRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.wings.cluster.membership import now
 from tests.regressions.test_daemons_that_share_a_root import Node, pair

@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 
 from holdfast_formats import naming
 from holdfast_formats.staging.plan import decode_receipt
-from holdfast_service.control.database.schema import JointRoundRow, PartRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow, PartRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.rounds import RoundKey
 from holdfast_service.storage import MemoryTier, PosixStore

@@ -15,7 +15,7 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.lineage import Lineage
 from holdfast_formats.rest.bodies import NodeState
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.database.schema import DUTY_CHARS_MAX
+from holdfast_service.control.database.cluster_schema import DUTY_CHARS_MAX
 from holdfast_service.storage import Tier
 
 UPKEEP = "upkeep"  # the maintenance of the root

@@ -32,9 +32,9 @@ from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.database import migrations
+from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import connect
-from holdfast_service.control.database.schema import CatalogTable
 from tests.control.published import a_row
 
 TABLES = ("unreleased_2", "eb613649")  # the version, and a digest of its tables

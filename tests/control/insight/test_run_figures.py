@@ -13,10 +13,10 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.database import changes
+from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import (
     AttemptRow,
-    CatalogTable,
     CheckpointRow,
     EventRow,
     ReplicaRow,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import update
 
+from holdfast_service.control.database.cluster_schema import DutyRow, NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DutyRow, NodeRow
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.membership import later
 from tests.databases import Postgres

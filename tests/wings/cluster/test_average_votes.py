@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.database.schema import AverageVoteRow
+from holdfast_service.control.database.cluster_schema import AverageVoteRow
 from holdfast_service.wings.cluster.notify_listener import NotifyListener
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes

@@ -6,7 +6,7 @@ import threading
 
 from sqlalchemy import update
 
-from holdfast_service.control.database.schema import HoldRow
+from holdfast_service.control.database.cluster_schema import HoldRow
 from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.nodes import deciding
 from holdfast_service.wings.cluster.cluster import Cluster

@@ -9,7 +9,7 @@ from sqlalchemy import select, text
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.database import engines
-from holdfast_service.control.database.schema import DutyRow
+from holdfast_service.control.database.cluster_schema import DutyRow
 from holdfast_service.wings.cluster.membership import later
 from tests.databases import Postgres
 from tests.wings.cluster.nodes import Nodes, nodes

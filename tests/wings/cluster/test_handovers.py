@@ -8,7 +8,7 @@ from sqlalchemy import update
 
 from holdfast_formats.errors import NoSpace, RoundAborted
 from holdfast_formats.staging.joint import ShareHandover
-from holdfast_service.control.database.schema import JointRoundRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.membership import later
 from tests.wings.cluster.nodes import Nodes, nodes

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from holdfast_formats.errors import InUse, NoSuchResource, RootBusy
 from holdfast_service.control import nodes as core
-from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow
+from holdfast_service.control.database.cluster_schema import DutyRow, HoldRow, NodeRanksRow
 from holdfast_service.wings.cluster import membership
 from tests.wings.cluster.nodes import Nodes, nodes
 

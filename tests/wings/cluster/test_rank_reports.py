@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from holdfast_service.control.database.schema import RanksWordRow
+from holdfast_service.control.database.cluster_schema import RanksWordRow
 from holdfast_service.wings.cluster.notify_listener import NotifyListener
 from tests.daemons import wait_until
 from tests.wings.cluster.nodes import Nodes, nodes

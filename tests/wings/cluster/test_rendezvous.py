@@ -17,7 +17,7 @@ from holdfast_formats.naming import Place
 from holdfast_formats.staging import joined
 from holdfast_formats.staging.joint import RoundState
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
+from holdfast_service.control.database.cluster_schema import DeclarationRow, JointRoundRow
 from holdfast_service.wings.cluster import joint_rounds, rendezvous, round_bodies, round_parts
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.membership import later, now

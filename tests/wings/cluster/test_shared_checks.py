@@ -11,7 +11,7 @@ from sqlalchemy import update
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, PortionPlan
-from holdfast_service.control.database.schema import PortionRow, SharedCheckRow
+from holdfast_service.control.database.cluster_schema import PortionRow, SharedCheckRow
 from holdfast_service.wings.cluster.membership import later
 from holdfast_service.wings.cluster.shared_checks import SharedChecks
 from tests.control.published import a_manifest, put_checkpoint

@@ -28,8 +28,9 @@ from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.catalog.run_times import RunTimes
 from holdfast_service.control.catalog.search import Labels, SearchQuery
+from holdfast_service.control.database.cluster_schema import NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, NodeRow, RoundRow, RunRow
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
 
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 

@@ -23,9 +23,10 @@ from sqlalchemy.exc import ArgumentError
 from holdfast_formats import naming
 from holdfast_formats.errors import StorageFailed
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.columns import CatalogTable, JsonText
 from holdfast_service.control.database.database import DAMAGED, Database
 from holdfast_service.control.database.migrations import is_unreleased
-from holdfast_service.control.database.schema import CatalogTable, JsonText, RunRow
+from holdfast_service.control.database.schema import RunRow
 from holdfast_service.storage.posix import set_aside
 
 log = logging.getLogger(__name__)

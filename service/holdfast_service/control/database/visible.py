@@ -14,7 +14,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, event, func, or_, true
 from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
 
-from holdfast_service.control.database.schema import CatalogTable, RunRow
+from holdfast_service.control.database.columns import CatalogTable
+from holdfast_service.control.database.schema import RunRow
 
 ALL, AND = "*", ","
 _pattern: ContextVar[str] = ContextVar("holdfast_visible_runs", default=ALL)

@@ -24,8 +24,9 @@ from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.rest.operations import Job, JobKind, JobState
 from holdfast_service.control.catalog.evictions import evictions
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
+from holdfast_service.control.database.cluster_schema import NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import JobRow, NodeRow
+from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.nodes import ONE_NODE, Nodes
 
 TRIES_MAX = 3

@@ -22,16 +22,15 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.database.cluster_schema import NodeRanksRow, SpeakerRow
 from holdfast_service.control.database.schema import (
     AnswerRow,
     AttemptRow,
     CheckpointRow,
     JobRow,
-    NodeRanksRow,
     ReplicaRow,
     RoundRow,
     RunRow,
-    SpeakerRow,
     StatisticsRow,
 )
 from holdfast_service.storage import Tier

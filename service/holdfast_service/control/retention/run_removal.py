@@ -12,16 +12,15 @@ from holdfast_service.control.catalog.catalog import Catalog, lock_run
 from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import removal, roots
+from holdfast_service.control.database.cluster_schema import NodeRanksRow, SpeakerRow
 from holdfast_service.control.database.schema import (
     AcknowledgementRow,
     AnswerRow,
     AttemptRow,
     CheckpointRow,
     JobRow,
-    NodeRanksRow,
     ReplicaRow,
     RoundRow,
-    SpeakerRow,
     StatisticsRow,
 )
 from holdfast_service.control.retention import links

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from holdfast_formats.staging.joint import AverageVote
-from holdfast_service.control.database.schema import AverageVoteRow
+from holdfast_service.control.database.cluster_schema import AverageVoteRow
 from holdfast_service.wings.cluster.membership import Membership, now
 from holdfast_service.wings.cluster.notify_listener import AVERAGES, CHANNEL
 

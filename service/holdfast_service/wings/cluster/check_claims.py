@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from sqlalchemy.orm import Session
 
 from holdfast_formats.naming import CheckpointId
-from holdfast_service.control.database.schema import DUTY_CHARS_MAX
+from holdfast_service.control.database.cluster_schema import DUTY_CHARS_MAX
 from holdfast_service.wings.cluster.duties import Duties
 
 SCRUB = "scrub"

@@ -12,8 +12,8 @@ from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable
+from holdfast_service.control.database.cluster_schema import HoldRow, SecretRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import HoldRow, SecretRow
 from holdfast_service.control.nodes import deciding
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster.average_votes import AverageVotes

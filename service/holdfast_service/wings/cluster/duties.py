@@ -13,8 +13,8 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_service.control.database.cluster_schema import DutyRow, NodeRow
 from holdfast_service.control.database.database import translated
-from holdfast_service.control.database.schema import DutyRow, NodeRow
 from holdfast_service.wings.cluster.membership import Membership, later, now
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, exists, func, select, update
 from sqlalchemy.orm import aliased
 
 from holdfast_formats.staging.joint import ShareHandover
-from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow, NodeRow, PartRow
 from holdfast_service.wings.cluster.membership import Membership, later, now
 from holdfast_service.wings.cluster.notify_listener import CHANNEL
 

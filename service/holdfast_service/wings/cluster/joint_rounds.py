@@ -8,17 +8,17 @@ from sqlalchemy import ColumnElement, delete, exists, func, select, update
 
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.naming import Place
-from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import (
+from holdfast_service.control.database.cluster_schema import (
     AverageVoteRow,
     DeclarationRow,
     JointRoundRow,
     NodeRow,
     PartRow,
     RanksWordRow,
-    RunRow,
     VoteRow,
 )
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import RunRow
 from holdfast_service.wings.cluster.membership import now
 from holdfast_service.wings.cluster.round_parts import GOING
 

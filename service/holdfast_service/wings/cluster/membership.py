@@ -22,8 +22,8 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, NoSuchResource, RootBusy
+from holdfast_service.control.database.cluster_schema import DutyRow, HoldRow, NodeRanksRow, NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DutyRow, HoldRow, NodeRanksRow, NodeRow
 from holdfast_service.control.nodes import CAME_BACK, LEASE_S, LEFT, RETURNED_S, Census, ClusterNode
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from holdfast_service.control.database.schema import NodeRanksRow, NodeRow, SpeakerRow
+from holdfast_service.control.database.cluster_schema import NodeRanksRow, NodeRow, SpeakerRow
 from holdfast_service.wings.cluster.membership import Membership, now
 
 LATE_S = 5.0  # a beat that comes so much later than it should is missed

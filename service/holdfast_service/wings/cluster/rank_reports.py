@@ -14,7 +14,7 @@ from sqlalchemy import case, func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from holdfast_formats.staging.joint import RankReport, Topic
-from holdfast_service.control.database.schema import NodeRow, RanksWordRow
+from holdfast_service.control.database.cluster_schema import NodeRow, RanksWordRow
 from holdfast_service.wings.cluster.membership import Membership, now
 from holdfast_service.wings.cluster.notify_listener import CHANNEL, RANKS
 

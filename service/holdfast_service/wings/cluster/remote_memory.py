@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Text, cast, exists, func, literal, or_, select, type_coerce
 from sqlalchemy.dialects.postgresql import JSONB
 
-from holdfast_service.control.database.schema import JointRoundRow, NodeRow, PartRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow, NodeRow, PartRow
 from holdfast_service.wings.cluster.membership import Membership, now
 
 HOLDS = "holds"  # key of a node's row: the saves of which it holds slots, by `held_name`

@@ -19,7 +19,8 @@ from holdfast_formats.errors import RoundAborted
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound, RoundState, Votes
-from holdfast_service.control.database.schema import JointRoundRow, JsonText, NodeRow, PartRow, VoteRow
+from holdfast_service.control.database.cluster_schema import JointRoundRow, NodeRow, PartRow, VoteRow
+from holdfast_service.control.database.columns import JsonText
 from holdfast_service.wings.cluster import handovers
 from holdfast_service.wings.cluster.handovers import Handovers
 from holdfast_service.wings.cluster.membership import Membership, later, now, now_text

@@ -20,8 +20,8 @@ from holdfast_formats.errors import InvalidRequest, RoundAborted
 from holdfast_formats.staging import joined
 from holdfast_formats.staging.joined import JoinedPart
 from holdfast_formats.staging.joint import JointPart, JointRound
+from holdfast_service.control.database.cluster_schema import DeclarationRow, JointRoundRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import DeclarationRow, JointRoundRow
 from holdfast_service.wings.cluster.membership import now
 
 BODY_BYTES_MAX = 2**30  # of a declaration or a part's values, uncompressed

@@ -16,7 +16,9 @@ from sqlalchemy.orm import Session, aliased
 from sqlalchemy.sql.dml import ReturningInsert
 
 from holdfast_formats.errors import RoundAborted, StaleAttempt, StateMismatch, from_problem
-from holdfast_service.control.database.schema import CatalogTable, DeclarationRow, JointRoundRow, PartRow, RunRow
+from holdfast_service.control.database.cluster_schema import DeclarationRow, JointRoundRow, PartRow
+from holdfast_service.control.database.columns import CatalogTable
+from holdfast_service.control.database.schema import RunRow
 from holdfast_service.wings.cluster.membership import Membership, now, now_text
 
 GOING = ("open", "sealed", "committing")

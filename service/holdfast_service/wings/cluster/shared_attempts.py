@@ -38,7 +38,8 @@ from holdfast_service.control.catalog.attempts import (
     read,
 )
 from holdfast_service.control.catalog.catalog import lock_run
-from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow, SpeakerRow
+from holdfast_service.control.database.cluster_schema import SpeakerRow
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster.joint_rounds import JointRounds
 from holdfast_service.wings.cluster.membership import Membership, members

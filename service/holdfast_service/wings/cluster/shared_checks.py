@@ -25,7 +25,7 @@ from holdfast_formats.staging.shared_check import (
     PortionPlan,
     Span,
 )
-from holdfast_service.control.database.schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
+from holdfast_service.control.database.cluster_schema import DutyRow, NodeRow, PortionRow, SharedCheckRow
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.nodes import REPLICA
 from holdfast_service.wings.cluster.membership import Membership, later, now

@@ -17,8 +17,9 @@ from safetensors.numpy import save_file
 from holdfast.rest.api import Api
 from holdfast_formats import naming, timestamps
 from holdfast_formats.rest.operations import NewToken
+from holdfast_service.control.database.cluster_schema import NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import JobRow, NodeRow
+from holdfast_service.control.database.schema import JobRow
 from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import running_postgres, why_not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from holdfast_service.control.database.schema import CatalogTable
+from holdfast_service.control.database.columns import CatalogTable
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=CatalogTable.metadata)
 with context.begin_transaction():

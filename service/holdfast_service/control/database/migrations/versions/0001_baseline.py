@@ -10,8 +10,8 @@ from sqlalchemy import Index
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from holdfast_service.control.database import changes
+from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.migrations import HEAD
-from holdfast_service.control.database.schema import CatalogTable
 
 revision = HEAD
 down_revision = None
