@@ -93,11 +93,16 @@ class Postgres:
         """Empty a database, for the next one who takes one; one that cannot be emptied is dropped."""
         import psycopg
 
-        tables = ", ".join(table.name for table in CatalogTable.metadata.sorted_tables)
+        # TRUNCATE would make the files of all tables again, which takes three times as long.
+        tables = [table.name for table in reversed(CatalogTable.metadata.sorted_tables)]
+        emptied = [f"LOCK TABLE {', '.join(tables)}", *(f"DELETE FROM {table}" for table in tables)]
+        used = "SELECT sequencename FROM pg_sequences WHERE last_value IS NOT NULL"
         try:
-            with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
+            with psycopg.connect(url.replace("+psycopg", "")) as connection:
                 connection.execute("SET lock_timeout = '1s'")
-                connection.execute(f"TRUNCATE {tables} RESTART IDENTITY".encode())
+                connection.execute("; ".join(emptied).encode())
+                for (sequence,) in connection.execute(used).fetchall():
+                    connection.execute(f"ALTER SEQUENCE {sequence} RESTART".encode())
         except psycopg.Error:
             self.drop(url)
         else:

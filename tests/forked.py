@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -248,10 +249,29 @@ def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def _prepare_daemons() -> None:
+    """Do what a daemon does once and keeps for its process: SQLAlchemy's mappers, Alembic's scripts, FastAPI's routes. It is
+    half of its start.
+    """
+    from fastapi.routing import iter_route_contexts
+    from sqlalchemy.orm import configure_mappers
+
+    from holdfast_service.api.app import ROUTERS
+    from holdfast_service.control.database.database import Database
+
+    configure_mappers()
+    for router in ROUTERS:
+        list(iter_route_contexts(router.routes))
+    with tempfile.TemporaryDirectory() as directory:
+        Database.open(f"sqlite:///{directory}/catalog.sqlite").close()
+
+
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[2]))
     for module in IMPORTED[sys.argv[1]]:
         importlib.import_module(module)
+    if sys.argv[1] == "daemon":
+        _prepare_daemons()
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("an import has begun a thread: what is forked now may find a lock that nobody frees")
     gc.freeze()  # what is imported stays shared
