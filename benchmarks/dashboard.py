@@ -95,7 +95,7 @@ def watched(service: Served, seconds: float, *, viewer: bool = True) -> float:
 
     Not counted is the thread that asks and that writes what saves leave in the catalog: neither is the service's.
     """
-    database: Database = service.services.catalog.database
+    database: Database = service.services.control.catalog.database
     names, ended = [f"run-{number:04}" for number in range(SAVING)], time.perf_counter() + seconds
     step = 10**6 * (1 + viewer)
     with httpx.Client(base_url=service.url, trust_env=False) as client:
@@ -108,7 +108,7 @@ def watched(service: Served, seconds: float, *, viewer: bool = True) -> float:
                 session.execute(insert(CheckpointRow), made)
                 session.execute(insert(RoundRow), [{**row, "step": step} for row in _rounds(names) if row["step"] == 100])
             for name in names:
-                service.services.events.add("checkpoint-committed", "as a save does", name, step)
+                service.services.control.events.add("checkpoint-committed", "as a save does", name, step)
             if viewer:
                 client.get("/").raise_for_status()
             time.sleep(LIVE_S)

@@ -18,9 +18,15 @@ from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import RestApi, Services
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
+from holdfast_service.control.insight.round_history import RoundHistory
+from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
+from holdfast_service.control.nodes import ONE_NODE, Nodes
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.job_workers import Workers
+from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.storage import PosixTier
@@ -39,11 +45,11 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def services(root: Path, place: Path | None = None) -> Iterator[Services]:
+def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, lives: Lives = no_lives) -> Iterator[Services]:
     """Services over a root, every committed checkpoint of it in the catalog; jobs may name directories below `place`."""
     tier = PosixTier(root)
     catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-    control = Control(tier, catalog, None)
+    control = Control(tier, catalog, None, nodes)
     control.recovery.recover()
 
     def node() -> bodies.Node:
@@ -53,33 +59,35 @@ def services(root: Path, place: Path | None = None) -> Iterator[Services]:
 
     checker = Checker(tier, control)
     saver = Saver(tier, control, "node-1", checker)
+    arena = Arena(Budget())
+    remote = RemoteRanks(arena, saver, control)
     scrub = Scrub(checker, control, saver, ScrubPlan(None, None))
     repairer = Repairer(tier, control, control.repairs, dict)
     runner = start_jobs("node-1", Workers(tier, catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
+    summaries, history = Summaries(tier, catalog, lives), RoundHistory(catalog.database, "node-1")
     try:
-        made = Services(tier, catalog, str(root), "9.9", node, control.rotation, control.events, root)
-        yield replace(
-            made,
-            runner=runner,
-            trash=control.trash,
-            delete_run=control.trash.delete,
-            undelete_run=control.trash.undelete,
-            rename_run=control.renaming.rename,
-        )
+        yield Services(control, root, "9.9", node, saver, arena, remote, runner, summaries, history, {})
     finally:
         runner.close()
         scrub.close()
+        remote.close()
         saver.close()
         control.close()
         catalog.close()
 
 
 @contextmanager
-def served(directory: Path, place: Path | None = None, **changes: object) -> Iterator[Served]:
+def served(
+    directory: Path,
+    place: Path | None = None,
+    nodes: Nodes = ONE_NODE,
+    lives: Lives = no_lives,
+    **changes: object,
+) -> Iterator[Served]:
     """The API over a root directory, on a free port of the loopback; `changes` replace parts of its `Services`."""
     # The protocol is named so that asyncio recognises TCP and sends small answers at once (TCP_NODELAY).
     with (
-        services(directory, place) as made,
+        services(directory, place, nodes, lives) as made,
         socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener,
     ):
         listener.bind(("127.0.0.1", 0))
@@ -93,6 +101,6 @@ def served(directory: Path, place: Path | None = None, **changes: object) -> Ite
             yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", directory, made, app)
         finally:
             server.should_exit = True
-            made.events.hang_up()
+            made.control.events.hang_up()
             thread.join(timeout=20)
             made.audit.close()

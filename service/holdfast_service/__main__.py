@@ -179,7 +179,7 @@ def _serve(config: Config, serving: Served, stop: threading.Event) -> None:
         notify_ready()
         gc_tuning.settle()
         while not stop.wait(IDLE_CHECK_S):
-            if daemon.busy or (services.runner is not None and services.runner.busy):
+            if daemon.busy or services.runner.busy:
                 activity.touch()
             if config.exit_when_idle is None:
                 continue
@@ -219,9 +219,8 @@ def _http(listener: socket.socket, serving: Served, activity: Activity, stop: th
         yield
     finally:
         server.should_exit = True
-        services.events.hang_up()  # wakes up requests that wait for an event, as well as
-        if services.remote is not None:
-            services.remote.close()  # requests that wait for an outcome, which would delay the server's end
+        services.control.events.hang_up()  # wakes up requests that wait for an event, as well as
+        services.remote.close()  # requests that wait for an outcome, which would delay the server's end
         thread.join(timeout=10)
         services.audit.close()
 

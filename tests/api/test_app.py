@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("root")
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
     with served(root) as running:
-        running.services.catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:00Z")
+        running.services.control.catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:00Z")
         yield running
 
 
@@ -193,7 +193,7 @@ def test_remove(tmp_path: Path) -> None:
         assert http.delete(f"{TINY}/checkpoints/5").status_code == 204
         assert http.get(f"{TINY}/checkpoints/5").status_code == 404
         assert not (tmp_path / naming.checkpoint_path("tiny", 5)).exists()
-        run_files.write_run_file(running.services.tier, "tiny", run_files.RunFile(pins=(10,)))
+        run_files.write_run_file(running.services.control.tier, "tiny", run_files.RunFile(pins=(10,)))
         refused = http.delete(f"{TINY}/checkpoints/10")
         assert (refused.status_code, refused.json()["code"]) == (409, "pinned")
         assert http.delete(f"{TINY}/checkpoints/5").json()["code"] == "no-such-checkpoint"

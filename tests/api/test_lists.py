@@ -28,7 +28,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
     build_root(tmp_path, {"tiny": (5, 10, 15, 20), "tall": (1,)})
     with served(tmp_path) as running:
         facts = {5: {"damage": {"code": "x"}}, 10: {"healthy": False, "verified": True}, 15: {"verified": True}}
-        with running.services.catalog.database.write() as session:
+        with running.services.control.catalog.database.write() as session:
             for step, known in facts.items():
                 session.execute(update(CheckpointRow).where(CheckpointRow.step == step).values(**known))
         yield running
@@ -82,7 +82,7 @@ def test_a_damaged_run_file_hides_no_checkpoint(api: Api, service: Served) -> No
 def test_rounds_by_step_and_time(api: Api, service: Served) -> None:
     """Rounds take the same bounds."""
     for step in (1, 2, 3):
-        service.services.catalog.note_round("tiny", step, 1, 1, f"2030-01-0{step}T00:00:00.000Z")
+        service.services.control.catalog.note_round("tiny", step, 1, 1, f"2030-01-0{step}T00:00:00.000Z")
     assert [made.step for made in api.rounds("tiny", wanted=Filter(step_min=2))] == [3, 2]
     assert [made.step for made in api.rounds(wanted=Filter(since="2030-01-02", step_max=2))] == [2]
     assert [made.step for made in api.rounds(state="committed", wanted=Filter(since="2030-01-02"))] == []

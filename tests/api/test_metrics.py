@@ -120,7 +120,7 @@ def test_number_of_series_is_bounded(tmp_path: Path) -> None:
     """Runs beyond the newest ones have no series of their own, nor have methods and routes without end."""
     build_root(tmp_path, {"tiny": (1,)})
     with served(tmp_path) as running_service:
-        catalog = running_service.services.catalog
+        catalog = running_service.services.control.catalog
         for n in range(RUNS_MAX + 5):
             catalog.note_round(f"run-{n}", 1, 1, 1, "2026-01-02T00:00:00Z")
         families = scrape(running_service.url)

@@ -73,7 +73,7 @@ def test_what_cannot_be_compared_is_refused_before_it_is_a_job(service: Served) 
 
 def test_the_catalog_is_made_anew_as_a_job(service: Served) -> None:
     """What the catalog had forgotten is listed again."""
-    service.services.catalog.forget_checkpoint("tiny", 5)
+    service.services.control.catalog.forget_checkpoint("tiny", 5)
     with Api(service.url) as api:
         job = api.submit_job(RebuildJob())
         made = api.wait_job(job.id)

@@ -76,7 +76,7 @@ def test_ls_runs(place: list[str]) -> None:
 
 def test_ls_chooses_among_checkpoints(service: Served) -> None:
     """By label, state and time, from a service."""
-    mark_verified(service.services.catalog, "tiny", 5)
+    mark_verified(service.services.control.catalog, "tiny", 5)
     with Api(service.url) as api:
         api.request("PUT", "/v1/runs/tiny/checkpoints/10/labels/good")
         api.request("PUT", "/v1/runs/tiny/checkpoints/10/pin")
@@ -187,9 +187,9 @@ def test_verify_says_what_was_repaired(service: Served) -> None:
     url = ["--url", service.url]
     detail = {"file": "model.safetensors", "source": "replica nas"}
     text = "model.safetensors of step 5 was repaired from replica nas"
-    service.services.events.add("checkpoint-repaired", text, "tiny", 5, "warning", **detail)
-    service.services.events.add("checkpoint-repaired", "another one", "tiny", 10, "warning", **detail)
-    service.services.events.add("checkpoint-repaired", "its copy", "tiny", 5, "warning", replica="nas", **detail)
+    service.services.control.events.add("checkpoint-repaired", text, "tiny", 5, "warning", **detail)
+    service.services.control.events.add("checkpoint-repaired", "another one", "tiny", 10, "warning", **detail)
+    service.services.control.events.add("checkpoint-repaired", "its copy", "tiny", 5, "warning", replica="nas", **detail)
     result = call("verify", "tiny@5", *url)
     assert "repaired" in result.stdout and text in result.stdout and "intact" not in result.stdout
     assert "another" not in result.stdout and "its copy" not in result.stdout

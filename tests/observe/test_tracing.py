@@ -131,7 +131,7 @@ def test_requests_and_restores(tmp_path: Path, exported: InMemorySpanExporter) -
     with served(tmp_path) as service:
         path = f"{service.url}/v1/runs/tiny/checkpoints/5"
         httpx.get(path, headers={"traceparent": caller}, trust_env=False).raise_for_status()
-    control = Control(PosixTier(tmp_path), service.services.catalog, None)
+    control = Control(PosixTier(tmp_path), service.services.control.catalog, None)
     assert control.restores.choose("tiny", 1, 0, None, ()) == 5
     control.close()
     found = spans(exported)

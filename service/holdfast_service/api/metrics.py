@@ -38,7 +38,7 @@ class Collected(Collector):
 
     def __init__(self, services: Services, wings: Collection[RunningWing], requests: Requests) -> None:
         self._services, self._wings, self._requests = services, wings, requests
-        self._gauges = Gauges(services.catalog, services.summaries)
+        self._gauges = Gauges(services.control.catalog, services.summaries)
 
     def collect(self) -> Iterator[Metric]:
         whole = sees_all()
@@ -65,13 +65,17 @@ class Collected(Collector):
         return {**known, **self._held()}
 
     def _held(self) -> Samples:
-        held = [((run,), size) for run, size in self._services.held().items() if visible(run)]
+        held = [((run,), size) for run, size in self._services.arena.holders.items() if visible(run)]
         return {"holdfast_run_arena_bytes": list(held[:RUNS_MAX])}
 
     def _samples(self) -> Samples:
-        node, record_queue, beaten_s = self._services.node(), self._services.record_queue, self._services.nodes.beaten_s()
+        node, record_queue, beaten_s = (
+            self._services.node(),
+            self._services.control.record_queue,
+            self._services.control.nodes.beaten_s(),
+        )
         try:
-            gauges = self._told() if record_queue is None else record_queue.query(self._told, TOLD_S)
+            gauges = record_queue.query(self._told, TOLD_S)
         except CatalogUnavailable as away:
             log.info("metrics from the catalog are not available: %s", away.detail)
             gauges = {}
@@ -79,17 +83,17 @@ class Collected(Collector):
             **gauges,
             "holdfast_heartbeat_age_seconds": [] if beaten_s is None else [((), beaten_s)],
             "holdfast_catalog_up": [((), 1 if gauges else 0)],
-            "holdfast_catalog_waiting": [((), 0 if record_queue is None else record_queue.pending)],
+            "holdfast_catalog_waiting": [((), record_queue.pending)],
             "holdfast_info": [((node.name, node.version), 1)],
-            "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
+            "holdfast_checkpoints_removed": [((why,), self._services.control.rotation.removed[why]) for why in WHY_REMOVED],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
             "holdfast_saves_sealed": [((), node.sealed)],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
-            "holdfast_trash_bytes": [] if self._services.trash is None else [((), self._services.trash.seen().bytes)],
+            "holdfast_trash_bytes": [((), self._services.control.trash.seen().bytes)],
             "holdfast_audit_lost": [((), self._services.audit.lost)],
-            "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
-            "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
+            "holdfast_storage_free_bytes": [((), self._services.control.tier.free_bytes())],
+            "holdfast_events": [((kind,), self._services.control.events.counts[kind]) for kind in EVENTS],
             **self._arena(),
             **self._held(),
             **self._http(),
@@ -99,7 +103,7 @@ class Collected(Collector):
 
     def _told(self) -> Samples:
         """Metrics from the catalog."""
-        counts = self._services.catalog.round_counts()
+        counts = self._services.control.catalog.round_counts()
         open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
         return {
             "holdfast_rounds": [((state,), counts.get(state, 0)) for state in ENDED],
@@ -112,7 +116,7 @@ class Collected(Collector):
 
     def _nodes(self) -> Samples:
         """The nodes of the cluster; a daemon without one is the only node."""
-        census = self._services.nodes.census()
+        census = self._services.control.nodes.census()
         return {
             "holdfast_nodes": [((state,), census.states.get(state, 0)) for state in get_args(bodies.NodeState)],
             "holdfast_node_lost": [((name,), 1) for name in census.lost],
@@ -123,13 +127,10 @@ class Collected(Collector):
 
     def _failures(self) -> dict[str, int]:
         """Failures for lack of resources, including zeros, so that alerts can be set up before the first one."""
-        return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.catalog.failure_counts()
+        return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.control.catalog.failure_counts()
 
     def _saves(self) -> Samples:
-        history = self._services.history
-        if history is None:
-            return {"holdfast_save_seconds": [], "holdfast_saved_bytes": []}
-        phases, size = history.counted()
+        phases, size = self._services.history.counted()
         return {
             "holdfast_save_seconds": [((phase,), phases[phase]) for phase in PHASES],
             "holdfast_saved_bytes": [((), size)],
@@ -140,10 +141,10 @@ class Collected(Collector):
         return {} if commands is None else commands.counts
 
     def _arena(self) -> Samples:
-        bytes_max, slots = self._services.slots()
+        arena = self._services.arena
         return {
-            "holdfast_arena_bytes_max": [((), bytes_max)],
-            "holdfast_arena_slots": [((state,), count) for state, count in slots.items()],
+            "holdfast_arena_bytes_max": [((), arena.bytes_max)],
+            "holdfast_arena_slots": [((state,), count) for state, count in arena.slots.items()],
         }
 
     def _http(self) -> Samples:

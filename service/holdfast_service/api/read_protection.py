@@ -37,7 +37,7 @@ class HeldWhileSending:
             finally:
                 _held.reset(before)
                 if held.damage is not None and held.opened is not None:
-                    scope["app"].state.services.suspect(*held.opened, held.damage)
+                    scope["app"].state.services.saver.checks.suspect(*held.opened, held.damage)
 
 
 def hold(readers: Readers, run: str, step: int) -> None:

@@ -35,6 +35,7 @@ from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
 from holdfast_service.control.insight.facts import RunActivity
+from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.daemon.arena.arena import Arena
@@ -56,7 +57,6 @@ from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.other_nodes import OtherNodes
-from holdfast_service.daemon.saving.run_deletion import delete_run, rename_run, undelete_run
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
@@ -104,7 +104,6 @@ class NodeParts(NamedTuple):
     arena: Arena
     remote: RemoteRanks
     runner: JobRunner
-    arena_bytes_max: int
     url: str | None  # of its API
     others: OtherNodes
     on_event: EventCommands | None
@@ -202,7 +201,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
     copies = replication.replicators
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, url, others, on_event, copies, keeper.place)
+    return NodeParts(daemon, saver, arena, remote, runner, url, others, on_event, copies, keeper.place)
 
 
 def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
@@ -275,33 +274,20 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         return control.lives.by_run(runs, saver.lives())
 
     return Services(
-        tier=control.tier,
-        catalog=control.catalog,
-        record_queue=control.record_queue,
-        root=str(root.path),
-        version=__version__,
-        node=about,
-        rotation=control.rotation,
-        events=control.events,
-        files_root=root.path,
-        remote=node.remote,
-        suspect=saver.checks.suspect,
-        runner=node.runner,
-        lives=lives,
-        trash=control.trash,
-        delete_run=partial(delete_run, control.trash, saver, node.arena),
-        undelete_run=partial(undelete_run, control.trash, saver, node.arena),
-        rename_run=partial(rename_run, control.renaming, saver, node.arena),
+        control,
+        root.path,
+        __version__,
+        about,
+        saver,
+        node.arena,
+        node.remote,
+        node.runner,
+        Summaries(control.tier, control.catalog, lives),
+        watch(config, control.catalog.database, stack),
+        replicas={name: one.retry for name, one in node.replicators.items()},
+        event_commands=node.on_event,
         access=access,
         audit_days=config.audit_days,
-        replicas={name: one.retry for name, one in node.replicators.items()},
-        history=watch(config, control.catalog.database, stack),
-        slots=lambda: (node.arena_bytes_max, node.arena.slots),
-        held=lambda: node.arena.holders,
-        checking=partial(_checking, saver),
-        nodes=control.nodes,
-        ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
-        event_commands=node.on_event,
     )
 
 
@@ -310,12 +296,6 @@ def start_wings(config: Config, services: Services, stack: ExitStack) -> dict[st
     if config.notify is not None or config.watch:
         require("notify", "--notify or --watch")
     return {one.name: one.start(config, services, stack) for one in installed() if one.start is not None}
-
-
-def _checking(saver: Saver, run: str, step: int) -> bodies.Checking | None:
-    """The progress of a check that several nodes share; None if there is none."""
-    progress = saver.spread.progress(run, step)
-    return None if progress is None else bodies.Checking(done_bytes=progress.done, total_bytes=progress.total)
 
 
 def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, claims: ScrubClaims | None) -> Scrub:

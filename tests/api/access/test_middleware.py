@@ -203,8 +203,8 @@ def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> 
 
 def test_metrics_of_some_runs(closed: Guarded) -> None:
     """A token for some runs is told of each of these, and nothing that is counted of all together."""
-    closed.running.services.catalog.note_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
-    closed.running.services.catalog.note_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.control.catalog.note_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.control.catalog.note_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
     every, some = (closed.ask("GET", "/metrics", closed.token("admin", runs)).text for runs in ("*", "team-*"))
     lines = [line for line in some.splitlines() if line and not line.startswith("#")]
     assert lines and all('run="team-' in line for line in lines)
@@ -227,7 +227,7 @@ def test_what_is_wrong_is_not_told_to_anybody(closed: Guarded, monkeypatch: pyte
     def fails() -> None:
         raise StorageFailed("/secret/place cannot be read")
 
-    monkeypatch.setattr(closed.running.services.catalog, "round_counts", fails)
+    monkeypatch.setattr(closed.running.services.control.catalog, "round_counts", fails)
     answer = closed.ask("GET", "/readyz")
     assert code(answer) == (503, "storage-failed") and "secret" not in answer.text
     assert "secret" in closed.ask("GET", "/readyz", closed.token()).text
@@ -441,11 +441,10 @@ def test_what_lasts_ends_with_its_token(
     caplog.set_level(logging.INFO, "uvicorn.error")
     services = closed.running.services
     token = closed.token("admin", **({"expires_s": 5} if how == "expired" else {}))
-    assert services.runner is not None
-    with services.catalog.database.write() as session:
+    with services.control.catalog.database.write() as session:
         job = JobRow(kind="verify", key=what + how, state="running", run="team-a", step=5, request={"kind": "verify"})
         job.cancel, job.done_bytes, job.total_bytes, job.node, job.tries = False, 0, 0, "another", 1
-        job.created = job.seen = services.events.now()
+        job.created = job.seen = services.control.events.now()
         session.add(job)
         session.flush()
         number = str(job.id)
@@ -488,7 +487,7 @@ def test_streams_of_a_browser_that_keeps_a_token_end_when_it_signs_out(tmp_path:
             assert closed.ask("POST", "/logout", headers=there).status_code == 303
             with pytest.raises(httpx.RemoteProtocolError):
                 tab.read()
-            closed.running.services.events.add("token-changed", "still here", "team-a")
+            closed.running.services.control.events.add("token-changed", "still here", "team-a")
             assert any("still here" in line for line in program.iter_lines())
             with client.stream("GET", url, headers={**head, **there}) as again:
                 assert again.status_code == 200
@@ -513,13 +512,13 @@ def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
             assert closed.ask("POST", "/logout", headers=there).status_code == 303
             with pytest.raises(httpx.RemoteProtocolError):  # cut: it never looks complete
                 first.read()
-            closed.running.services.events.add("token-changed", "still here", "team-a")
+            closed.running.services.control.events.add("token-changed", "still here", "team-a")
             assert any("still here" in line for line in second.iter_lines())
 
 
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     """Each one counts, one a minute and peer is logged and becomes an event, and none of it has the token."""
-    refusals, events = closed.running.services.refusals, closed.running.services.events
+    refusals, events = closed.running.services.refusals, closed.running.services.control.events
     refusals._throttle.reset()
     before, newest = refusals.counts["unauthenticated"], events.bounds()[1]
     other = "hf_" + "s3cret" * 8
@@ -540,9 +539,9 @@ def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: py
     from holdfast_formats.errors import Unauthenticated
     from holdfast_service.api.access import refusals as module
 
-    refusals = module.Refusals(ajar.running.services.events)
-    newest = ajar.running.services.events.bounds()[1]
+    refusals = module.Refusals(ajar.running.services.control.events)
+    newest = ajar.running.services.control.events.bounds()[1]
     for number in range(2 * module.KEYS_MAX):
         refusals.add(f"10.0.{number // 256}.{number % 256}", "GET", "/" * 10_000, Unauthenticated("no"))
     assert len(refusals._throttle) == module.KEYS_MAX
-    assert len(ajar.running.services.events.after(newest, 999)) == module.REPORTS_A_MINUTE_MAX
+    assert len(ajar.running.services.control.events.after(newest, 999)) == module.REPORTS_A_MINUTE_MAX

@@ -72,7 +72,7 @@ def take(frames: Iterator[dict[str, Any]], count: int) -> list[tuple[int, str]]:
 
 def add(service: Served, count: int, run: str | None = "a", kind: str = "mark-changed") -> None:
     for _ in range(count):
-        service.services.events.add(kind, "it was changed", run, 1)
+        service.services.control.events.add(kind, "it was changed", run, 1)
 
 
 def test_a_stream_tells_what_happens_from_now_on(service: Served) -> None:
@@ -83,7 +83,7 @@ def test_a_stream_tells_what_happens_from_now_on(service: Served) -> None:
         add(service, 2, "b")
         first, second = next(frames), next(frames)
     assert (first["id"], first["event"], second["id"]) == ("4", "mark-changed", "5")
-    assert Event.model_validate(first["data"]) == service.services.events.after(3, 1)[0]
+    assert Event.model_validate(first["data"]) == service.services.control.events.after(3, 1)[0]
 
 
 def test_a_stream_goes_on_where_it_was_left(service: Served) -> None:
@@ -138,7 +138,7 @@ def test_a_flood_of_others_repeats_nothing(service: Served, monkeypatch: pytest.
     add(service, 3, "quiet")
     add(service, 20, "loud")
     add(service, 1, "quiet")
-    kept = [event.id for event in service.services.events.after(0, 100)]
+    kept = [event.id for event in service.services.control.events.after(0, 100)]
     assert kept[:3] == [1, 2, 3] and kept[-1] == 24 and len(kept) < 11
     with stream(service, last=2) as frames:
         next(frames)
@@ -149,7 +149,7 @@ def test_a_flood_of_others_repeats_nothing(service: Served, monkeypatch: pytest.
         next(frames)
         assert next(frames)["event"] == "gap"
         assert [number for number, _ in take(frames, len(kept) - 4)] == kept[3:-1]
-    events = module.EventStreams(service.services.events)
+    events = module.EventStreams(service.services.control.events)
     frames, position, more = events._read(module.WantedEvents(None, None, "policy-changed"), 5)
     assert frames.count("event: gap") == 1 and not more
     assert events._read(module.WantedEvents(None, None, "policy-changed"), position)[0] == "", "told once"
@@ -168,7 +168,7 @@ def test_events_of_others_are_no_gap(service: Served, monkeypatch: pytest.Monkey
     """Neither those that are kept, nor those that are not: who may see some runs hears of a gap in their events alone."""
     monkeypatch.setattr(ring, "EVENTS_MAX", 4)
     monkeypatch.setattr(ring, "TRIM_EVERY", 2)
-    events = service.services.events
+    events = service.services.control.events
 
     def told(position: int, pattern: str, run: str | None = None) -> tuple[bool, list[int]]:
         with limited_to(pattern):
@@ -202,7 +202,7 @@ def test_heartbeats(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_nodes_events_are_found(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells of them: the catalog is asked now and then."""
     monkeypatch.setattr(event_wait, "ASK_EVERY_S", 0.05)
-    other = ring.Events(service.services.catalog.database, "node-2", lambda: "2030-01-01T00:00:00.000Z")
+    other = ring.Events(service.services.control.catalog.database, "node-2", lambda: "2030-01-01T00:00:00.000Z")
     with stream(service) as frames:
         next(frames)
         other.add("daemon-started", "another one serves")
@@ -227,7 +227,7 @@ def test_many_streams_at_once_take_no_threads(service: Served) -> None:
 def test_there_are_only_so_many_streams(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """One too many is refused by name; when one ends, there is room again."""
     monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 0.05)
-    service.app.state.event_streams = module.EventStreams(service.services.events, 1)
+    service.app.state.event_streams = module.EventStreams(service.services.control.events, 1)
     with stream(service) as frames:
         next(frames)
         refused = httpx.get(f"{service.url}/v1/events", headers=STREAM, trust_env=False)
@@ -241,7 +241,7 @@ def test_one_reader_leaves_streams_for_others(tmp_path: Path, monkeypatch: pytes
     """However many a token opens, another one finds some, and where readers have all that they may, an admin does."""
     monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 0.05)
     with guarded(tmp_path, Policy(tokens=True)) as guard, ExitStack() as held:
-        guard.running.app.state.event_streams = module.EventStreams(guard.running.services.events, 8)
+        guard.running.app.state.event_streams = module.EventStreams(guard.running.services.control.events, 8)
         client = held.enter_context(httpx.Client(base_url=guard.running.url, trust_env=False, timeout=30))
 
         def opened(token: str) -> int:
@@ -263,7 +263,7 @@ def test_streams_end_when_the_service_does(tmp_path: Path) -> None:
         with client.stream("GET", "/v1/events", headers=STREAM) as answer:
             frames = _frames(answer.iter_lines())
             next(frames)
-            running.services.events.hang_up()
+            running.services.control.events.hang_up()
             assert list(frames) == []
     client.close()
 

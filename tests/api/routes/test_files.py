@@ -20,12 +20,11 @@ from tests.serving import Served, served
 STEP = "/v1/runs/tiny/checkpoints/5"
 
 
-@pytest.fixture(params=["posix", "tier"])
-def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A service over one checkpoint, reading files directly and through its tier."""
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Served]:
+    """A service over one checkpoint."""
     build_root(tmp_path, {"tiny": (5,)})
-    changes = {} if request.param == "posix" else {"files_root": None}
-    with served(tmp_path, **changes) as running:
+    with served(tmp_path) as running:
         yield running
 
 

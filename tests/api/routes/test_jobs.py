@@ -48,7 +48,6 @@ def hold_up(service: Served) -> None:
             progress.report(1, 2)
             time.sleep(0.005)
 
-    assert service.services.runner is not None
     service.services.runner.register("export", handler)
 
 
@@ -64,7 +63,7 @@ def test_a_checkpoint_is_verified(http: httpx.Client, service: Served) -> None:
         name: checkpoint[name] for name in ("bytes", "files", "tensors")
     }
     assert job["done_bytes"] == job["total_bytes"] == checkpoint["bytes"] and job["result"]["seconds"] > 0
-    kinds = [event.kind for event in service.services.events.after(0, 10, run="tiny")]
+    kinds = [event.kind for event in service.services.control.events.after(0, 10, run="tiny")]
     assert kinds[0] == "checkpoint-verified"
 
 
@@ -160,11 +159,3 @@ def test_unknown_jobs(http: httpx.Client) -> None:
     assert http.delete("/v1/jobs/7").status_code == 404
     assert http.get(f"/v1/jobs/{2**70}").status_code == 400
     assert http.get("/v1/jobs/seven").status_code == 400
-
-
-def test_a_service_without_a_runner(tmp_path: Path) -> None:
-    """It says so."""
-    build_root(tmp_path, {})
-    with served(tmp_path, runner=None) as running:
-        answer = httpx.get(f"{running.url}/v1/jobs", trust_env=False)
-    assert (answer.status_code, answer.json()["code"]) == (404, "no-such-resource")

@@ -50,6 +50,6 @@ def test_whoever_is_refused_has_changed_nothing(tmp_path: Path, monkeypatch: pyt
             yield
 
         with monkeypatch.context() as patch:
-            patch.setattr(services.catalog.database, "read", away)
+            patch.setattr(services.control.catalog.database, "read", away)
             assert code(guard.ask("PUT", "/v1/quotas/team-*", admin, json={"quota_bytes": 8}))[0] == 503
         assert services.team_quotas.all() == {"team-*": 7}

@@ -32,7 +32,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
     build_root(tmp_path, {"tiny": (5, 10, 15, 20)})
     with served(tmp_path) as running:
         for step in (5, 10, 15):
-            mark_verified(running.services.catalog, "tiny", step)
+            mark_verified(running.services.control.catalog, "tiny", step)
         yield running
 
 
@@ -47,7 +47,7 @@ def steps(http: httpx.Client) -> list[int]:
 
 
 def make_unhealthy(service: Served, *wanted: int) -> None:
-    with service.services.catalog.database.write() as session:
+    with service.services.control.catalog.database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step.in_(wanted)).values(healthy=False))
 
 
@@ -70,7 +70,7 @@ def test_a_policy_is_changed_with_if_match(service: Served, http: httpx.Client) 
     )
     assert http.get(POLICY).json()["last"] == 2
     assert http.get(POLICY).headers["etag"] == changed.headers["etag"]
-    assert service.services.rotation.wait_until_applied()
+    assert service.services.control.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10]
 
 
@@ -92,7 +92,7 @@ def test_previews_change_nothing(service: Served, http: httpx.Client) -> None:
     assert seen["bytes_removed"] > 0
     stale = http.put(POLICY, params={"dry_run": "true"}, json={"last": 1}, headers={"If-Match": '"old"'})
     assert stale.status_code == 412
-    assert service.services.rotation.wait_until_applied()
+    assert service.services.control.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10, 5]
     assert all(v["keep"] for v in http.get(f"{TINY}/retention").json()["verdicts"])
     for path in ("/v1/runs/nope/policy", "/v1/runs/nope/retention"):
@@ -149,20 +149,20 @@ def test_the_newest_healthy_is_removed_only_by_name(service: Served, http: httpx
 def test_who_reads_over_http_holds(service: Served, http: httpx.Client) -> None:
     """While a file is sent, and a while after it, its checkpoint is not removed; looking at its entry holds nothing."""
     assert http.get(f"{TINY}/checkpoints/5").status_code == 200
-    assert service.services.rotation.readers.held("tiny") == {}
+    assert service.services.control.rotation.readers.held("tiny") == {}
     assert http.get(f"{TINY}/checkpoints/15/shard").status_code == 200
-    assert set(service.services.rotation.readers.held("tiny")) == {15}
+    assert set(service.services.control.rotation.readers.held("tiny")) == {15}
     name = http.get(f"{TINY}/checkpoints/10/files").json()["items"][-1]["name"]
     assert http.get(f"{TINY}/checkpoints/10/files/{name}", headers={"Range": "bytes=0-3"}).status_code == 206
-    assert set(service.services.rotation.readers.held("tiny")) == {10, 15}
+    assert set(service.services.control.rotation.readers.held("tiny")) == {10, 15}
     refused = http.delete(f"{TINY}/checkpoints/10")
     assert (refused.status_code, refused.json()["code"]) == (409, "in-use")
     assert 0 < refused.json()["seconds"] <= 60
     http.put(POLICY, json={"last": 1}, headers={"If-Match": "*"})
-    assert service.services.rotation.wait_until_applied()
+    assert service.services.control.rotation.wait_until_applied()
     assert steps(http) == [20, 15, 10]
-    service.services.rotation.readers.release("tiny", 10, "HTTP")
-    assert service.services.rotation.wait_until_applied()
+    service.services.control.rotation.readers.release("tiny", 10, "HTTP")
+    assert service.services.control.rotation.wait_until_applied()
     assert steps(http) == [20, 15]
 
 
@@ -170,8 +170,8 @@ def test_a_slow_download_is_not_cut_off(service: Served) -> None:
     """A reader that takes its time gets every byte though the policy would have let the checkpoint go meanwhile."""
     large = {"model": {"w": np.arange(LARGE_BYTES, dtype=np.uint8)}}  # more than the sockets between the two hold
     wanted = build(service.root / naming.checkpoint_path("tiny", 1), large, step=1, aliases={}).path / "model.safetensors"
-    rotation = service.services.rotation
-    roots.reconcile(PosixStore(service.services.tier), service.services.catalog)
+    rotation = service.services.control.rotation
+    roots.reconcile(PosixStore(service.services.control.tier), service.services.control.catalog)
     with httpx.stream("GET", f"{service.url}{TINY}/checkpoints/1/files/model.safetensors", trust_env=False) as answer:
         assert rotation.readers.held("tiny")[1] > LINGER_S
         httpx.put(f"{service.url}{POLICY}", json={"last": 1}, headers={"If-Match": "*"}, trust_env=False).raise_for_status()
@@ -188,7 +188,7 @@ def test_a_slow_download_is_not_cut_off(service: Served) -> None:
 
 def test_what_is_being_removed_is_not_there(service: Served, http: httpx.Client) -> None:
     """Who asks for a file of a checkpoint that is on its way out is told that there is none."""
-    with service.services.rotation.readers.removing("tiny", 5) as free:
+    with service.services.control.rotation.readers.removing("tiny", 5) as free:
         assert free
         got = http.get(f"{TINY}/checkpoints/5/manifest")
     assert (got.status_code, got.json()["code"]) == (404, "no-such-checkpoint")
@@ -196,7 +196,7 @@ def test_what_is_being_removed_is_not_there(service: Served, http: httpx.Client)
 
 def test_metrics_count_removals_and_refusals(service: Served, http: httpx.Client) -> None:
     """Refusals for want of room are there before the first one; what was removed is counted by why."""
-    catalog = service.services.catalog
+    catalog = service.services.control.catalog
     catalog.end_round(catalog.note_round("tiny", 30, 1, 1, "now")[0], "aborted", "now", "quota-exceeded", "no room")
     http.delete(f"{TINY}/checkpoints/5")
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}

@@ -43,13 +43,13 @@ def add(services: Services, control: Control, step: int) -> None:
     directory = naming.checkpoint_path(RUN, step)
     made = build(Path(services.root) / directory, arrays(step), run=RUN, step=step).manifest
     described = bodies.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
-    services.catalog.record_checkpoint(described)
-    examined = Examination(services.tier, control.health.before(RUN, step))
-    verify(services.tier, directory, passed=examined.passed)
+    services.control.catalog.record_checkpoint(described)
+    examined = Examination(services.control.tier, control.health.before(RUN, step))
+    verify(services.control.tier, directory, passed=examined.passed)
     found = examined.result(made)
     assert found is not None
     control.health.take(made, found)
-    mark_verified(services.catalog, RUN, step)
+    mark_verified(services.control.catalog, RUN, step)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     build(root / naming.checkpoint_path("other", 1), run="other", step=1)
     with served(root) as running:
         services = running.services
-        control = Control(services.tier, services.catalog, None)
+        control = Control(services.control.tier, services.control.catalog, None)
         for step in LOSSES:
             add(services, control, step)
         control.close()
@@ -169,7 +169,7 @@ def test_names_of_checkpoints(api: Api) -> None:
 
 def test_damaged_statistics(api: Api, service: Served) -> None:
     """A named error of this route, and of no other; nor do those of another checkpoint pass for this one's."""
-    database = service.services.catalog.database
+    database = service.services.control.catalog.database
     with database.read() as session:
         sound = session.get_one(StatisticsRow, (RUN, 5)).data
     try:

@@ -42,7 +42,6 @@ def hold_up(service: Served) -> None:
             progress.report(1, 2)
             time.sleep(0.005)
 
-    assert service.services.runner is not None
     service.services.runner.register("export", handler)
 
 
@@ -112,8 +111,8 @@ def test_errors_end_with_their_status(service: Served, arguments: list[object], 
 def test_watch_shows_events(service: Served) -> None:
     """From the oldest on with --after 0; with --json one object a line; of one run or kind."""
     for step in range(3):
-        service.services.events.add("checkpoint-committed", f"step {step} is committed", "a", step)
-    service.services.events.add("save-aborted", "it went wrong", "b", 1, "warning")
+        service.services.control.events.add("checkpoint-committed", f"step {step} is committed", "a", step)
+    service.services.control.events.add("save-aborted", "it went wrong", "b", 1, "warning")
     shown = call("watch", "--after", 0, "-n", 4)
     assert shown.exit_code == 0
     assert "step 2 is committed" in shown.output and "save-aborted" in shown.output
@@ -128,7 +127,7 @@ def test_watch_says_what_is_forgotten(service: Served, monkeypatch: pytest.Monke
     monkeypatch.setattr(events, "EVENTS_MAX", 2)
     monkeypatch.setattr(events, "TRIM_EVERY", 2)
     for step in range(6):
-        service.services.events.add("checkpoint-committed", "it is", "a", step)
+        service.services.control.events.add("checkpoint-committed", "it is", "a", step)
     lines = call("watch", "--after", 1, "-n", 1, "--json").output.splitlines()
     assert [json.loads(line).get("gap") for line in lines] == [{"asked": 1, "oldest": 5}, None]
     assert "no longer stored; continuing with 5" in call("watch", "--after", 1, "-n", 1).output

@@ -29,7 +29,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
     build_root(tmp_path, {"tiny": (5, 10, 15)})
     with served(tmp_path) as running:
         for step in (5, 10, 15):
-            mark_verified(running.services.catalog, "tiny", step)
+            mark_verified(running.services.control.catalog, "tiny", step)
         monkeypatch.setenv("HOLDFAST_URL", running.url)
         monkeypatch.setenv("COLUMNS", "250")
         yield running
@@ -44,8 +44,8 @@ def call_json(*arguments: object) -> Any:
 
 
 def steps(service: Served) -> list[int]:
-    assert service.services.rotation.wait_until_applied()
-    return [made.step for made in service.services.catalog.checkpoints("tiny", None, 10).items]
+    assert service.services.control.rotation.wait_until_applied()
+    return [made.step for made in service.services.control.catalog.checkpoints("tiny", None, 10).items]
 
 
 def test_keep_shows_what_holds(service: Served) -> None:
@@ -171,7 +171,7 @@ def test_rm_the_newest_verified(service: Served) -> None:
 
 def test_rm_the_newest_healthy(service: Served) -> None:
     """Where what is newer is unhealthy, it has to be forced by its own name."""
-    with service.services.catalog.database.write() as session:
+    with service.services.control.catalog.database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step == 15).values(healthy=False))
     refused = call("rm", "tiny@10", "--yes", "--force", "newest-verified")
     assert (refused.exit_code, "--force newest-healthy" in refused.stderr) == (4, True)
@@ -182,7 +182,7 @@ def test_rm_the_newest_healthy(service: Served) -> None:
 
 def test_what_was_checked_is_said(service: Served, tmp_path: Path) -> None:
     """`show` and `ls` say which checkpoints nobody has read back, what was found of the others, and whom to ask."""
-    with service.services.catalog.database.write() as session:
+    with service.services.control.catalog.database.write() as session:
         of = update(CheckpointRow).where(CheckpointRow.run == "tiny")
         session.execute(of.where(CheckpointRow.step == 5).values(verified=False))
         session.execute(

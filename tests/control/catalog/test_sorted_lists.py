@@ -12,7 +12,7 @@ from tests.serving import Served, served
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory):
     with served(tmp_path_factory.mktemp("root")) as running:
-        database = running.services.catalog.database
+        database = running.services.control.catalog.database
         size = catalog_rows.Size(1, 25, 1)
         catalog_rows.fill(database, size)
         yield running

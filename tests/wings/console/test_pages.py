@@ -74,7 +74,7 @@ def service_to_read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     root = tmp_path_factory.mktemp("root")
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
     with served(root) as running:
-        catalog: Catalog = running.services.catalog
+        catalog: Catalog = running.services.control.catalog
         failed = catalog.note_round("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")[0]
         catalog.end_round(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the <disk> is full")
         catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
@@ -91,7 +91,7 @@ def pages(service_to_read: Served) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def engine(service_to_read: Served) -> Engine:
-    return cast(Catalog, service_to_read.services.catalog).database.engine
+    return cast(Catalog, service_to_read.services.control.catalog).database.engine
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -286,7 +286,7 @@ def test_a_root_without_runs_says_how_to_begin(tmp_path: Path) -> None:
 
 def test_what_was_given_to_the_service_is_text(tmp_path: Path) -> None:
     """The root's own name is not markup either."""
-    with served(tmp_path, root="/data/<script>") as running:
+    with served(tmp_path, root=Path("/data/<script>")) as running:
         text = httpx.get(running.url, trust_env=False).text
     assert "<script>" not in text.replace("<script src=", "").partition("<footer>")[2]
     assert "&lt;script&gt;" in text

@@ -66,11 +66,11 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with guarded(root, Policy(tokens=True)) as made:
         services = made.running.services
         services.team_quotas.set("team-*", 10**9)
-        with services.catalog.database.write() as session:
+        with services.control.catalog.database.write() as session:
             for kind, run in (("verify", "team-a"), ("scrub", None), ("export", "team-a")):
                 job = JobRow(kind=kind, key=kind, state="running", run=run, step=5, request={"kind": kind})
                 job.cancel, job.done_bytes, job.total_bytes, job.node, job.tries = False, 0, 0, "another", 1
-                job.created = job.seen = services.events.now()
+                job.created = job.seen = services.control.events.now()
                 session.add(job)
         yield made
 

@@ -17,10 +17,9 @@ from starlette.responses import Response, StreamingResponse
 
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, StorageFailed
 from holdfast_service.api import problems
 from holdfast_service.api.read_protection import met
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +60,6 @@ def fetch_posix(directory: Path) -> Fetch:
         except OSError as error:
             raise StorageFailed(f"cannot read {name}: {error.strerror}", file=name, errno=error.errno) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    return fetch
-
-
-def fetch_tier(tier: Tier, directory: str) -> Fetch:
-    """Read through the tier, in a thread."""
-
-    async def fetch(name: str, start: int, length: int) -> bytes:
-        try:
-            return await asyncio.to_thread(tier.read, f"{directory}/{name}", start, length)
-        except NoSuchResource as error:
-            raise CorruptManifest(f"{name} is missing", file=name) from error
 
     return fetch
 

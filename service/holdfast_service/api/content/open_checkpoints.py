@@ -151,20 +151,20 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
     `InvalidRequest`.
     """
     if step == LATEST:
-        newest = services.catalog.newest(run)
-        if newest is None and services.catalog.run(run).checkpoints:
+        newest = services.control.catalog.newest(run)
+        if newest is None and services.control.catalog.run(run).checkpoints:
             raise NoSuchCheckpoint(f"run {run!r} has no sound checkpoint", hint=f"`holdfast ls {run}` shows what is damaged")
         if newest is None:
             raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")
-        return services.catalog.checkpoint(run, newest)
+        return services.control.catalog.checkpoint(run, newest)
     if step in selectors.NAMES:
         return selectors.find(services, run, step)
     if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
         raise InvalidRequest(f"step {step!r} is not an integer", hint=f"use a number or {LATEST!r}")
     try:
-        return services.catalog.checkpoint(run, int(step))
+        return services.control.catalog.checkpoint(run, int(step))
     except NoSuchCheckpoint:
-        if int(step) not in missing.missing(services.catalog.database, run):
+        if int(step) not in missing.missing(services.control.catalog.database, run):
             raise
         raise NoSuchCheckpoint(
             f"{run}@{int(step)} is gone: its directory was removed from the storage, and not by Holdfast",

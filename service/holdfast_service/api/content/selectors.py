@@ -24,8 +24,8 @@ def find(
     services: Services, run: str, name: str, metric: str | None = None, mode: selection.Mode = "min"
 ) -> bodies.CheckpointInfo:
     """The checkpoint that one of `NAMES` names; `NoSuchRun`, `NoSuchCheckpoint`, or `InvalidRequest` without a metric."""
-    services.catalog.check_run(run)
-    database = services.catalog.database
+    services.control.catalog.check_run(run)
+    database = services.control.catalog.database
     if name == LATEST_HEALTHY:
         step, what = selection.newest_healthy(database, run), "that is verified and not known to be unhealthy"
     elif metric is None:
@@ -36,4 +36,4 @@ def find(
         step, what = selection.best(database, run, metric, mode), f"with the metric {metric!r} among the healthy ones"
     if step is None:
         raise NoSuchCheckpoint(f"run {run!r} has no checkpoint {what}", hint=f"holdfast ls {run} lists them")
-    return services.catalog.checkpoint(run, step)
+    return services.control.catalog.checkpoint(run, step)

@@ -21,5 +21,5 @@ def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
     """Lists contradictions that last while saves and removals continue; `count` is 0 if there are none. Changes
     nothing.
     """
-    writers = {services.node().name, *(node.name for node in services.nodes.members() if node.live)}
-    return consistency.check(services.store, services.catalog, writers, thorough)
+    writers = {services.node().name, *(node.name for node in services.control.nodes.members() if node.live)}
+    return consistency.check(services.control.store, services.control.catalog, writers, thorough)

@@ -91,7 +91,7 @@ def compare_checkpoints(
             bytes=size,
         )
     sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)
-    return bodies.Page(items=list(compare(services.tier, sides, shown)), next=behind)
+    return bodies.Page(items=list(compare(services.control.tier, sides, shown)), next=behind)
 
 
 def _page(pairs: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:

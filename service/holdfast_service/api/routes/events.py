@@ -124,7 +124,7 @@ async def get_events(
     """
     accepted = weights(request.headers.get("accept", ""))
     if accepted.get(MEDIA_TYPE, 0.0) <= accepted.get("application/json", 0.0):
-        read = services.events.newest
+        read = services.control.events.newest
         page = await run_in_threadpool(read, cursor, limit, wanted.run, wanted.kind, wanted.after or 0)
         return JSONResponse(page.model_dump(), headers={"Vary": "Accept"})
     streams: EventStreams = request.app.state.event_streams

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Header, Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
-from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.jobs import AnyJob
 from holdfast_formats.rest.operations import Job, JobKind, JobState
@@ -30,8 +29,6 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=problems.RESPONSES)
 
 
 def _runner(services: Wired) -> JobRunner:
-    if services.runner is None:
-        raise NoSuchResource("this service runs no jobs", hint="use a service that runs with a daemon")
     return services.runner
 
 
@@ -99,13 +96,13 @@ async def get_job(
     over.
     """
     until = time.monotonic() + wait_s
-    with listening(services.events) as listener:
+    with listening(services.control.events) as listener:
         while True:
             job = _shown(await run_in_threadpool(runner.jobs.get, job_id), viewer)
             unchanged = delivery.not_modified(if_none_match, _tag(job))
             changed = if_none_match is not None and not unchanged
             left_s = until - time.monotonic()
-            if job.state not in GOES_ON or changed or left_s <= 0 or services.events.hung_up:
+            if job.state not in GOES_ON or changed or left_s <= 0 or services.control.events.hung_up:
                 break
             await listener.wait(left_s)
     if unchanged:

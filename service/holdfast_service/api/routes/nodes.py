@@ -36,8 +36,8 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
 )
 def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
     """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
-    services.nodes.forget(name)
-    services.events.add("node-forgotten", f"the node {name} is listed no more")
+    services.control.nodes.forget(name)
+    services.control.events.add("node-forgotten", f"the node {name} is listed no more")
 
 
 @router.post(
@@ -48,21 +48,23 @@ def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) 
 )
 def rotate_secret(services: Wired) -> None:
     """By this secret nodes know each other. The one before is accepted until the next rotation."""
-    services.nodes.rotate_secret()
-    services.events.add("secret-rotated", "the nodes of this catalog have a new secret, by which they know each other")
+    services.control.nodes.rotate_secret()
+    services.control.events.add(
+        "secret-rotated", "the nodes of this catalog have a new secret, by which they know each other"
+    )
 
 
 def listed_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
     """The nodes, with the details that this caller may see."""
-    ranks = {run: count for run, count in services.ranks().items() if viewer.sees(run)}
-    here = _Record(services.node(), services.held(), ranks)
+    ranks = {run: len(services.saver.present(run)) for run in services.saver.runs if viewer.sees(run)}
+    here = _Record(services.node(), services.arena.holders, ranks)
     try:
-        members = services.nodes.members()
+        members = services.control.nodes.members()
     except CatalogUnavailable:  # this node reports that itself
         members = ()
     nodes = [here]
     if members:
-        node_ranks = services.nodes.by_node()
+        node_ranks = services.control.nodes.by_node()
         nodes = [here if m.name == here.node.name else _Record.of(m, node_ranks.get(m.name, {})) for m in members]
         nodes = [one._replace(node=_as_member(one.node, m)) for one, m in zip(nodes, members, strict=True)]
     return [one.seen_by(viewer) for one in nodes]

@@ -33,7 +33,7 @@ def list_rounds(  # noqa: PLR0913 — one a filter
     limit: Limit = 100,
 ) -> bodies.Page[bodies.Round]:
     """All given filters apply together; `since` filters by start time."""
-    return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
+    return services.control.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
 @router.get("/healthz", dependencies=needs(None, "health"), summary="Liveness; `degraded` while the catalog does not answer")
@@ -41,7 +41,7 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
     """The version is shown only with scope `read`, the root only to tokens for all runs. The answer waits for
     nothing.
     """
-    away = services.record_queue is not None and services.record_queue.trouble is not None
+    away = services.control.record_queue.trouble is not None
     return _health("degraded" if away else "ok", services, viewer)
 
 
@@ -50,8 +50,8 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
 )
 def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
-        services.catalog.round_counts()
-        services.tier.free_bytes()
+        services.control.catalog.round_counts()
+        services.control.tier.free_bytes()
     except CheckpointError as error:
         if viewer.known and viewer.sees_all:
             raise
@@ -64,7 +64,7 @@ def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
 def _health(status: str, services: Services, viewer: Principal) -> bodies.Health:
     if not viewer.known:
         return bodies.Health(status=status)
-    root = services.root if viewer.sees_all else None
+    root = str(services.root) if viewer.sees_all else None
     return bodies.Health(status=status, version=services.version, root=root)
 
 

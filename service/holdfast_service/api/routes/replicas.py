@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", responses=problems.RESPONSES)
 def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
     """One page with one item per tier. Copies in progress and failed copies are included, with their problem."""
     checkpoint = open_checkpoints.find(services, run, step)
-    return bodies.Page(items=replicas.listed(services.catalog.database, checkpoint.run, checkpoint.step))
+    return bodies.Page(items=replicas.listed(services.control.catalog.database, checkpoint.run, checkpoint.step))
 
 
 @router.post(

@@ -36,7 +36,7 @@ Forced = Annotated[
 )
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
     """Send its ETag as `If-Match` to change the policy. Until one is set, it is the trainer's `keep_last`."""
-    file = services.rotation.file(run)
+    file = services.control.rotation.file(run)
     if delivery.not_modified(if_none_match, file.tag):
         return Response(status_code=304, headers={"ETag": file.tag})
     return JSONResponse(file.in_force.model_dump(), headers={"ETag": file.tag})
@@ -52,7 +52,7 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
     """428 without `If-Match`, 412 if the policy has changed since. `dry_run` changes nothing and needs no
     `If-Match`.
     """
-    rotation = services.rotation
+    rotation = services.control.rotation
     if dry_run:
         file = rotation.file(run)
         if if_match is not None:
@@ -75,7 +75,7 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
 )
 def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
     """All checkpoints of the run in one document, because their verdicts depend on each other."""
-    return services.rotation.preview(run, step=step)
+    return services.control.rotation.preview(run, step=step)
 
 
 @router.put(
@@ -85,7 +85,7 @@ def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
     summary="Pin a checkpoint, which protects it from removal",
 )
 def put_pin(services: Wired, run: str, step: int) -> None:
-    services.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
+    services.control.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
 
 
 @router.delete(
@@ -95,7 +95,7 @@ def put_pin(services: Wired, run: str, step: int) -> None:
     summary="Unpin a checkpoint",
 )
 def delete_pin(services: Wired, run: str, step: int) -> None:
-    services.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
+    services.control.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
 
 
 @router.put(
@@ -106,7 +106,7 @@ def delete_pin(services: Wired, run: str, step: int) -> None:
 )
 def put_label(services: Wired, run: str, step: int, label: str) -> None:
     check_label(label)
-    services.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
+    services.control.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
 
 
 @router.delete(
@@ -116,7 +116,7 @@ def put_label(services: Wired, run: str, step: int, label: str) -> None:
     summary="Remove a label",
 )
 def delete_label(services: Wired, run: str, step: int, label: str) -> None:
-    services.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
+    services.control.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
 
 
 @router.delete(
@@ -129,5 +129,5 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
 def remove_checkpoint(services: Wired, run: str, step: int, dry_run: DryRun, force: Forced = None) -> Response:
     """409 if it is pinned, labelled, being read, or the newest verified or healthy one without a matching `force`."""
     newest, healthy = force == "newest-verified", force == "newest-healthy"
-    removed = services.rotation.remove(run, step, newest, dry_run, healthy)
+    removed = services.control.rotation.remove(run, step, newest, dry_run, healthy)
     return JSONResponse(removed.model_dump()) if dry_run else Response(status_code=204)

@@ -18,7 +18,7 @@ from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints, selectors
 from holdfast_service.api.routes import summaries
-from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Viewer, Wired
+from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.findings import missing
@@ -78,7 +78,7 @@ def list_runs(
     """Any order but that by name is some seconds old."""
     found = services.summaries
     if wanted.order == BY_NAME and wanted.failed:
-        page = services.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
+        page = services.control.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
         return bodies.Page(items=found.runs([run.name for run in page.items]), next=page.next)
     names = found.names(cursor, limit, wanted)
     return bodies.Page(items=found.runs(names.items), next=names.next)
@@ -108,8 +108,10 @@ def patch_run(services: Wired, viewer: Viewer, run: str, change: RunChange) -> R
     """409 for a run whose ranks are connected and that is to be archived."""
     run_summary = _one(services, run)
     if change.acknowledged is not None:
-        services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
-    services.run_metadata.change(run, change, run_summary.life, trains=run_summary.state == "running", by=viewer.name)
+        services.control.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
+    services.control.run_metadata.change(
+        run, change, run_summary.life, trains=run_summary.state == "running", by=viewer.name
+    )
     summed = services.summaries
     if change.acknowledged is None:
         summed.renew()
@@ -120,12 +122,12 @@ def patch_run(services: Wired, viewer: Viewer, run: str, change: RunChange) -> R
 
 
 def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
-    gone = missing.missing(services.catalog.database, run)
-    return services.run_metadata.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
+    gone = missing.missing(services.control.catalog.database, run)
+    return services.control.run_metadata.of(run, found.life, found.life_since).model_copy(update={"missing": gone})
 
 
 def _one(services: Wired, run: str) -> bodies.Run:
-    return next(iter(services.summaries.runs([run])), None) or services.catalog.run(run)
+    return next(iter(services.summaries.runs([run])), None) or services.control.catalog.run(run)
 
 
 @router.get(
@@ -144,9 +146,9 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     limit: Limit = 100,
 ) -> bodies.Page[bodies.CheckpointInfo]:
     """All given filters apply together. An unknown label gives an empty list."""
-    marks = Marks(services.tier, run)
+    marks = Marks(services.control.tier, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label), sort)
-    page = services.catalog.checkpoints(run, cursor, limit, state, within)
+    page = services.control.catalog.checkpoints(run, cursor, limit, state, within)
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 
 
@@ -161,5 +163,11 @@ def get_checkpoint(
         checkpoint = selectors.find(services, run, step, metric, mode)
     else:
         checkpoint = open_checkpoints.find(services, run, step)
-    checking = services.checking(run, checkpoint.step) if checkpoint.unchecked else None
-    return Marks(services.tier, run).on(checkpoint.model_copy(update={"checking": checking}))
+    checking = _checking(services, run, checkpoint.step) if checkpoint.unchecked else None
+    return Marks(services.control.tier, run).on(checkpoint.model_copy(update={"checking": checking}))
+
+
+def _checking(services: Services, run: str, step: int) -> bodies.Checking | None:
+    """The progress of a check that several nodes share; None if there is none."""
+    progress = services.saver.spread.progress(run, step)
+    return None if progress is None else bodies.Checking(done_bytes=progress.done, total_bytes=progress.total)

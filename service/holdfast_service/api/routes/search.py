@@ -30,9 +30,9 @@ def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
 
     def labels_of(run: str) -> Mapping[str, Sequence[int]]:
         try:
-            return read_run_file(services.tier, run).labels
+            return read_run_file(services.control.tier, run).labels
         except Damaged:  # its own page reports that
             return {}
 
-    match = services.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)
+    match = services.control.catalog.search(SearchQuery.parse(q), limit + 1, labels_of)
     return SearchResult(items=match[:limit], more=len(match) > limit)

@@ -53,7 +53,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     held = _held(services, opened, run, step)
     if group is not None and group not in held.manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(held.manifest.groups)}")
-    found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
+    found = StatisticsStore(services.control.catalog.database).load(run, held.manifest.step)
     listed = held.columns.listed
     thinned = held.manifest.thinned is not None and len(listed) != len(found)
     if thinned or held.manifest.compacted is not None:
@@ -78,8 +78,8 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
 )
 def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
     """Steps ascend. Steps of removed checkpoints are included if they are among the newest."""
-    services.catalog.check_run(run)
-    return StatisticsStore(services.catalog.database).layers(run, group, last)
+    services.control.catalog.check_run(run)
+    return StatisticsStore(services.control.catalog.database).layers(run, group, last)
 
 
 def _held(services: Services, opened: OpenedCheckpoints, run: str, step: str) -> Contents:
@@ -87,7 +87,9 @@ def _held(services: Services, opened: OpenedCheckpoints, run: str, step: str) ->
     if re.fullmatch(r"[0-9]{1,18}", step):
         with suppress(InvalidRequest):
             commit = f"{naming.checkpoint_path(run, int(step))}/{naming.COMMIT}"
-            if services.tier.size(commit) is not None:  # opening one that does not exist would register a reader of it
+            if (
+                services.control.tier.size(commit) is not None
+            ):  # opening one that does not exist would register a reader of it
                 return opened.open(run, int(step))
     return opened.open(run, open_checkpoints.find(services, run, step).step)
 

@@ -6,13 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest.runs import RenamedRun, Trash, TrashedRun
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.access.dry_run import DryRun
-from holdfast_service.api.services import Services, Viewer, Wired
-from holdfast_service.control.retention.run_trash import RunTrash
+from holdfast_service.api.services import Viewer, Wired
+from holdfast_service.daemon.saving import run_deletion
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 Marked = Annotated[bool, Query(description="delete it although some of its checkpoints are pinned or labelled")]
@@ -26,9 +25,9 @@ def delete_run(services: Wired, run: str, dry_run: DryRun, marked: Marked = Fals
     """409 while its ranks are connected, something of it is being saved or read, a job works on it, or a link leads to it.
     Copies in replicas are removed.
     """
-    if services.delete_run is None:
-        raise _without_daemon()
-    return services.delete_run(run, marked=marked, dry_run=dry_run)
+    return run_deletion.delete_run(
+        services.control.trash, services.saver, services.arena, run, marked=marked, dry_run=dry_run
+    )
 
 
 @router.post(
@@ -47,16 +46,14 @@ def rename_run(
     and the run of the old name goes to the trash. Damaged checkpoints go along, and are named.
     """
     viewer.require_run(to)
-    if services.rename_run is None:
-        raise _without_daemon()
-    return services.rename_run(run, to, dry_run=dry_run)
+    return run_deletion.rename_run(services.control.renaming, services.saver, services.arena, run, to, dry_run=dry_run)
 
 
 @router.get(
     "/trash", dependencies=needs("read"), summary="Deleted runs that can be brought back, and the space that they take"
 )
 def get_trash(services: Wired) -> Trash:
-    return _trash(services).seen()
+    return services.control.trash.seen()
 
 
 @router.post(
@@ -66,23 +63,11 @@ def get_trash(services: Wired) -> Trash:
 )
 def undelete_run(services: Wired, run: str, entry: Entry = None) -> TrashedRun:
     """409 if there is a run of this name, or ranks of one are connected."""
-    if services.undelete_run is None:
-        raise _without_daemon()
-    return services.undelete_run(run, entry=entry)
+    return run_deletion.undelete_run(services.control.trash, services.saver, services.arena, run, entry=entry)
 
 
 @router.delete("/runs/{run}/trash", dependencies=needs("admin", act="run-purged"), summary="Remove a deleted run for good")
 def empty_trash(services: Wired, run: str, entry: Entry = None) -> Trash:
     """Returns what was removed."""
-    gone = _trash(services).empty(run, entry)
-    return Trash(items=gone, bytes=sum(one.bytes for one in gone), days=_trash(services).days)
-
-
-def _trash(services: Services) -> RunTrash:
-    if services.trash is None:
-        raise _without_daemon()
-    return services.trash
-
-
-def _without_daemon() -> NoSuchResource:
-    return NoSuchResource("this service has no daemon, and deletes no runs", hint="ask the daemon that serves this root")
+    gone = services.control.trash.empty(run, entry)
+    return Trash(items=gone, bytes=sum(one.bytes for one in gone), days=services.control.trash.days)

@@ -18,7 +18,6 @@ from holdfast_formats.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LimitExceeded,
-    NoSuchResource,
     from_problem,
 )
 from holdfast_formats.rest import bodies
@@ -49,8 +48,6 @@ router = APIRouter(prefix="/v1", tags=["uploads"], responses=problems.RESPONSES)
 
 
 def _ranks(services: Wired) -> RemoteRanks:
-    if services.remote is None:
-        raise NoSuchResource("this service takes no uploads", hint="use a service that runs with a daemon")
     return services.remote
 
 
@@ -91,7 +88,7 @@ def put_rank(
     return bodies.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
-        root=services.root,
+        root=str(services.root),
         root_id=ranks.root_id,
         version=services.version,
         silence_max_s=ranks.silence_max_s,

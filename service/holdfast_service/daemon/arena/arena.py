@@ -58,6 +58,10 @@ class Arena:
             return self._taken()
 
     @property
+    def bytes_max(self) -> int:
+        return self._budget.bytes_max
+
+    @property
     def spare_bytes(self) -> int:
         with self._lock:
             return self._budget.room(self._taken(), self._touched()).bytes

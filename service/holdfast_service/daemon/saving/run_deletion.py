@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
-
 from holdfast_formats.errors import InUse
+from holdfast_formats.rest.runs import RenamedRun, TrashedRun
+from holdfast_service.control.retention.run_renaming import RunRenaming
+from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.saving.saver import Saver
 
-_Deleted = TypeVar("_Deleted", covariant=True)
 HINT = "stop its job first; ranks that were killed count as here for a minute, because they may find their daemon again"
 
 
-class Deleting(Protocol[_Deleted]):
-    """Control's part of it."""
-
-    def delete(self, run: str, marked: bool = False, dry_run: bool = False) -> _Deleted: ...
-
-
-class Undeleting(Protocol[_Deleted]):
-    """Control's part of restoring a run."""
-
-    def undelete(self, run: str, entry: str | None = None) -> _Deleted: ...
-
-
-class Renaming(Protocol[_Deleted]):
-    """Control's part of renaming."""
-
-    def rename(self, run: str, name: str, dry_run: bool = False) -> _Deleted: ...
-
-
 def delete_run(
-    trash: Deleting[_Deleted], saver: Saver, arena: Arena, run: str, *, marked: bool = False, dry_run: bool = False
-) -> _Deleted:
+    trash: RunTrash, saver: Saver, arena: Arena, run: str, *, marked: bool = False, dry_run: bool = False
+) -> TrashedRun:
     """Delete a run and drop its in-memory checkpoint; `InUse` while ranks are connected or a save is running, and what
     `trash` raises.
     """
@@ -48,7 +30,7 @@ def delete_run(
         return trash.delete(run, marked)
 
 
-def undelete_run(trash: Undeleting[_Deleted], saver: Saver, arena: Arena, run: str, *, entry: str | None = None) -> _Deleted:
+def undelete_run(trash: RunTrash, saver: Saver, arena: Arena, run: str, *, entry: str | None = None) -> TrashedRun:
     """Restore a run; `InUse` while ranks of another run of its name are connected, and what `trash` raises."""
     with saver.entering(run):
         if arena.has(run) or not saver.vacate(run):
@@ -57,8 +39,8 @@ def undelete_run(trash: Undeleting[_Deleted], saver: Saver, arena: Arena, run: s
 
 
 def rename_run(
-    renaming: Renaming[_Deleted], saver: Saver, arena: Arena, run: str, name: str, *, dry_run: bool = False
-) -> _Deleted:
+    renaming: RunRenaming, saver: Saver, arena: Arena, run: str, name: str, *, dry_run: bool = False
+) -> RenamedRun:
     """Rename a run; raises as `delete_run` does, and what `renaming` raises. The in-memory checkpoint is dropped."""
     first, second = sorted({run, name} if run != name else {run, ""})
     with saver.entering(first), saver.entering(second):

@@ -34,9 +34,11 @@ def take_back(services: Services, viewer: Principal, summaries: Summaries, run: 
 
 
 def _change(services: Services, viewer: Principal, summaries: Summaries, summary: RunSummary, seen: bool) -> None:
-    services.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
+    services.control.catalog.database.check_writable()  # what is snoozed beside the run's file is there alone
     change = RunChange(acknowledged=seen)
-    services.run_metadata.change(summary.run, change, summary.life, trains=summary.state == "running", by=viewer.name)
+    services.control.run_metadata.change(
+        summary.run, change, summary.life, trains=summary.state == "running", by=viewer.name
+    )
     summaries.death_seen(summary.run)
 
 

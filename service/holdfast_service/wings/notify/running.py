@@ -81,10 +81,10 @@ def _notifier(
             yield from watch.alerts()
 
     context = NotifierContext(
-        DeliveryRecords(services.catalog.database, config.node),
+        DeliveryRecords(services.control.catalog.database, config.node),
         AlertSources(summaries, lambda: node_alerts.alerts_of_nodes(services, summaries), of_watched).now,
-        services.events,
-        partial(services.nodes.has, DUTY),
+        services.control.events,
+        partial(services.control.nodes.has, DUTY),
         config.node,
     )
     notifier = Notifier(config.notify, context)

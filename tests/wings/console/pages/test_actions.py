@@ -66,7 +66,7 @@ def test_remove_is_explained_when_it_may_not_be(service: Served, browser: httpx.
     page = Page(browser.get(f"{STEP}/remove").text)
     assert "It may not be removed" in page.text
     assert "confirm" not in [e.attributes.get("name") for e in page.all("input")]
-    mark_verified(service.services.catalog, "tiny", 15)
+    mark_verified(service.services.control.catalog, "tiny", 15)
     page = Page(browser.get("/runs/tiny/checkpoints/15/remove").text)
     assert "force" in [e.attributes.get("name") for e in page.all("input")]
     assert browser.post("/runs/tiny/checkpoints/15/remove", data={"confirm": "15"}).status_code == 409
@@ -79,8 +79,8 @@ def test_remove_is_explained_when_it_may_not_be(service: Served, browser: httpx.
 def test_the_newest_healthy_one_wants_a_second_yes(service: Served, browser: httpx.Client) -> None:
     """Where a newer one is unhealthy, the form asks for that very yes; another one removes nothing."""
     for step in (5, 15):
-        mark_verified(service.services.catalog, "tiny", step)
-    with service.services.catalog.database.write() as session:
+        mark_verified(service.services.control.catalog, "tiny", step)
+    with service.services.control.catalog.database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step == 15).values(healthy=False))
     form = Page(browser.get(f"{STEP}/remove").text)
     asked = next(e for e in form.all("input") if e.attributes.get("name") == "force")
@@ -103,7 +103,7 @@ def test_a_check_that_has_not_run_is_said(service: Served, browser: httpx.Client
         assert part in text
     said = {"verified": True, "checked": "2030-01-01T00:00:00.000Z"}
     for layouts, told in ((["tp=2 rank 1"], "tp=2 rank 1"), ([], "none of the test layouts fits")):
-        with service.services.catalog.database.write() as session:
+        with service.services.control.catalog.database.write() as session:
             at = update(CheckpointRow).where(CheckpointRow.run == "tiny", CheckpointRow.step == 5)
             session.execute(at.values(**said, check={"seconds": 1.5, "layouts": layouts}))
         text = Page(browser.get(STEP).text).text
@@ -113,7 +113,7 @@ def test_a_check_that_has_not_run_is_said(service: Served, browser: httpx.Client
 
 def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) -> None:
     """The preview changes nothing and says what would go and why; what it carries on is the policy that was typed."""
-    mark_verified(service.services.catalog, "tiny", 15)
+    mark_verified(service.services.control.catalog, "tiny", 15)
     tag = field(Page(browser.get("/runs/tiny/policy").text), "tag")
     said = {
         "tag": tag,
@@ -222,7 +222,7 @@ def test_archive_and_take_back(browser: httpx.Client) -> None:
 
 def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     """A run that died has the button, and one that was dealt with has not."""
-    decisions = service.services.run_metadata
+    decisions = service.services.control.run_metadata
     decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
     lives = {"tiny": RunActivity("lost", "2026-01-02T00:00:00Z")}
     service.services.summaries._lives = lambda runs: lives

@@ -10,7 +10,7 @@ from tests.wings.console.reading import Page
 
 def test_grouped(service: Served, browser: httpx.Client) -> None:
     """What was said of a save is in one place; the worst is above what is newer; details are words."""
-    events = service.services.events
+    events = service.services.control.events
     events.add("checkpoint-committed", "step 5 is committed", "tiny", 5)
     events.add("save-aborted", "the disk is full", "tiny", 20, level="error", detail={"missing": [1, 2], "bytes": 2000})
     events.add("checkpoint-verified", "step 5 was read back", "tiny", 5)

@@ -142,7 +142,7 @@ def test_a_death_is_not_half_acknowledged(
 ) -> None:
     """In the run's file and not in the catalog: while that is locked it is refused, and nothing was changed."""
     monkeypatch.setattr(engines, "BUSY_TIMEOUT_S", 0.05)
-    service.services.catalog.database.engine.dispose()  # connections wait for as long as they were told when they were made
+    service.services.control.catalog.database.engine.dispose()  # a connection keeps the timeout with which it was opened
     assert http.put(DIED, json={"for_s": 3600}).status_code == 200
     with closing(sqlite3.connect(service.root / naming.CATALOG, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

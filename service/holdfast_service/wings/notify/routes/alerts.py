@@ -149,4 +149,4 @@ def _take_back(services: Services, viewer: Principal, summaries: Summaries, key:
 def _tell(services: Services, viewer: Principal, key: AlertKey, what: str, until: str | None) -> None:
     text = f"the alert {key.code}{f' of {key.subject}' if key.subject else ''} is {what}, by {viewer.name}"
     run, subject = key.run or None, key.subject or None
-    services.events.add("alert-acknowledged", text, run, code=key.code, by=viewer.name, until=until, subject=subject)
+    services.control.events.add("alert-acknowledged", text, run, code=key.code, by=viewer.name, until=until, subject=subject)
