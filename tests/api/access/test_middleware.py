@@ -174,10 +174,11 @@ def test_a_job_about_two_runs_names_the_other_to_nobody_else(closed: Guarded) ->
 
 def test_a_rank_of_another_run_may_not_say_hello(closed: Guarded) -> None:
     """Uploads begin with the run's name, and that has to be one of the token's."""
-    hello = {"run": "other", "rank": 0, "world": 1, "launch": "l"}
+    hello = {"run": "other", "rank": 0, "world": 1, "launch": "l", "protocol": 0}
     path = f"/v1/ranks/{'a' * 32}"
     assert code(closed.ask("PUT", path, closed.token("write", "team-*"), json=hello)) == (403, "forbidden")
-    assert closed.ask("PUT", path, closed.token("write", "oth*"), json=hello).status_code == 404  # no daemon behind this one
+    answer = closed.ask("PUT", path, closed.token("write", "oth*"), json=hello)
+    assert code(answer) == (400, "invalid-request") and "protocol 0" in answer.text  # the daemon's own refusal
 
 
 def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> None:
