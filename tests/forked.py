@@ -41,6 +41,8 @@ IMPORTED: dict[str, tuple[str, ...]] = {
         *("holdfast_service.api.app", "holdfast_service.api.access.policy", "holdfast_service.wiring.assembly"),
         *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching"),
         *("holdfast_service.offline.catalog", "holdfast_service.offline.jobs", "holdfast_service.offline.tokens"),
+        *("holdfast_service.wings.convert.jobs", "holdfast_service.wings.convert.offline"),
+        "holdfast_service.wings.merge.merge_jobs",
         *(
             "alembic.command",
             "alembic.config",
@@ -250,18 +252,21 @@ def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _prepare_daemons() -> None:
-    """Do what a daemon does once and keeps for its process: SQLAlchemy's mappers, Alembic's scripts, FastAPI's routes. It is
-    half of its start.
+    """Do what a daemon does once and keeps for its process: mappers of SQLAlchemy, scripts of Alembic, routes of FastAPI,
+    tables of layout rules. It is more than half of what most daemons of tests do.
     """
     from fastapi.routing import iter_route_contexts
     from sqlalchemy.orm import configure_mappers
 
+    from holdfast_formats.layout.rules.choice import choose, packaged
     from holdfast_service.api.app import ROUTERS
     from holdfast_service.control.database.database import Database
 
     configure_mappers()
     for router in ROUTERS:
         list(iter_route_contexts(router.routes))
+    for table in packaged():
+        choose(None, (), table=table)
     with tempfile.TemporaryDirectory() as directory:
         Database.open(f"sqlite:///{directory}/catalog.sqlite").close()
 
