@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.database import Database
 from tests.daemons import free_port
@@ -207,3 +208,17 @@ def database(database_url: str) -> Iterator[Database]:
     opened = Database.open(database_url)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def sqlite_database(tmp_path: Path) -> Iterator[Database]:
+    """An empty catalog's database, open, on SQLite: for what asks nothing that differs between databases."""
+    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def sqlite_catalog(sqlite_database: Database) -> Catalog:
+    """An empty catalog on SQLite."""
+    return Catalog(sqlite_database)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import httpx
+import pytest
 from fastapi import FastAPI
 
 from holdfast_formats import naming
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job
 from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import RestApi, Services
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
+from holdfast_service.control.jobs.runner import Progress
 from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -104,3 +109,30 @@ def served(
             made.control.events.hang_up()
             thread.join(timeout=20)
             made.audit.close()
+
+
+@pytest.fixture
+def http(service: Served) -> Iterator[httpx.Client]:
+    """A connection to the module's `service`."""
+    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=60) as client:
+        yield client
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything until the service hangs up."""
+    answer = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            answer += part
+    return answer
+
+
+def hold_up(service: Served) -> None:
+    """Have export jobs do nothing until they are cancelled."""
+
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        while True:
+            progress.report(1, 2)
+            time.sleep(0.005)
+
+    service.services.runner.register("export", handler)

@@ -34,12 +34,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def http(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
-        yield client
-
-
 def walk(http: httpx.Client, path: str, limit: int) -> list[dict]:
     """Every item of a list, page by page."""
     items: list[dict] = []

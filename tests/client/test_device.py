@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -37,16 +37,13 @@ from tests.client.stage.test_background_copy import (
     moves_of,
 )
 from tests.daemons import RunningDaemon, running
+from tests.kit.daemons import own_daemon
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """One daemon for all tests of this file."""
-    with running(tmp_path_factory.mktemp("device") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 @pytest.fixture

@@ -19,15 +19,13 @@ from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, wait_until
+from tests.kit.daemons import own_daemon
 
 RUN = "health"
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("health") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
+daemon = own_daemon()
 
 
 @pytest.fixture(scope="module")

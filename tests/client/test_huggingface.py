@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from holdfast import Checkpointer
 from holdfast_formats import naming
-from tests.daemons import running
+from tests.kit.daemons import own_daemon
 
 
 def tiny(tied: bool) -> LlamaForCausalLM:
@@ -32,11 +32,8 @@ def tiny(tied: bool) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory):
-    """A daemon's socket and root."""
-    with running(tmp_path_factory.mktemp("hf") / "root") as daemon:
-        yield daemon
+# A daemon's socket and root.
+socket = own_daemon(listen="none")
 
 
 @pytest.mark.parametrize("tied", [True, False])

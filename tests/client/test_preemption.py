@@ -22,14 +22,12 @@ from holdfast.threads.preemption import Preemption
 from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
 from holdfast_formats.staging.wire import StopAt
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit.daemons import own_daemon
 
 GRACE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("preemption") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from holdfast_formats import naming
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.replicas import listed
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
+from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import PosixTier, Tier
 from tests.checkpoints import Arrays, build_root
 from tests.databases import sqlite_url
@@ -62,6 +67,17 @@ class CopiesWorld:
         while self.replicators[name].run_once():
             pass
 
+    def keep(self, **rules: Any) -> None:
+        """Set a policy, and wait until it is applied."""
+        self.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+        assert self.control.rotation.wait_until_applied()
+
+    def thinner(self, **parts: Any) -> Thinner:
+        return Thinner(self.tier, self.control.store, self.control.thinning, **parts)
+
+    def leftovers(self) -> list[str]:
+        return [name for room in (naming.STAGING, naming.TRASH) for name in self.tier.list(f"{RUN}/{room}")]
+
     def states(self, step: int) -> dict[str, str]:
         """What is known of a checkpoint's copies, by tier."""
         return {replica.tier: replica.state for replica in listed(self.catalog.database, RUN, step)}
@@ -90,6 +106,19 @@ def copies_world(
         yield world
     finally:
         world.close()
+
+
+def copies(steps: tuple[int, ...] = (5,), copied: bool = False, **more: Any) -> Any:
+    """The fixture `world` of a module; `copied` when its replicas are to be complete."""
+
+    @pytest.fixture
+    def world(tmp_path: Path) -> Iterator[CopiesWorld]:
+        with copies_world(tmp_path, steps, **more) as made:
+            if copied:
+                made.copy()
+            yield made
+
+    return world
 
 
 def contents(directory: Path) -> dict[str, bytes]:

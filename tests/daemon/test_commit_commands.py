@@ -23,7 +23,7 @@ from holdfast_service.daemon import tied_command
 from holdfast_service.daemon.commit_commands import CommitCommands
 from holdfast_service.daemon.tied_command import Command
 from tests.daemons import running, wait_until
-from tests.databases import sqlite_url
+from tests.databases import sqlite_database
 
 
 def made(step: int, attempt: int = 1) -> Manifest:
@@ -52,11 +52,7 @@ class Steps:
         return [event.text for event in self.events.after(0, 99, kind="commit-command-failed")]
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+database = sqlite_database
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from holdfast_service.daemon import event_commands
 from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.tied_command import Command
 from tests.daemons import wait_until
-from tests.databases import sqlite_url
+from tests.databases import sqlite_database
 
 NOTE = """
 import os, sys
@@ -27,11 +27,7 @@ with open('told', 'a') as file:
 """
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+database = sqlite_database
 
 
 class Node:

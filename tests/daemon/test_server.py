@@ -18,14 +18,11 @@ from holdfast.stage.slots import Slots
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.staging import wire
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, wait_until
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    """A daemon with a small budget of shared memory."""
-    with running(tmp_path_factory.mktemp("server") / "root", "--arena-bytes-max", "1000000", "--spill", "never") as daemon:
-        yield daemon
+# A daemon with a small budget of shared memory.
+daemon = own_daemon("--arena-bytes-max", "1000000", "--spill", "never", listen="none")
 
 
 def link(daemon: RunningDaemon) -> SocketLink:

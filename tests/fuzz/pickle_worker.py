@@ -17,11 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from holdfast_formats.errors import LEAVES, CheckpointError
 from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import pickles
+from tests.kit.files import FilesInMemory
 
 from . import pickle_seeds
 
@@ -29,26 +28,15 @@ READ_S = 20  # the slowest that is allowed to be slow takes a tenth of it
 _INNOCENT = ("builtins.id", "object.", "sys._getframe", "sys.set", "array.", "cpython.", "gc.", "time.")
 
 
-class InMemory:
-    """One file."""
+class InMemory(FilesInMemory):
+    """One file, of which no reader asks for much at once."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        super().__init__({"f": data})
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        assert offset >= 0 and (length is None or length <= 2**25)
-        return self.data[offset:][:length]
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        data = self.read(path, offset, buffer.nbytes)
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def size(self, path: str) -> int | None:
-        return len(self.data)
-
-    def list(self, path: str) -> list[str]:
-        return ["f"]
+        assert length is None or length <= 2**25
+        return super().read(path, offset, length)
 
 
 def read_one(files: Files, torch_file: bool) -> str:

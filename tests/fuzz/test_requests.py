@@ -20,8 +20,9 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import LEAVES
 from holdfast_formats.staging import wire
 from tests.checkpoints import build_root
-from tests.daemons import RunningDaemon, running
-from tests.serving import Served, served
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
+from tests.serving import Served, received, served
 
 SECRET = b"nobody is to read this"
 STEP = "/v1/runs/tiny/checkpoints/5"
@@ -44,13 +45,7 @@ def raw(service: Served, target: bytes, *headers: bytes, method: bytes = b"GET",
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         lines = [method + b" " + target + b" HTTP/1.1", b"Host: localhost", b"Connection: close", *headers]
         connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
-        answer = b""
-        try:
-            while part := connection.recv(65_536):
-                answer += part
-        except ConnectionResetError:
-            pass
-    return answer
+        return received(connection)
 
 
 def check_refused(answer: bytes) -> None:
@@ -229,10 +224,7 @@ def test_ranges_galore(service: Served, path: str, stated: str) -> None:
         assert len(body) <= len(whole) and body in whole
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("requests") / "root", listen="127.0.0.1:0") as started:
-        yield started
+daemon = own_daemon()
 
 
 def rank(daemon: RunningDaemon, number: int, run: str) -> str:
@@ -285,12 +277,7 @@ def test_a_content_length_that_lies(daemon: RunningDaemon, stated: int, sent: in
         target = path.removeprefix(daemon.url)
         connection.sendall(f"PUT {target}/data HTTP/1.1\r\n{lines}\r\n".encode() + data)
         connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        try:
-            while part := connection.recv(65_536):
-                answer += part
-        except ConnectionResetError:
-            pass
+        answer = received(connection)
     assert b" 200 " not in answer.partition(b"\r\n")[0]
     assert httpx.get(path, trust_env=False).json()["data_bytes"] == 0
 

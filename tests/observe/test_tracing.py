@@ -23,6 +23,7 @@ from holdfast_service.wiring import watching
 from holdfast_service.wiring.watching import Watcher
 from tests.checkpoints import build_root
 from tests.control.published import a_row
+from tests.databases import sqlite_catalog
 from tests.serving import served
 
 pytest.importorskip(
@@ -34,7 +35,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from holdfast_service.observe.otel import OtelTracer
-from tests.databases import sqlite_url
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:10.000Z"
 PHASES = {"stage_s": 1.0, "queue_s": 0.5, "write_s": 6.0, "fsync_s": 2.0, "commit_s": 0.25, "verify_s": 3.0, "stall_s": 0.1}
@@ -49,11 +49,7 @@ def exported() -> Iterator[InMemorySpanExporter]:
     end()
 
 
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+catalog = sqlite_catalog
 
 
 def spans(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:

@@ -15,6 +15,7 @@ from holdfast_service.api.access import bodies, connections
 from holdfast_service.api.access.authentication import Policy
 from tests.api.guarded import Guarded, code, guarded
 from tests.daemons import wait_until
+from tests.serving import received
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +78,11 @@ def raw(guard: Guarded) -> Iterator[socket.socket]:
         yield connection
 
 
-def received(connection: socket.socket) -> bytes:
-    """Everything until the service hangs up."""
-    answer = b""
-    try:
-        while part := connection.recv(65_536):
-            answer += part
-    except ConnectionResetError:
-        pass
-    return answer
+def stream(guard: Guarded, opened: ExitStack) -> None:
+    """A connection that stays busy until `opened` ends."""
+    busy = opened.enter_context(raw(guard))
+    busy.sendall(STREAM)
+    assert busy.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_trickles(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +195,7 @@ def test_too_many_connections(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(connections, "connections_max", lambda: 3)
     with ExitStack() as opened:
         for _ in range(3):
-            busy = opened.enter_context(raw(ajar))
-            busy.sendall(STREAM)
-            assert busy.recv(65_536).startswith(b"HTTP/1.1 200")
+            stream(ajar, opened)
         with raw(ajar) as late:
             assert b" 503 " in received(late).splitlines()[0]
     wait_until(lambda: answers(ajar))
@@ -211,9 +206,7 @@ def test_requests_of_one_peer_leave_room(ajar: Guarded, monkeypatch: pytest.Monk
     monkeypatch.setattr(connections, "connections_max", lambda: 8)
     with ExitStack() as opened:
         for _ in range(6):
-            busy = opened.enter_context(raw(ajar))
-            busy.sendall(STREAM)
-            assert busy.recv(65_536).startswith(b"HTTP/1.1 200")
+            stream(ajar, opened)
         assert code(ajar.ask("GET", "/v1/runs")) == (503, "daemon-gone")
         assert ajar.ask("GET", "/v1/runs", ajar.token()).status_code == 200
         assert ajar.ask("GET", "/healthz").status_code == 200

@@ -28,12 +28,6 @@ def service(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def http(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
-        yield client
-
-
 def directory(service: Served) -> Path:
     return service.root / naming.checkpoint_path("tiny", 5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import httpx
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.rest.operations import Job
-from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root
-from tests.serving import Served, served
+from tests.serving import Served, hold_up, served
 
 VERIFY = {"kind": "verify", "run": "tiny", "step": 5}
 EXPORT = {"kind": "export", "run": "tiny", "step": 5, "arguments": {"to": "there"}}
@@ -27,28 +24,11 @@ def service(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def http(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
-        yield client
-
-
 def ended(http: httpx.Client, location: str) -> dict[str, Any]:
     """The job once it has ended, awaited by long polls."""
     while (job := http.get(location, params={"wait_s": 20}).raise_for_status().json())["state"] in ("queued", "running"):
         pass
     return job
-
-
-def hold_up(service: Served) -> None:
-    """Have export jobs do nothing until they are cancelled."""
-
-    def handler(job: Job, progress: Progress) -> dict[str, Any]:
-        while True:
-            progress.report(1, 2)
-            time.sleep(0.005)
-
-    service.services.runner.register("export", handler)
 
 
 def test_a_checkpoint_is_verified(http: httpx.Client, service: Served) -> None:

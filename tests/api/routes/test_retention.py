@@ -36,12 +36,6 @@ def service(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def http(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
-        yield client
-
-
 def steps(http: httpx.Client) -> list[int]:
     return [made["step"] for made in http.get(f"{TINY}/checkpoints").json()["items"]]
 

@@ -21,6 +21,7 @@ from holdfast_formats.staging import wire
 from holdfast_service.api.routes.uploads import CHUNK_BYTES_MAX, UPLOAD_BYTES_MAX
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running
+from tests.kit.daemons import own_daemon
 from tests.serving import served
 
 MIB = 2**20
@@ -28,10 +29,7 @@ ROOM = 9 * MIB
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("uploads") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
+daemon = own_daemon()
 
 
 @pytest.fixture(scope="module")

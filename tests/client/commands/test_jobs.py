@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,11 +14,9 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.rest.jobs import ExportJob
-from holdfast_formats.rest.operations import Job
 from holdfast_service.control.catalog import events
-from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root, flip
-from tests.serving import Served, served
+from tests.serving import Served, hold_up, served
 
 
 @pytest.fixture
@@ -34,15 +30,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def hold_up(service: Served) -> None:
-    def handler(job: Job, progress: Progress) -> dict[str, Any]:
-        while True:
-            progress.report(1, 2)
-            time.sleep(0.005)
-
-    service.services.runner.register("export", handler)
 
 
 def test_a_job_is_submitted_followed_and_listed(service: Served) -> None:

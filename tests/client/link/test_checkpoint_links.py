@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,10 @@ from holdfast.save_warning import SaveWarning
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, QuotaExceeded
 from holdfast_formats.rest.retention import RetentionPolicy
-from tests.daemons import RunningDaemon, free_port, running, wait_until
+from tests.daemons import RunningDaemon, free_port, wait_until
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("links") / "root", listen=f"127.0.0.1:{free_port()}") as daemon:
-        yield daemon
+daemon = own_daemon(listen=f"127.0.0.1:{free_port()}")
 
 
 def steps(daemon: RunningDaemon, run: str) -> list[int]:

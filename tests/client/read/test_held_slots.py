@@ -28,17 +28,14 @@ from holdfast_formats.staging import arena, wire
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.forked import Forked
+from tests.kit.daemons import own_daemon
 
 SIZE = 20_000_003  # many extents a rank, and neither rank's part begins at an extent
 WORLD = 2
 _launches = itertools.count()
 
 
-@pytest.fixture
-def daemon(tmp_path: Path):
-    """A daemon with nothing in it."""
-    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
+daemon = own_daemon(scope="function")
 
 
 def start(daemon: RunningDaemon, world: int, step: int) -> list[Forked]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,13 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InUse, NewestVerified, Pinned, QuotaExceeded
 from holdfast_formats.rest.retention import Best, RetentionPolicy
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit.daemons import own_daemon
 
 RUN = "kept"
 ANYWHERE = "127.0.0.1:0"
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    with running(tmp_path / "root", listen=ANYWHERE) as started:
-        yield started
+daemon = own_daemon(scope="function", listen=ANYWHERE)
 
 
 def steps(root: Path) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 import torch
@@ -18,7 +16,8 @@ from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
 from tests.client.commands.test_retention import call, call_json
 from tests.client.test_huggingface import tiny
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, wait_until
+from tests.kit.daemons import own_daemon
 
 RULES = {"bf16": 0.004, "int8": 0.02}  # the most by which Adam's update may differ, of its norm; measured 0.002 and 0.008
 STEPS = (1, 2)
@@ -68,10 +67,7 @@ def apart(found: Updates, expected: Updates) -> float:
     return float(difference.norm() / torch.cat([update.ravel() for update in expected.values()]).norm())
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("compact") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
+daemon = own_daemon()
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,10 @@ from holdfast import Checkpointer, SaveWarning
 from holdfast.memory import native_copy
 from holdfast.stage.background_copy import BackgroundCopy, Move, lay_tracks
 from holdfast_formats.errors import CheckpointError, InvalidRequest, TornSnapshot
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    """One daemon for all tests of this file."""
-    with running(tmp_path_factory.mktemp("copier") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Ended:

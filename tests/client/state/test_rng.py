@@ -35,6 +35,18 @@ def draw() -> tuple:
     )
 
 
+def saved_streams(world: int) -> tuple[Checkpoint, list[tuple]]:
+    """A checkpoint of ranks with other seeds, and what each of them draws next."""
+    snapshots, expected = [], []
+    for rank in range(world):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        snapshots.append(TrainState({}, rank, world).snapshot())
+        expected.append(draw())
+    return Checkpoint(*snapshots), expected
+
+
 def test_streams_go_on_where_they_were_saved():
     """After a restore every stream draws what it would have drawn next, pending gaussians included."""
     draw()
@@ -68,14 +80,7 @@ def test_another_bit_generator_of_numpy():
 
 def test_every_rank_continues_its_own_stream():
     """Each rank of the saved world gets its own streams back, also in a smaller world."""
-    snapshots, expected = [], []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        random.seed(rank)
-        np.random.seed(rank)
-        snapshots.append(TrainState({}, rank, 3).snapshot())
-        expected.append(draw())
-    checkpoint = Checkpoint(*snapshots)
+    checkpoint, expected = saved_streams(3)
     for rank in (1, 0):
         restoration = TrainState({}, rank, 2).prepare(checkpoint.stored(rank))
         checkpoint.fill(restoration)
@@ -139,14 +144,7 @@ def test_cuda_streams_go_on():
 
 def test_streams_follow_the_place():
     """Where layouts say whose streams they are, a rank goes on with them as they are, or mixed where nobody stood there."""
-    snapshots, expected = [], []
-    for rank in range(2):
-        torch.manual_seed(rank)
-        random.seed(rank)
-        np.random.seed(rank)
-        snapshots.append(TrainState({}, rank, 2).snapshot())
-        expected.append(draw())
-    checkpoint = Checkpoint(*snapshots)
+    checkpoint, expected = saved_streams(2)
     for heir in (SavedRankChoice(1, True), SavedRankChoice(1, False)):
         stored = checkpoint.stored(1)._replace(stream=heir)
         restoration = TrainState({}, 2, 4).prepare(stored)

@@ -58,16 +58,21 @@ def test_names_that_cannot_be_made_durable_are_an_unknown_outcome() -> None:
         assert raised.value.members["outcome"] == "unknown"
 
 
+def replacement(tier: MemoryTier) -> tuple[Site, JointlyStaged, manifests.Manifest]:
+    """A checkpoint that has replaced another: who wrote it, what was staged, and its manifest."""
+    before, old = written(tier, naming.Place("r", 7, 1, 4))
+    commit.publish_joint(PosixStore(tier), before.plan, old)
+    site, staged = written(tier)
+    late = JointlyStaged(staged.place, staged.receipts, LATER)
+    return site, late, commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
+
+
 def test_a_late_committer_of_a_replacement_does_not_undo_it() -> None:
     """What was replaced stands in staging until what replaced it was read back, with files of the same names and sizes: it
     is not taken for what the round has written.
     """
     tier = MemoryTier()
-    before, old = written(tier, naming.Place("r", 7, 1, 4))
-    commit.publish_joint(PosixStore(tier), before.plan, old)
-    site, staged = written(tier)
-    late = JointlyStaged(staged.place, staged.receipts, LATER)
-    made = commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
+    site, late, made = replacement(tier)
     (aside,) = PosixStore(tier).replaced("r")
     replaced, files = tier.read(f"{aside.path}/{naming.MANIFEST}"), files_of(tier)
     assert commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True)) == made
@@ -89,11 +94,7 @@ def test_what_cannot_be_read_is_replaced() -> None:
     read either that its bytes stand there, leaves them alone: what is staged by then is what they have replaced.
     """
     tier = Unreadable()
-    before, old = written(tier, naming.Place("r", 7, 1, 4))
-    commit.publish_joint(PosixStore(tier), before.plan, old)
-    site, staged = written(tier)
-    late = JointlyStaged(staged.place, staged.receipts, LATER)
-    made = commit.publish_joint(PosixStore(tier), site.plan, late, About(over=True))
+    site, late, made = replacement(tier)
     manifest_bytes = tier.read(f"{TARGET}/{naming.MANIFEST}")
     assert manifests.decode(manifest_bytes, manifests.encode_commit(made, manifest_bytes)) == made
     with pytest.raises(StorageFailed, match="input/output"):

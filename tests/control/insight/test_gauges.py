@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,13 @@ from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.storage import PosixTier
 from tests.control.published import a_row
-from tests.databases import sqlite_url
+from tests.databases import sqlite_catalog
 
 BEGAN = "2030-01-01T00:00:00.000Z"
 NOW = seconds_of("2030-01-01T00:10:00.000Z")
 
 
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+catalog = sqlite_catalog
 
 
 @pytest.fixture

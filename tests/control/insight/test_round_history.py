@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,17 +12,13 @@ from holdfast_service.control.database.schema import RoundRow
 from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, RoundHistory, Seen
 from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.published import a_row
-from tests.databases import sqlite_url
+from tests.databases import sqlite_catalog
 from tests.kit.clock import Clock
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:04.000Z"
 
 
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+catalog = sqlite_catalog
 
 
 @pytest.fixture

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +16,7 @@ from holdfast_service.control.insight.summary import summarise
 from holdfast_service.control.insight.summary_board import STILL_S, KeptSummaries, SummaryBoard
 from tests.control.insight.test_summary import CREATED, NOW, facts, saves
 from tests.daemons import wait_until
-from tests.databases import sqlite_url
+from tests.databases import sqlite_catalog
 
 DIED = AlertKey("run-1", "run-lost")
 SEEN = Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")
@@ -73,11 +69,7 @@ def test_a_run_that_nobody_trains_is_not_summarised_again() -> None:
     assert kept.of(facts(life="ended")).attention is not first.attention
 
 
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+catalog = sqlite_catalog
 
 
 def test_acknowledgements_are_seen_at_once(catalog: Catalog) -> None:

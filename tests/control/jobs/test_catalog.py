@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,7 @@ from holdfast_formats.rest.jobs import ExportJob, VerifyJob
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs
-from tests.databases import sqlite_url
+from tests.databases import sqlite_database
 from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
@@ -31,11 +29,7 @@ class Clock:
         return f"2030-01-01T00:{self.minute:02}:00.000Z"
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+database = sqlite_database
 
 
 @pytest.fixture

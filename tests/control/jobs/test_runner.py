@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +18,13 @@ from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted, JobRunner, Progress
 from tests.daemons import wait_until
-from tests.databases import sqlite_url
+from tests.databases import sqlite_database
 
 VERIFY = VerifyJob(run="a", step=1)
 PATIENCE_S = 30.0
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+database = sqlite_database
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +66,16 @@ def until_stopped(started: threading.Event) -> Handler:
             time.sleep(0.001)
 
     return handler
+
+
+def at_work(database: Database) -> tuple[JobRunner, Job]:
+    """A runner, and a job that runs until it is stopped."""
+    started = threading.Event()
+    runner = a_runner(database, until_stopped(started))
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    return runner, job
 
 
 def test_a_handler_does_its_job(database: Database) -> None:
@@ -135,11 +139,7 @@ def test_what_cannot_work_is_refused_before_it_is_stored(database: Database) -> 
 
 def test_a_running_job_is_cancelled(database: Database) -> None:
     """Its handler is stopped at its next report; a queued job is cancelled on the spot, and both are told."""
-    started = threading.Event()
-    runner = a_runner(database, until_stopped(started))
-    runner.start()
-    running, _ = runner.submit(VERIFY)
-    assert started.wait(PATIENCE_S)
+    runner, running = at_work(database)
     queued, _ = runner.submit(VERIFY.model_copy(update={"step": 2}))
     assert runner.cancel(queued.id).state == "cancelled"
     runner.cancel(running.id)
@@ -150,11 +150,7 @@ def test_a_running_job_is_cancelled(database: Database) -> None:
 
 def test_a_job_cancelled_through_another_node_stops(database: Database) -> None:
     """The catalog is where a node is told, with its signs of life."""
-    started = threading.Event()
-    runner = a_runner(database, until_stopped(started))
-    runner.start()
-    job, _ = runner.submit(VERIFY)
-    assert started.wait(PATIENCE_S)
+    runner, job = at_work(database)
     Jobs(database, "node-2", utc_now).cancel(job.id)
     assert ended(runner, job).state == "cancelled"
     runner.close()
@@ -162,11 +158,7 @@ def test_a_job_cancelled_through_another_node_stops(database: Database) -> None:
 
 def test_closing_puts_a_job_back_and_the_next_start_does_it(database: Database) -> None:
     """The service ends though a job is running; the job goes on, and its interrupted start is not counted."""
-    started = threading.Event()
-    runner = a_runner(database, until_stopped(started))
-    runner.start()
-    job, _ = runner.submit(VERIFY)
-    assert started.wait(PATIENCE_S)
+    runner, job = at_work(database)
     runner.close(PATIENCE_S)
     assert (runner.jobs.get(job.id).state, runner.busy) == ("queued", False)
     again = a_runner(database, lambda job, progress: {"tries": job.tries})

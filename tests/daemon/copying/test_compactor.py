@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +36,14 @@ from holdfast_service.storage import PosixTier, posix
 from holdfast_service.wings.convert import foreign_export
 from holdfast_service.wings.convert.exports.source import of_committed
 from tests.checkpoints import flip, trained_arrays
-from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies, copies_world
 from tests.daemons import wait_until
 
 STEPS = (5, 10, 15)
 EMBED = "embed.weight"
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, STEPS, arrays=trained_arrays()) as made:
-        yield made
-
-
-def keep(world: CopiesWorld, **rules: Any) -> None:
-    world.control.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
-    assert world.control.rotation.wait_until_applied()
-
-
-def thinner(world: CopiesWorld, **parts: Any) -> Thinner:
-    return Thinner(world.tier, world.control.store, world.control.thinning, **parts)
+world = copies(STEPS, arrays=trained_arrays())
 
 
 def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
@@ -70,24 +57,20 @@ def opened(world: CopiesWorld, step: int = 5) -> CheckpointReader:
     return reader
 
 
-def leftovers(world: CopiesWorld) -> list[str]:
-    return [name for room in (naming.STAGING, naming.TRASH) for name in world.tier.list(f"{RUN}/{room}")]
-
-
 @pytest.mark.parametrize("rule", ["exact", "bf16", "int8"])
 def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> None:
     """Weights are the same files; masters come back bit for bit, moments as far off as it says, the rest exactly."""
     weights = next(path.name for path in sorted(world.path().iterdir()) if path.name.startswith("model-0"))
     inode = os.stat(world.path() / weights).st_ino
     before = world.catalog.checkpoint(RUN, 5)
-    keep(world, optim=rule, optim_full=1)
+    world.keep(optim=rule, optim_full=1)
     shown = world.control.rotation.preview(RUN)
     assert [(v.step, v.keep, v.thin, v.compact) for v in shown.verdicts] == [
         (15, True, False, False),
         (10, True, False, True),
         (5, True, False, True),
     ]
-    assert thinner(world).run_once(RUN) == [5, 10]
+    assert world.thinner().run_once(RUN) == [5, 10]
     arrays = trained_arrays()
     with opened(world) as reader:
         small = reader.manifest.compacted
@@ -120,13 +103,13 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_compacted == pytest.approx(sum(one["freed"] for one in told), rel=0.3)  # files have fewer headers
     assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
-    assert leftovers(world) == [] and thinner(world).run_once(RUN) == []
+    assert world.leftovers() == [] and world.thinner().run_once(RUN) == []
 
 
 def test_any_box_is_decoded(world: CopiesWorld) -> None:
     """Blocks that a shard's edge cuts, strided receivers, parts of ties; also with all of it proven first."""
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
     with opened(world) as reader:
         for group, name in (("optim", f"{EMBED}/exp_avg"), ("optim", f"{EMBED}/exp_avg_sq"), ("master", EMBED)):
             whole = reader.read(group, name)
@@ -140,8 +123,8 @@ def test_any_box_is_decoded(world: CopiesWorld) -> None:
 
 def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
     """What they read is a listing; a file of masters under the weights' names has every bit."""
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
     with opened(world) as reader:
         directory, made = naming.checkpoint_path(RUN, 5), reader.manifest
         files = CommittedFiles(world.tier, made, directory)
@@ -164,8 +147,8 @@ def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
 
 def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
     """An earlier version finds codes under other names, and nothing under the tensor's own."""
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
     document = json.loads((world.path() / naming.MANIFEST).read_bytes())
     assert f"{EMBED}/exp_avg" not in document["tensors"]["optim"] and EMBED not in document["tensors"]["master"]
     stored = {name: entry["dtype"] for name, entry in document["tensors"]["optim"].items() if name.startswith(EMBED)}
@@ -183,8 +166,8 @@ def test_who_does_not_know_it_sees_no_values(world: CopiesWorld) -> None:
 
 def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
     """Its other tensors are read."""
-    keep(world, optim="bf16", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="bf16", optim_full=1)
+    world.thinner().run_once(RUN)
     document = json.loads((world.path() / naming.MANIFEST).read_bytes())
     document["compacted"]["tensors"]["optim"][f"{EMBED}/exp_avg"]["coding"] = "int3"
     encoded = json.dumps(document).encode()
@@ -200,11 +183,11 @@ def test_one_of_a_later_version_is_refused_by_name(world: CopiesWorld) -> None:
 def test_both_rules(world: CopiesWorld) -> None:
     """The newest exact, then some in fewer bytes, and of older ones the weights. A compact one is thinned too."""
     before = world.catalog.checkpoint(RUN, 5).bytes
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
-    keep(world, optim="int8", optim_full=1, keep_full=2)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
+    world.keep(optim="int8", optim_full=1, keep_full=2)
     world.copy()
-    assert thinner(world).run_once(RUN) == [5]
+    assert world.thinner().run_once(RUN) == [5]
     world.copy()
     made = [opened(world, step).manifest for step in STEPS]
     assert [(one.thinned is not None, one.compacted is not None) for one in made] == [
@@ -223,13 +206,13 @@ def test_copies_follow(world: CopiesWorld, tmp_path: Path) -> None:
     there = tmp_path / "far" / naming.checkpoint_path(RUN, 5)
     weights = next(path.name for path in sorted(there.iterdir()) if path.name.startswith("model-0"))
     inode = os.stat(there / weights).st_ino
-    keep(world, optim="bf16", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="bf16", optim_full=1)
+    world.thinner().run_once(RUN)
     assert world.control.record_queue.recorded(30)
     world.copy()
     assert contents(there) == contents(world.path(5)) and os.stat(there / weights).st_ino == inode
-    keep(world, optim="bf16", optim_full=1, keep_full=2)
-    thinner(world).run_once(RUN)
+    world.keep(optim="bf16", optim_full=1, keep_full=2)
+    world.thinner().run_once(RUN)
     world.add("late", PosixTier(tmp_path / "late"))
     world.copy("late")
     world.copy()
@@ -242,8 +225,8 @@ def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> Non
     what is damaged.
     """
     world.copy()
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
     before, there = contents(world.path()), world.root.parent / "far" / naming.checkpoint_path(RUN, 5)
     copied = contents(there)
     for name in sorted(name for name in before if name.startswith("model-0")):
@@ -261,8 +244,8 @@ def test_a_copy_that_is_still_whole_mends_what_stayed(world: CopiesWorld) -> Non
 
 def test_a_flipped_bit_of_any_part_is_found(world: CopiesWorld) -> None:
     """Codes, scales, ranges, low bits, the list of ties, and the weights under them: no value of them is handed over."""
-    keep(world, optim="int8", optim_full=1)
-    thinner(world).run_once(RUN)
+    world.keep(optim="int8", optim_full=1)
+    world.thinner().run_once(RUN)
     with opened(world) as reader:
         made = reader.manifest
     assert made.compacted is not None and f"{EMBED}.low16.ties" in made.tensors["master"]
@@ -284,8 +267,8 @@ def test_a_flipped_bit_of_any_part_is_found(world: CopiesWorld) -> None:
 def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld) -> None:
     """Not that it is damaged: what stands there now is sound."""
     readers = [open_checkpoint(world.root, None, RUN, 5) for _ in range(3)]
-    keep(world, optim="int8", optim_full=1)
-    assert thinner(world).run_once(RUN) == [5, 10]
+    world.keep(optim="int8", optim_full=1)
+    assert world.thinner().run_once(RUN) == [5, 10]
     weights = readers[0].read("model", EMBED)
     assert weights.tobytes() == trained_arrays()["model"][EMBED].tobytes()
     with pytest.raises(InUse, match="was replaced or removed"):
@@ -306,20 +289,20 @@ def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld, monkeypatc
     monkeypatch.setattr(control.files, "_usual", usual)
     file = control.rotation.file(RUN)
     assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
-    assert thinner(world).run_once(RUN) == [5] and opened(world).manifest.compacted is not None
+    assert world.thinner().run_once(RUN) == [5] and opened(world).manifest.compacted is not None
     control.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
     assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()
-    keep(world, last=7)
+    world.keep(last=7)
     monkeypatch.setattr(control.files, "_usual", RetentionPolicy(keep_full=1))
-    assert thinner(world).run_once(RUN) == [] and control.rotation.file(RUN).in_force.keep_full is None
+    assert world.thinner().run_once(RUN) == [] and control.rotation.file(RUN).in_force.keep_full is None
 
 
 def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
     """What is pinned or read stays as it is; one that was saved anew is not touched."""
-    keep(world, optim="bf16", optim_full=1)
+    world.keep(optim="bf16", optim_full=1)
     world.control.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
     with world.control.readers.reading(RUN, 10):
-        assert thinner(world).run_once(RUN) == []
+        assert world.thinner().run_once(RUN) == []
     with pytest.raises(InUse, match="saved again"):
         world.control.thinning.publish(naming.job_place(RUN, 10, "1"), b"", b"", b"another COMMIT", "bf16")
     assert [opened(world, step).manifest.compacted for step in STEPS] == [None] * 3
@@ -328,7 +311,7 @@ def test_marks_readers_and_other_saves_hold(world: CopiesWorld) -> None:
 def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
     """Whoever wants `exact` now gets no int8 from a worker that began under the earlier policy, nor any after `none`."""
     thinning = world.control.thinning
-    keep(world, optim="int8", optim_full=1)
+    world.keep(optim="int8", optim_full=1)
 
     class Slow:
         """The policy is changed when the first one is staged."""
@@ -345,13 +328,13 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
 
     slow = Slow()
     assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5]
-    assert leftovers(world) == []
+    assert world.leftovers() == []
     slow.after = RetentionPolicy(last=9)
     assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5, 5]
-    keep(world, optim="exact", optim_full=1)
-    assert thinner(world).run_once(RUN) == [5, 10]
-    keep(world, optim="int8", optim_full=1)
-    assert thinner(world).run_once(RUN) == []
+    world.keep(optim="exact", optim_full=1)
+    assert world.thinner().run_once(RUN) == [5, 10]
+    world.keep(optim="int8", optim_full=1)
+    assert world.thinner().run_once(RUN) == []
     small = [opened(world, step).manifest.compacted for step in STEPS]
     assert [one and one.optim for one in small] == ["exact", "exact", None]
 
@@ -375,8 +358,8 @@ def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
     moments[:] = np.random.default_rng(1).standard_normal(moments.shape)
     moments[:, ::256] = 1e6
     with copies_world(tmp_path, (5, 10), arrays=arrays) as world:
-        keep(world, optim="int8", optim_full=1)
-        assert thinner(world).run_once(RUN) == [5]
+        world.keep(optim="int8", optim_full=1)
+        assert world.thinner().run_once(RUN) == [5]
         with opened(world) as reader:
             small = reader.manifest.compacted
             assert small is not None and small.tensors["optim"][f"{EMBED}/exp_avg"].coding == "bf16"
@@ -386,17 +369,17 @@ def test_values_that_a_few_large_ones_hide_are_not_lost(tmp_path: Path) -> None:
 
 def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays whole, with nothing in staging, and the others are done."""
-    keep(world, optim="int8", optim_full=1)
+    world.keep(optim="int8", optim_full=1)
     flip(next(path for path in sorted(world.path(5).iterdir()) if path.name.startswith("optim-0")), 4500)
     reported: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
-        assert thinner(world).run_once(RUN) == []
-    assert leftovers(world) == []
+        assert world.thinner().run_once(RUN) == []
+    assert world.leftovers() == []
     assert world.control.record_queue.recorded(30)
     told = world.control.events.after(0, 100, kind="thinning-failed")
     assert [one.step for one in told] == [5, 10] and all("free space" in one.text for one in told)
-    assert thinner(world, suspect=lambda run, step, error: reported.append(step)).run_once(RUN) == [10]
+    assert world.thinner(suspect=lambda run, step, error: reported.append(step)).run_once(RUN) == [10]
     assert reported == [5] and world.catalog.checkpoint(RUN, 5).compacted is None
 
     def full(*_: Any, **__: Any) -> None:
@@ -404,16 +387,16 @@ def test_damage_full_disks_and_nothing_to_save(world: CopiesWorld, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(posix.PosixFile, "write", full)
-        keep(world, optim="exact", optim_full=1)
-        assert thinner(world).run_once(RUN) == []
-    assert leftovers(world) == [] and NoSpace.retryable
+        world.keep(optim="exact", optim_full=1)
+        assert world.thinner().run_once(RUN) == []
+    assert world.leftovers() == [] and NoSpace.retryable
 
 
 def test_it_is_tried_again_once_there_may_be_room(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells of room that others have made. Before there is any, nothing of the checkpoint is read."""
-    keep(world, optim="int8", optim_full=1)
+    world.keep(optim="int8", optim_full=1)
     monkeypatch.setattr(thinner_module, "AGAIN_S", 0.05)
-    worker = thinner(world)
+    worker = world.thinner()
     with monkeypatch.context() as patch:
         patch.setattr(PosixTier, "free_bytes", lambda self: 4096)
         patch.setattr(compactor, "_look", None)
@@ -426,6 +409,6 @@ def test_it_is_tried_again_once_there_may_be_room(world: CopiesWorld, monkeypatc
 def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> None:
     """A checkpoint without anything that the rule knows is not tried."""
     with copies_world(tmp_path / "other", (5, 10)) as other:
-        keep(other, optim="int8", optim_full=1)
-        assert thinner(other).run_once(RUN) == []
+        other.keep(optim="int8", optim_full=1)
+        assert other.thinner().run_once(RUN) == []
         assert other.control.rotation.preview(RUN).bytes_compacted == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,13 @@ from holdfast_service.control.checkpoints.replicas import listed
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import flip
-from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies
 
 STEPS = (5, 10, 15)
 NEW, NEWER = "another", "a-third"
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, STEPS) as made:
-        made.copy()
-        yield made
+world = copies(STEPS, copied=True)
 
 
 def at(tmp_path: Path, run: str, step: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip, varied_arrays
-from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies, copies_world
 from tests.daemon.saver_world import RUN as SAVED
 from tests.daemon.saver_world import SaverWorld
 from tests.daemons import wait_until
@@ -23,11 +22,7 @@ from tests.daemons import wait_until
 DIRECTORY = naming.checkpoint_path(RUN, 5)
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path) as made:
-        made.copy()
-        yield made
+world = copies(copied=True)
 
 
 def found(world: CopiesWorld) -> Damaged:

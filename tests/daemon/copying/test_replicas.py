@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,20 +24,34 @@ from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.storage import MemoryTier, PosixTier
 from tests.checkpoints import build, flip, varied_arrays
-from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies, copies_world
 from tests.daemons import wait_until
 
 STEPS = (5, 10, 15)
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, STEPS) as made:
-        yield made
+world = copies(STEPS)
 
 
 def far(tmp_path: Path, step: int = 5) -> Path:
     return tmp_path / "far" / naming.checkpoint_path(RUN, step)
+
+
+def forget(world: CopiesWorld, tmp_path: Path, *steps: int) -> None:
+    """As if these steps had never been copied."""
+    for step in steps:
+        shutil.rmtree(far(tmp_path, step))
+    with world.catalog.database.write() as session:
+        session.execute(delete(ReplicaRow).where(ReplicaRow.step.in_(steps)))
+
+
+def lose(world: CopiesWorld, how: str) -> None:
+    """Take the newer checkpoints from the root, or a file of each."""
+    for step in (10, 15):
+        if how == "gone":
+            shutil.rmtree(world.path(step))
+        else:
+            (world.path(step) / naming.STATE).unlink()
 
 
 def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path) -> None:
@@ -319,16 +332,9 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
 def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: Path, how: str) -> None:
     """Its checkpoint was removed while newer ones stood. Then these were lost, before its storage could be reached."""
     world.copy()
-    for step in (10, 15):  # they were never copied, say
-        shutil.rmtree(far(tmp_path, step))
-    with world.catalog.database.write() as session:
-        session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
+    forget(world, tmp_path, 10, 15)
     world.control.rotation.remove(RUN, 5)
-    for step in (10, 15):
-        if how == "gone":
-            shutil.rmtree(world.path(step))
-        else:
-            (world.path(step) / naming.STATE).unlink()
+    lose(world, how)
     world.replicators["far"]._remove(world.replicators["far"]._open())
     assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
     (told,) = world.events("removal-waits")
@@ -359,9 +365,7 @@ def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
         assert world.control.rotation.wait_until_applied() and not world.path(10).exists() and world.path(5).exists()
     else:
         world.control.rotation.remove(RUN, 10)
-    shutil.rmtree(far(tmp_path, 15))
-    with world.catalog.database.write() as session:
-        session.execute(delete(ReplicaRow).where(ReplicaRow.step == 15))
+    forget(world, tmp_path, 15)
     lost = tmp_path / "lost"
     world.path(15).rename(lost)
     world.replicators["far"]._remove(world.replicators["far"]._open())
@@ -375,19 +379,12 @@ def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
 def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_path: Path, how: str) -> None:
     """Its checkpoint was thinned because newer ones had an optimizer. These were lost before the copy was thinned, too."""
     world.copy()
-    for step in (10, 15):  # they were never copied, say
-        shutil.rmtree(far(tmp_path, step))
-    with world.catalog.database.write() as session:
-        session.execute(delete(ReplicaRow).where(ReplicaRow.step > 5))
+    forget(world, tmp_path, 10, 15)
     world.control.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
     assert world.control.rotation.wait_until_applied()
     assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).run_once(RUN)
     assert world.control.record_queue.recorded(30)
-    for step in (10, 15):
-        if how == "gone":
-            shutil.rmtree(world.path(step))
-        else:
-            (world.path(step) / naming.STATE).unlink()
+    lose(world, how)
     assert [one.step for one in world.records.due("far") if one.step == 5] == [5]
     world.replicators["far"]._copy(world.replicators["far"]._open(), world.catalog.checkpoint(RUN, 5))
     assert "optim" in load_manifest(PosixTier(tmp_path / "far"), RUN, 5).tensors

@@ -20,7 +20,7 @@ from holdfast_service.daemon.writing import disk_throughput
 from holdfast_service.daemon.writing.disk_throughput import DiskThroughput
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, disk_speed
-from tests.daemon.saver_world import GatedTier, SaverWorld, saver_world
+from tests.daemon.saver_world import GatedTier, Rank, SaverWorld, saver_world
 
 PATIENCE_S = 30.0
 PHASES = {"stage_s", "queue_s", "write_s", "fsync_s", "commit_s", "bytes"}
@@ -55,15 +55,21 @@ def test_the_phases_of_a_save_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert the_round(world, 1).node == "node"
 
 
+def two_saves(world: SaverWorld, tier: GatedTier) -> Rank:
+    """A rank that has saved twice: the first is being written, the second waits for it."""
+    (rank,) = world.launch(1)
+    tier.gate.swing(True)
+    rank.save(1)
+    tier.gate.wait_for(1)
+    rank.save(2)
+    return rank
+
+
 def test_a_save_that_waits_for_another_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one behind has queued at least as long as the writing of the one before still took."""
     tier = GatedTier(MemoryTier())
     with saver_world(tier) as world:
-        (rank,) = world.launch(1)
-        tier.gate.swing(True)
-        rank.save(1)
-        tier.gate.wait_for(1)
-        rank.save(2)
+        rank = two_saves(world, tier)
         time.sleep(0.05)
         tier.gate.swing(False)
         rank.wait(2)
@@ -76,11 +82,7 @@ def test_what_was_dropped_or_aborted_keeps_what_happened() -> None:
     """No phase that did not happen; why is beside it."""
     tier = GatedTier(MemoryTier())
     with saver_world(tier) as world:
-        (rank,) = world.launch(1)
-        tier.gate.swing(True)
-        rank.save(1)
-        tier.gate.wait_for(1)
-        rank.save(2)
+        rank = two_saves(world, tier)
         rank.save(3, "newest-wins")
         tier.gate.swing(False)
         rank.wait(3)

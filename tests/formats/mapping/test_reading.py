@@ -20,33 +20,12 @@ from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor
 from holdfast_formats.mapping.listing import FetchBox, ForeignPiece, ForeignTensor, TensorKey
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
-
-
-class InMemory:
-    """Files in memory, with every read noted."""
-
-    def __init__(self, **files: bytes) -> None:
-        self.files, self.reads = files, list[tuple[str, int, int]]()
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self.files[path][offset:][:length]
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        data = self.files[path][offset : offset + buffer.nbytes]
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        self.reads.append((path, offset, len(data)))
-        return len(data)
-
-    def size(self, path: str) -> int | None:
-        return len(self.files[path]) if path in self.files else None
-
-    def list(self, path: str) -> list[str]:
-        return sorted(self.files)
+from tests.kit.files import FilesInMemory
 
 
 def _stored(
     values: NDArray[Any], name: str = "x", cut: int = 0, order: tuple[int, ...] = ()
-) -> tuple[InMemory, ForeignTensor]:
+) -> tuple[FilesInMemory, ForeignTensor]:
     """A tensor whose rows before and after `cut` are in two files, each with its dimensions in memory in this order."""
     order = order or tuple(range(values.ndim))
     spec = TensorSpec("model", name, "F32", values.shape)
@@ -58,7 +37,7 @@ def _stored(
         box = Box((low, *(0,) * (values.ndim - 1)), part.shape)
         pieces.append(ForeignPiece(f"f{number}", 7, box, tuple(steps[order.index(d)] for d in range(values.ndim))))
         files[f"f{number}"] = b"\1" * 7 + turned.tobytes()
-    return InMemory(**files), ForeignTensor(spec, tuple(pieces))
+    return FilesInMemory(files), ForeignTensor(spec, tuple(pieces))
 
 
 def _values(shape: tuple[int, ...]) -> NDArray[Any]:
@@ -88,7 +67,7 @@ def test_stacked_and_sliced_and_padded() -> None:
     a, b = _values((2, 3)), _values((3, 2)) + 100
     files_a, one = _stored(a, "a")
     files_b, two = _stored(b, "b")
-    files = InMemory(f1=files_a.files["f1"], g=files_b.files["f1"], f0=b"")
+    files = FilesInMemory({"f1": files_a.files["f1"], "g": files_b.files["f1"], "f0": b""})
     two = two._replace(pieces=tuple(piece._replace(file="g") for piece in two.pieces if piece.box.volume))
     tensors = {one.key: one, two.key: two}
     specs = {key: tensor.spec for key, tensor in tensors.items()}
@@ -122,7 +101,7 @@ def test_stacked_and_sliced_and_padded() -> None:
 
 def test_a_tensor_of_no_dimensions() -> None:
     """Its element is read, moved and converted; it comes out of a tensor of more dimensions, and goes into one."""
-    files = InMemory(f=np.array([1.5, 2.5], "<f4").tobytes())
+    files = FilesInMemory({"f": np.array([1.5, 2.5], "<f4").tobytes()})
     scalar = ForeignTensor(TensorSpec("model", "s", "F32", ()), (ForeignPiece("f", 4, whole(()), ()),))
     pair = ForeignTensor(TensorSpec("model", "p", "F32", (2,)), (ForeignPiece("f", 0, whole((2,)), (1,)),))
     assert reading.fetched(files, scalar)[()] == 2.5
@@ -155,7 +134,7 @@ def test_rounded_to_the_nearest_even() -> None:
 def test_every_type_in_another_order(dtype: str) -> None:
     """A transposed matrix of any type is read as it is."""
     values = np.arange(12).reshape(3, 4).astype(dtypes.to_numpy(dtype))
-    files = InMemory(f=np.ascontiguousarray(values.T).tobytes())
+    files = FilesInMemory({"f": np.ascontiguousarray(values.T).tobytes()})
     tensor = ForeignTensor(TensorSpec("model", "x", dtype, (3, 4)), (ForeignPiece("f", 0, whole((3, 4)), (1, 3)),))
     assert reading.fetched(files, tensor).tobytes() == values.tobytes()
 
@@ -175,7 +154,7 @@ def test_spans_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_single_number() -> None:
     """A tensor without dimensions, such as an optimizer's step: as it is, converted, and as an element of a vector."""
-    files = InMemory(f=np.float32(2.5).tobytes())
+    files = FilesInMemory({"f": np.float32(2.5).tobytes()})
     step = ForeignTensor(TensorSpec("optim", "step", "F32", ()), (ForeignPiece("f", 0, whole(()), ()),))
     tensors = {step.key: step}
     assert reading.fetched(files, step) == np.float32(2.5)

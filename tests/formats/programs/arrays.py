@@ -16,30 +16,10 @@ from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, Tensor
 from holdfast_formats.programs import CompiledProgram
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
+from tests.kit.files import FilesInMemory
 
 Arrays = dict[TensorKey, NDArray[Any]]
 _NAMES = {dtypes.to_numpy(name): name for name in ("BF16", "F16", "F32", "F64", "I8", "I32", "I64", "U8", "F8_E4M3")}
-
-
-class InMemory:
-    """Files in memory."""
-
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = files
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self.files[path][offset:][:length]
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        data = self.files[path][offset : offset + buffer.nbytes]
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def size(self, path: str) -> int | None:
-        return len(self.files[path]) if path in self.files else None
-
-    def list(self, path: str) -> list[str]:
-        return sorted(self.files)
 
 
 def key(name: str, group: str = "model") -> TensorKey:
@@ -53,7 +33,7 @@ def specs(arrays: Mapping[TensorKey, NDArray[Any]]) -> dict[TensorKey, TensorSpe
 def applied(compiled: CompiledProgram, arrays: Mapping[TensorKey, NDArray[Any]]) -> Arrays:
     """What the program makes of these arrays; every map is checked before it is used."""
     known = specs(arrays)
-    files = InMemory({f"{each.group}/{each.name}": values.tobytes() for each, values in arrays.items()})
+    files = FilesInMemory({f"{each.group}/{each.name}": values.tobytes() for each, values in arrays.items()})
     tensors = {
         each: ForeignTensor(spec, (ForeignPiece(f"{each.group}/{each.name}", 0, whole(spec.shape), strides(spec.shape)),))
         for each, spec in known.items()

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ from holdfast.integrations import loader_positions
 from holdfast.integrations.accelerate import AcceleratorCheckpoints, attach
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("accelerate") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import holdfast
 from holdfast.integrations.lightning.contents import load_from_checkpoint
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, wait_until
 from tests.integrations.lightning.models import Small, equal, loader, saves, steps, trainer
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("lightning") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 def names(directory: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ from torch import nn
 
 from holdfast.integrations.lightning import HoldfastCheckpointIO
 from holdfast_formats.errors import InvalidRequest
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.integrations.lightning.models import Small, equal, loader, steps, trainer
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("fabric") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 def trained(fabric: Fabric, model: Any, optimizer: Any, steps: int) -> None:

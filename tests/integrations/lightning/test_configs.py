@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from holdfast.integrations.lightning import HoldfastCheckpointIO, configs, load_from_checkpoint
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.integrations.lightning.models import Small, equal, loader, saves, trainer
+from tests.kit.daemons import own_daemon
 
 CONFIG = {"rate": 0.125, "blocks": [1, {"deep": True}], "same": "${rate}", "missing": "???"}
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("configs") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Whole(Small):

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
 from holdfast.integrations.lightning import HoldfastCheckpoint, HoldfastCheckpointIO, load_from_checkpoint
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.integrations.lightning.models import Small, equal, loader, saves, steps, trainer
+from tests.kit.daemons import own_daemon
 
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("habits") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Copying(Callback):

@@ -19,16 +19,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast_formats.errors import InvalidRequest
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.integrations.lightning.models import Small, loader, saves, steps, trainer
+from tests.kit.daemons import own_daemon
 
 ROWS = 12
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("unusual") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Tracing(Small):

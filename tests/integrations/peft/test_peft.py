@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,14 @@ from holdfast.integrations.peft import adapter, adapter_config
 from holdfast.integrations.transformers import attach
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
 from tests.integrations.transformers.models import Sentences, small_model
+from tests.kit.daemons import own_daemon
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks for what transformers has renamed
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("peft") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 def lora(**changed: Any) -> PeftModel:

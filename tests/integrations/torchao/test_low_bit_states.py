@@ -11,7 +11,8 @@ import torch
 from holdfast import Checkpointer
 from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats.errors import StateMismatch
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
 
 torchao = pytest.importorskip("torchao.optim")
 SIZE = 64  # 4096 values: smaller tensors are not quantised
@@ -24,10 +25,7 @@ def eager() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("torchao") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Trainer:

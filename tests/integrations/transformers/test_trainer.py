@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,14 @@ from holdfast import Api
 from holdfast.integrations.transformers import HoldfastTrainerMixin, attach, resuming, training
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint, StateMismatch
-from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
+from tests.daemons import RunningDaemon, wait_until, wait_until_read_back
 from tests.integrations.transformers.models import Sentences, small_model
+from tests.kit.daemons import own_daemon
 
 _runs = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("trainer") / "root", listen="127.0.0.1:0") as daemon:
-        yield daemon
+daemon = own_daemon()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from holdfast.integrations.transformers import attach
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and datasets' own
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    with running(tmp_path_factory.mktemp("trl") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 def made(output: Path) -> Any:

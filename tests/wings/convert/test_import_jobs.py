@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from holdfast_service.wings.convert.foreign import hugging_face
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.import_jobs import Importer
 from tests.crash.calls import steered
-from tests.daemon.copies_world import RUN, CopiesWorld, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, copies
 from tests.job_requests import an_import
 from tests.wings.convert.test_jobs import ARRAYS, Told
 from tests.wings.convert.test_jobs import hugging_face as a_model
@@ -51,10 +50,7 @@ from tests.wings.convert.test_jobs import hugging_face as a_model
 ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, replicas=()) as made:
-        yield made
+world = copies(replicas=())
 
 
 @pytest.fixture

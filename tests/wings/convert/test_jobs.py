@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from holdfast_service.storage import PosixStore, PosixTier
 from holdfast_service.wings.convert.jobs import open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
-from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies
 from tests.job_requests import request
 from tests.wings.convert.transfers import Transfers
 
@@ -51,10 +50,7 @@ ARRAYS = {
 }
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, replicas=()) as made:
-        yield made
+world = copies(replicas=())
 
 
 @pytest.fixture

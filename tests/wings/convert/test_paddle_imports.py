@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,11 @@ from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.storage import PosixTier
 from holdfast_service.wings.convert.import_jobs import Importer
-from tests.daemon.copies_world import CopiesWorld, copies_world
+from tests.daemon.copies_world import CopiesWorld, copies
 from tests.job_requests import an_import
 from tests.wings.convert.foreign.paddle import written
 
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[CopiesWorld]:
-    with copies_world(tmp_path, replicas=()) as made:
-        yield made
+world = copies(replicas=())
 
 
 def _imported(world: CopiesWorld, name: str) -> Path:

@@ -23,7 +23,7 @@ from holdfast_service.wings.notify.notifier import DUTY, Notifier, NotifierConte
 from holdfast_service.wings.notify.schedule import NoticeKey
 from holdfast_service.wings.notify.target_state import TargetState
 from tests.daemons import wait_until
-from tests.databases import sqlite_url
+from tests.databases import sqlite_database
 from tests.wings.cluster.nodes import Nodes, nodes
 from tests.wings.notify.receivers import Web, serving
 
@@ -37,11 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifier, "UNSURE_S", 0.0)
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    yield opened
-    opened.close()
+database = sqlite_database
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 from tests.client import frameworks
 from tests.client.checkpoint_in_memory import Checkpoint
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon
+from tests.kit.daemons import own_daemon
 
 
 def counted(model: frameworks.Unlisted) -> None:
@@ -185,10 +186,7 @@ def test_the_key_is_reserved_and_its_value_checked() -> None:
     assert not state.prepare(stored, ignore=("extra/unsaved",)).notes
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory):
-    with running(tmp_path_factory.mktemp("unsaved") / "root") as daemon:
-        yield daemon
+daemon = own_daemon(listen="none")
 
 
 class Training:

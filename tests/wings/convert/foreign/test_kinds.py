@@ -11,7 +11,7 @@ from holdfast_formats.rest.jobs import EXPORT_KINDS, IMPORT_KINDS, ReadOptions
 from holdfast_service.wings.convert.exports import kinds as exports
 from holdfast_service.wings.convert.foreign import known_kinds
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind, choose
-from tests.formats.mapping.test_reading import InMemory
+from tests.kit.files import FilesInMemory
 
 
 def _kind(name: str, ending: str) -> ForeignKind:
@@ -32,14 +32,14 @@ def test_the_kinds_that_requests_and_pages_state() -> None:
 
 def test_the_one_that_fits() -> None:
     """By its files, or by what a user says."""
-    assert choose(InMemory(**{"x.a": b""}), None, (A, B)) is A
-    assert choose(InMemory(**{"x.a": b"", "x.b": b""}), "b", (A, B)) is B
+    assert choose(FilesInMemory({"x.a": b""}), None, (A, B)) is A
+    assert choose(FilesInMemory({"x.a": b"", "x.b": b""}), "b", (A, B)) is B
 
 
 def test_a_last_choice() -> None:
     """A kind whose files others have too is taken where no other fits."""
     last = A._replace(name="last", last=True)
-    files = InMemory(**{"x.a": b"", "x.b": b""})
+    files = FilesInMemory({"x.a": b"", "x.b": b""})
     assert choose(files, None, (last, B)) is B
     assert choose(files, None, (last,)) is last
 
@@ -47,9 +47,9 @@ def test_a_last_choice() -> None:
 def test_none_and_two_are_refused() -> None:
     """With what was found, and what to do."""
     with pytest.raises(StateMismatch, match=r"no known checkpoint has these files: x\.c"):
-        choose(InMemory(**{"x.c": b""}), None, (A, B))
+        choose(FilesInMemory({"x.c": b""}), None, (A, B))
     with pytest.raises(StateMismatch, match="may be A or B") as caught:
-        choose(InMemory(**{"x.a": b"", "x.b": b""}), None, (A, B))
+        choose(FilesInMemory({"x.a": b"", "x.b": b""}), None, (A, B))
     assert caught.value.hint == "say which: --from a, or --from b"
     with pytest.raises(InvalidRequest, match="there is no kind 'c'"):
-        choose(InMemory(), "c", (A, B))
+        choose(FilesInMemory({}), "c", (A, B))

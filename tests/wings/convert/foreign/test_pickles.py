@@ -22,28 +22,11 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import CheckpointError, StateMismatch
 from holdfast_service.wings.convert.foreign import pickles
 from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes, PickledGlobal
+from tests.kit.files import FilesInMemory
 
 
-class OneFile:
-    """A directory with one file, in memory."""
-
-    def __init__(self, data: bytes, name: str = "f") -> None:
-        self.data, self.name = data, name
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        assert path == self.name and offset >= 0
-        return self.data[offset:][:length]
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        data = self.read(path, offset, buffer.nbytes)
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def size(self, path: str) -> int | None:
-        return len(self.data) if path == self.name else None
-
-    def list(self, path: str) -> list[str]:
-        return [self.name]
+def one_file(data: bytes) -> FilesInMemory:
+    return FilesInMemory({"f": data})
 
 
 def _values(data: bytes, array: PickledArray) -> NDArray[Any]:
@@ -78,7 +61,7 @@ def test_files_of_torch(tmp_path: Path, protocol: int, legacy: bool) -> None:
     state = OrderedDict(tensors, inner=[{"step": 3, "lr": 0.1}, (None, True)], kind=torch.float32, shape=torch.Size((2, 3)))
     torch.save(state, tmp_path / "f", pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
     data = (tmp_path / "f").read_bytes()
-    found = pickles.read_torch(OneFile(data), "f")
+    found = pickles.read_torch(one_file(data), "f")
     assert list(found) == list(state)
     for name, tensor in tensors.items():
         assert found[name].shape == tuple(tensor.shape)
@@ -95,7 +78,7 @@ def test_arrays_of_numpy(protocol: int) -> None:
     """Arrays are places, numpy's numbers are numbers; arrays in Fortran's order have its strides."""
     plain = np.arange(6, dtype="<i8").reshape(2, 3)
     data = pickle.dumps({"a": plain, "f": np.asfortranarray(plain), "n": np.float32(2.5), "b": np.uint8(200)}, protocol)
-    found = pickles.read_pickle(OneFile(data), "f")
+    found = pickles.read_pickle(one_file(data), "f")
     assert (found["n"], found["b"]) == (2.5, 200)
     for name in ("a", "f"):
         np.testing.assert_array_equal(_values(data, found[name]), plain)
@@ -117,7 +100,7 @@ def test_nothing_is_run(function: Any, tmp_path: Path) -> None:
     for protocol in (2, 4):
         data = pickle.dumps({"w": np.zeros(3), "x": [_Runs(function, f"touch {marker}")]}, protocol)
         with pytest.raises(StateMismatch, match=r"^f, byte \d+: the pickle (names|takes|calls)") as refused:
-            pickles.read_pickle(OneFile(data), "f")
+            pickles.read_pickle(one_file(data), "f")
         assert refused.value.members["file"] == "f" and refused.value.hint
     assert not marker.exists()
 
@@ -127,9 +110,9 @@ def test_what_is_cut_off() -> None:
     data = pickle.dumps({"w": np.arange(30), "t": "x" * 40}, 4)
     for length in range(0, len(data), 3):
         with pytest.raises(CheckpointError):
-            pickles.read_pickle(OneFile(data[:length]), "f")
+            pickles.read_pickle(one_file(data[:length]), "f")
     with pytest.raises(StateMismatch, match="1 bytes follow it"):
-        pickles.read_pickle(OneFile(data + b"."), "f")
+        pickles.read_pickle(one_file(data + b"."), "f")
 
 
 def _saved(tmp_path: Path, **options: Any) -> bytes:
@@ -140,14 +123,14 @@ def _saved(tmp_path: Path, **options: Any) -> bytes:
 def test_every_flipped_byte_of_a_torch_file(tmp_path: Path) -> None:
     """A zip file with any byte of its directory or headers changed gives places inside it, or is refused."""
     data = _saved(tmp_path)
-    found = pickles.read_torch(OneFile(data), "f")
+    found = pickles.read_torch(one_file(data), "f")
     values = {byte for array in found.values() for byte in range(array.offset, array.offset + 4 * len(array.shape) * 3)}
     for at in range(0, len(data), 5):
         if at in values:
             continue
         with contextlib.suppress(CheckpointError):
             changed = data[:at] + bytes((data[at] ^ 0x41,)) + data[at + 1 :]
-            again = pickles.read_torch(OneFile(changed), "f")
+            again = pickles.read_torch(one_file(changed), "f")
             for array in again.values():
                 _values(changed, array)  # raises where it is not in the file
 
@@ -156,12 +139,12 @@ def test_every_flipped_byte_of_a_torch_file(tmp_path: Path) -> None:
 def test_a_torch_file_that_is_cut_off(tmp_path: Path, legacy: bool) -> None:
     """Shorter by any number of bytes, or longer, a file is refused."""
     data = _saved(tmp_path, _use_new_zipfile_serialization=not legacy)
-    pickles.read_torch(OneFile(data), "f")
+    pickles.read_torch(one_file(data), "f")
     for length in range(0, len(data), 17):
         with pytest.raises(CheckpointError):
-            pickles.read_torch(OneFile(data[:length]), "f")
+            pickles.read_torch(one_file(data[:length]), "f")
     with pytest.raises(CheckpointError):
-        pickles.read_torch(OneFile(data + b"more"), "f")
+        pickles.read_torch(one_file(data + b"more"), "f")
 
 
 def _zip(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -180,7 +163,7 @@ def _members(tmp_path: Path) -> dict[str, bytes]:
 def test_what_else_a_zip_file_may_hold(tmp_path: Path) -> None:
     """Compressed, foreign, unused, missing, escaping and short members; programs of TorchScript; values of big machines."""
     members = _members(tmp_path)
-    pickles.read_torch(OneFile(_zip(members)), "f")
+    pickles.read_torch(one_file(_zip(members)), "f")
     kept = {name: content for name, content in members.items() if not name.endswith("data/0")}
     wrong = {
         "compressed": _zip(members, zipfile.ZIP_DEFLATED),
@@ -195,7 +178,7 @@ def test_what_else_a_zip_file_may_hold(tmp_path: Path) -> None:
     }
     for said, data in wrong.items():
         with pytest.raises(CheckpointError, match=said):
-            pickles.read_torch(OneFile(data), "f")
+            pickles.read_torch(one_file(data), "f")
 
 
 def test_members_that_share_bytes(tmp_path: Path) -> None:
@@ -206,18 +189,18 @@ def test_members_that_share_bytes(tmp_path: Path) -> None:
     moved = bytearray(data)
     moved[storages[1] + 42 : storages[1] + 46] = moved[storages[0] + 42 : storages[0] + 46]
     with pytest.raises(CheckpointError, match="reaches into another"):
-        pickles.read_torch(OneFile(bytes(moved)), "f")
+        pickles.read_torch(one_file(bytes(moved)), "f")
     named = bytes(data).replace(b"f/data/1", b"f/data/0")
     with pytest.raises(CheckpointError, match="two members"):
-        pickles.read_torch(OneFile(named), "f")
+        pickles.read_torch(one_file(named), "f")
 
 
 def test_a_zip_file_inside_a_file(tmp_path: Path) -> None:
     """A value that is a part of a file, as DCP has them, is read from there, and nothing outside of it."""
     data = _saved(tmp_path)
-    inside = OneFile(b"\xff" * 100 + data + b"\xff" * 50)
+    inside = one_file(b"\xff" * 100 + data + b"\xff" * 50)
     found = pickles.read_torch(inside, "f", at=(100, len(data)))
-    np.testing.assert_array_equal(_values(inside.data, found["w"]), np.arange(6, dtype="f4").reshape(2, 3))
+    np.testing.assert_array_equal(_values(inside.files["f"], found["w"]), np.arange(6, dtype="f4").reshape(2, 3))
     for start, length in ((99, len(data)), (100, len(data) + 1), (100, len(data) + 51), (-1, 5), (10**9, 5)):
         with pytest.raises(CheckpointError):
             pickles.read_torch(inside, "f", at=(start, length))
@@ -233,11 +216,11 @@ def test_records(tmp_path: Path) -> None:
     name = f"{_Plain.__module__}._Plain"
     for protocol in (2, 4):
         data = pickle.dumps([_Plain(), {"x": _Plain()}], protocol)
-        found = pickles.read_pickle(OneFile(data), "f", {name})
+        found = pickles.read_pickle(one_file(data), "f", {name})
         assert found[0].name == name and found[0].get("shape") == (2, 3) and found[0].get("missing", 5) == 5
         assert found[1]["x"].get("inner") == {"a": 1} and repr(found[0]) == f"<{name}>"
         with pytest.raises(StateMismatch, match=rf"names '{name}'"):
-            pickles.read_pickle(OneFile(data), "f")
+            pickles.read_pickle(one_file(data), "f")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +242,7 @@ def test_records(tmp_path: Path) -> None:
 def test_values_that_are_not_read(value: Any, said: str) -> None:
     """Types that no tensor file can hold, numbers that are too long, keys that could take long, by file and byte."""
     with pytest.raises(StateMismatch, match=rf"^f, byte \d+: the pickle .*({said})"):
-        pickles.read_pickle(OneFile(pickle.dumps([value], 4)), "f")
+        pickles.read_pickle(one_file(pickle.dumps([value], 4)), "f")
 
 
 @pytest.mark.parametrize(
@@ -271,14 +254,14 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path, value: torch.Tensor) -> 
     """Sparse, conjugated and empty-handed tensors hold their values in ways of their own, and are refused."""
     torch.save({"w": value}, tmp_path / "f")
     with pytest.raises(StateMismatch, match=r"^f, byte \d+: the pickle"):
-        pickles.read_torch(OneFile((tmp_path / "f").read_bytes()), "f")
+        pickles.read_torch(one_file((tmp_path / "f").read_bytes()), "f")
 
 
 def test_arrays_as_text() -> None:
     """Protocol 2 has bytes as text: an array whose bytes are not ASCII is no place of bytes, and never taken for one."""
     plain, other = np.arange(6, dtype="u1"), np.arange(250, 256, dtype="u1")
     data = pickle.dumps({"plain": plain, "other": other}, 2)
-    found = pickles.read_pickle(OneFile(data), "f")
+    found = pickles.read_pickle(one_file(data), "f")
     np.testing.assert_array_equal(_values(data, found["plain"]), plain)
     assert isinstance(found["other"], LatinArray) and found["other"].shape == (6,)
     held = data[found["other"].offset :][: found["other"].length]
@@ -288,10 +271,10 @@ def test_arrays_as_text() -> None:
 def test_long_texts_are_stepped_over() -> None:
     """A text of over a megabyte becomes its place; one as a key is refused."""
     text = "é" * 700_000
-    found = pickles.read_pickle(OneFile(pickle.dumps([text], 4)), "f")
+    found = pickles.read_pickle(one_file(pickle.dumps([text], 4)), "f")
     assert isinstance(found[0], PickledBytes) and found[0].length == 1_400_000
     with pytest.raises(StateMismatch, match="has a key of type PickledBytes"):
-        pickles.read_pickle(OneFile(pickle.dumps({text: 1}, 4)), "f")
+        pickles.read_pickle(one_file(pickle.dumps({text: 1}, 4)), "f")
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -300,18 +283,12 @@ def test_a_tensor_is_bounded_by_its_storage(tmp_path: Path, legacy: bool) -> Non
     for tensor in (torch.zeros(2).expand(2**33, 2), torch.as_strided(torch.zeros(8), (7, 2), (1, 1))):
         torch.save({"x": tensor}, tmp_path / "f", _use_new_zipfile_serialization=not legacy)
         with pytest.raises(StateMismatch, match="whose elements share bytes"):
-            pickles.read_torch(OneFile((tmp_path / "f").read_bytes()), "f")
+            pickles.read_torch(one_file((tmp_path / "f").read_bytes()), "f")
 
 
 def test_members_of_a_zip_are_found_with_few_reads(tmp_path: Path) -> None:
     """Of each member its header and, of a small one, its content: files with tens of thousands of members are usual."""
-    reads: list[str] = []
-
-    class Counted(OneFile):
-        def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-            reads.append(path)
-            return super().read(path, offset, length)
-
     torch.save({f"w{number}": torch.full((1,), float(number)) for number in range(100)}, tmp_path / "f")
-    pickles.read_torch(Counted((tmp_path / "f").read_bytes()), "f")
-    assert len(reads) < 2 * 100 + 20
+    files = one_file((tmp_path / "f").read_bytes())
+    pickles.read_torch(files, "f")
+    assert len(files.reads) < 2 * 100 + 20

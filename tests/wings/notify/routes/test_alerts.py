@@ -43,12 +43,6 @@ def service(tmp_path: Path, lives: dict[str, RunActivity]) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def http(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
-        yield client
-
-
 def listed(http: httpx.Client, **query: object) -> list[tuple[str | None, str]]:
     items = http.get("/v1/alerts", params=query).raise_for_status().json()["items"]
     return [(one["run"] or one["subject"], one["code"]) for one in items]

@@ -13,7 +13,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_service.wings.convert.foreign.paddle import progress
 from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
-from tests.formats.mapping.test_reading import InMemory
+from tests.kit.files import FilesInMemory
 from tests.wings.convert.foreign.directories import OnDisk
 from tests.wings.convert.foreign.paddle import written
 
@@ -39,8 +39,8 @@ def test_documents(tmp_path: Path) -> None:
         progress.read(OnDisk(tmp_path))
 
 
-def _powers(*values: tuple[str, float]) -> tuple[InMemory, list[LocalTensorParts]]:
-    files = InMemory(f=np.array([value for _, value in values], "<f4").tobytes())
+def _powers(*values: tuple[str, float]) -> tuple[FilesInMemory, list[LocalTensorParts]]:
+    files = FilesInMemory({"f": np.array([value for _, value in values], "<f4").tobytes()})
     arrays = [StoredArray("f", f"w/{kind}", "F32", (1,), 4 * n, (1,)) for n, (kind, _) in enumerate(values)]
     return files, [of_arrays([array]) for array in arrays]
 

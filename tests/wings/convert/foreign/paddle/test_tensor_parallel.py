@@ -12,7 +12,7 @@ from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.reading import fetched
 from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import joined, of_arrays, proportions, whole_shape
-from tests.formats.mapping.test_reading import InMemory
+from tests.kit.files import FilesInMemory
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_cuts(dimension: int, parts: tuple[int, ...]) -> None:
     bounds = [36 // sum(fused) * end for end in accumulate(fused)][:-1] if dimension else []
     pieces = np.split(whole, bounds, 1) if dimension else [whole]
     locals_ = [np.concatenate([np.split(piece, 3, dimension)[rank] for piece in pieces], dimension) for rank in range(3)]
-    files = InMemory(**{f"r{rank}{copy}": part.tobytes() for rank, part in enumerate(locals_) for copy in "ab"})
+    files = FilesInMemory({f"r{rank}{copy}": part.tobytes() for rank, part in enumerate(locals_) for copy in "ab"})
     held = {
         rank: of_arrays([StoredArray(f"r{rank}{c}", "w", "F32", p.shape, 0, strides(p.shape)) for c in "ab"])
         for rank, p in enumerate(locals_)
