@@ -219,6 +219,8 @@ def sqlite_database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def sqlite_catalog(sqlite_database: Database) -> Catalog:
+def sqlite_catalog(tmp_path: Path) -> Iterator[Catalog]:
     """An empty catalog on SQLite."""
-    return Catalog(sqlite_database)
+    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
+    yield opened
+    opened.close()

@@ -116,6 +116,7 @@ def set_a_policy(hand: Hand) -> None:
     hand.says("The policy was set")
     policy = hand.at.ask(f"/v1/runs/{run}/policy")
     assert policy["last"] == 50 and policy["best"][0]["mode"] == "max"
+    expect(page.get_by_label("The newest")).to_have_value("50")
 
 
 @presses(_PIN, f"{_PIN} pinned=no", f"{_MARKS} act=pin", f"{_MARKS} act=unpin", f"{_MARKS} act=label")
@@ -215,6 +216,7 @@ def look_for_tensors_and_shards(hand: Hand) -> None:
     hand.fill("Data parallel", "4")
     hand.button("Show the shards")
     expect(page.get_by_role("heading", name="4 ranks, group model")).to_be_visible()
+    expect(page.locator("#line-1")).to_contain_text("--layout dp=4 --all-ranks")
 
 
 @presses("GET /runs/{run}/health")
@@ -224,6 +226,8 @@ def look_at_the_health_of_a_run(hand: Hand) -> None:
         hand.choose("Colour shows", "rms")
     hand.button("Show")
     expect(page.locator("tr.sick").first).to_contain_text("lm_head")
+    hand.press(page.locator("tr.sick a").last)
+    expect(page.locator("tr.sick").first).to_contain_text("lm_head.weight")
 
 
 @presses(*(f"script zoom={move}" for move in ("in", "out", "earlier", "later", "all")), scripted=True)
@@ -263,4 +267,6 @@ def find_and_compare_runs(hand: Hand) -> None:
         hand.tick(page.get_by_label(run, exact=True))
     hand.button("Compare")
     expect(page.get_by_role("region", name="Runs compared").get_by_role("row")).to_have_count(3)
+    if hand.way != "plain":
+        expect(page.locator("#overlay canvas")).to_be_visible()
     assert MANY not in page.get_by_role("region", name="Runs compared").inner_text()

@@ -72,11 +72,7 @@ def import_a_checkpoint(hand: Hand) -> None:
         hand.button(press)
         hand.heads(f"import of {hand.own('imported')} step {step}")
         if press == "Dry run":
-            _until_done(hand)
-            hand.button("Import it")
-            hand.heads(f"import of {hand.own('imported')} step 0")
-            _until_done(hand)
-            assert hand.at.ask(f"/v1/runs/{hand.own('imported')}/checkpoints/0")
+            _do_what_was_tried(hand, "import", hand.own("imported"))
             hand.go("/import")
 
 
@@ -93,12 +89,17 @@ def merge_checkpoints(hand: Hand) -> None:
         hand.button(press)
         hand.heads(f"merge of {hand.own('merged')} step {step}")
         if press == "Dry run":
-            _until_done(hand)
-            hand.button("Merge it")
-            hand.heads(f"merge of {hand.own('merged')} step 0")
-            _until_done(hand)
-            assert hand.at.ask(f"/v1/runs/{hand.own('merged')}/checkpoints/0")
+            _do_what_was_tried(hand, "merge", hand.own("merged"))
             hand.go("/merge")
+
+
+def _do_what_was_tried(hand: Hand, what: str, run: str) -> None:
+    """From the page of a dry run."""
+    _until_done(hand)
+    hand.button(f"{what.capitalize()} it")
+    hand.heads(f"{what} of {run} step 0")
+    _until_done(hand)
+    assert hand.at.ask(f"/v1/runs/{run}/checkpoints/0")
 
 
 def _until_done(hand: Hand) -> None:
@@ -117,8 +118,10 @@ def make_rotate_and_revoke_tokens(hand: Hand) -> None:
     hand.choose("Scope", "write")
     hand.button("Create token")
     expect(page.locator("#token")).to_contain_text("hf_")
+    made = page.locator("#token").inner_text()
     hand.button(f"Rotate {hand.own('rotate')}")
     expect(page.get_by_role("status")).to_contain_text(f"Token {hand.own('rotate')} has this secret")
+    assert made not in page.content(), "it is shown once"
     hand.button(f"Revoke {hand.own('revoke')}")
     hand.says("The token was revoked")
 
@@ -195,4 +198,6 @@ def switch_colours(hand: Hand) -> None:
     scheme = "getComputedStyle(document.documentElement).colorScheme"
     other = "light" if hand.way == "keyboard" else "dark"
     hand.button(f"Switch to {other} colours")
+    assert page.evaluate(scheme) == other
+    page.reload()
     assert page.evaluate(scheme) == other
