@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import Built, build
+from tests.kit.commands import no_service
 from tests.serving import served
+
+__all__ = ["no_service"]
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,12 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from typer.testing import CliRunner, Result
 
 from holdfast import Api
-from holdfast.cli import app
 from holdfast.commands import serve, watch
 from holdfast.read.checkpoint_index import parse_target
 from holdfast.read.reader import CheckpointReader
@@ -26,20 +23,18 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.control.published import mark_verified
+from tests.kit.commands import call, call_json
 from tests.serving import Served, served
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_service: None) -> Path:
     """A root with two runs, and a working directory with nothing in it."""
     made = tmp_path / "root"
     build_root(made, {"tiny": (5, 10), "other": (1,)})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    monkeypatch.setenv("HOLDFAST_URL", "")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")  # where nobody listens
     return made
 
 
@@ -47,15 +42,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def service(root: Path) -> Iterator[Served]:
     with served(root) as running:
         yield running
-
-
-def call(*arguments: object, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-
-
-def call_json(*arguments: object) -> Any:
-    result = call(*arguments, "--json")
-    return json.loads(result.stdout)
 
 
 def step_5(root: Path) -> Path:

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import holdfast
 from holdfast import Checkpointer
-from holdfast.cli import app
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.daemons import RunningDaemon, wait_until
+from tests.kit.commands import call
 from tests.kit.daemons import own_daemon
 
 RUN = "health"
@@ -65,10 +64,6 @@ def trained(daemon: RunningDaemon, api: Api) -> dict:
             checkpointer.save(step, metrics={"loss": 1 / step}).result()
             wait_until(lambda step=step: api.checkpoint(RUN, step).verified)
     return live
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_statistics_are_those_of_what_is_restored(trained: dict, daemon: RunningDaemon, api: Api) -> None:

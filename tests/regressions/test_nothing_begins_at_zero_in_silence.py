@@ -23,8 +23,8 @@ from holdfast_formats.errors import CheckpointsMissing, CorruptManifest, Deadlin
 from holdfast_formats.rest.operations import Event
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import flip
-from tests.client.test_cli import call
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit.commands import call
 
 RUN = "run"
 LIMIT_S = 120

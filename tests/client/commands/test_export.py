@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast_formats import naming
 from tests.checkpoints import build, flip
-from tests.client.test_cli import call, call_json
+from tests.kit.commands import call, call_json
 from tests.serving import served
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -37,15 +37,12 @@ AVERAGES = _arrays(1)
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, no_service: None) -> Path:
     """A root with a checkpoint that has averages, and no service."""
     model = {name: array.astype(ml_dtypes.bfloat16) for name, array in _arrays(0).items()}
     groups = {"model": model, "ema": {**AVERAGES, "n_averaged": np.array(7)}, "extra": {}}
     config = CONFIG.to_json_string().replace('"dtype": null', '"dtype": "bfloat16"').encode()
     build(tmp_path / "root" / STEP, groups, run="llama", assets={"config.json": config}, aliases={"model": TIED})
-    monkeypatch.setenv("HOLDFAST_URL", "")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")
     return tmp_path / "root"
 
 

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.rest.jobs import ExportJob
 from holdfast_service.control.catalog import events
 from tests.checkpoints import build_root, flip
+from tests.kit.commands import call
 from tests.serving import Served, hold_up, served
 
 
@@ -26,10 +25,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
     with served(tmp_path) as running:
         monkeypatch.setenv("HOLDFAST_URL", running.url)
         yield running
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_a_job_is_submitted_followed_and_listed(service: Served) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from holdfast.cli import app
 from holdfast_formats import naming
 from tests.checkpoints import build_root
 from tests.daemons import running, wait_until
+from tests.kit import commands
 from tests.serving import served
 
 RUNS = {"big": (1, 2, 3), "high": (90,), "small": (4, 8)}
@@ -25,8 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "root"
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(app, ["ls", *words])
+call = partial(commands.call, "ls")
 
 
 def order(*words: str) -> list[str]:

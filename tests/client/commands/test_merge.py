@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from holdfast_formats import naming
 from tests.checkpoints import build
-from tests.client.test_cli import call, call_json
 from tests.daemons import running
+from tests.kit.commands import call, call_json
 from tests.serving import served
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -33,14 +33,11 @@ def arrays(step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, no_service: None) -> Path:
     """A root with a run of four steps, and no service."""
     for step in STEPS:
         directory = tmp_path / "root" / naming.checkpoint_path("tiny", step)
         build(directory, {"model": arrays(step), "extra": {}}, step=step)
-    monkeypatch.setenv("HOLDFAST_URL", "")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")
     (tmp_path / "recipe.yml").write_text(RECIPE)
     return tmp_path / "root"
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import update
-from typer.testing import CliRunner, Result
 
-from holdfast.cli import app
 from holdfast.commands.retention import parse_best, parse_bytes, parse_duration
 from holdfast.rest import retention
 from holdfast.rest.api import Api
@@ -20,6 +16,7 @@ from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build_root
 from tests.control.published import mark_verified
+from tests.kit.commands import call, call_json
 from tests.serving import Served, served
 
 
@@ -33,14 +30,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
         monkeypatch.setenv("HOLDFAST_URL", running.url)
         monkeypatch.setenv("COLUMNS", "250")
         yield running
-
-
-def call(*arguments: object, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-
-
-def call_json(*arguments: object) -> Any:
-    return json.loads(call(*arguments, "--json").stdout)
 
 
 def steps(service: Served) -> list[int]:

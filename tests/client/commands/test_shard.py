@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from typer.testing import CliRunner, Result
 
-from holdfast.cli import app
 from holdfast.commands import shard
 from holdfast_formats import naming
 from tests.checkpoints import build, flip
 from tests.client import llama
+from tests.kit import commands
 from tests.serving import served
 
 FUSED = "tp=2,pp=2,vocab=8,qkv=ranks,gate_up=ranks"
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_service: None) -> Path:
     """A root with a small Llama."""
     whole = llama.arrays()
     held = {"model": whole, "optim": {f"{name}/exp_avg": array * 2 for name, array in whole.items()}, "extra": {}}
     build(tmp_path / "root" / naming.checkpoint_path("tiny", 5), held, run="tiny", config=llama.CONFIG_BYTES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOLDFAST_URL", "")
-    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path / "root"
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["restore", "tiny@5", *(str(argument) for argument in arguments)])
-
-
-def call_json(*arguments: object) -> Any:
-    return json.loads(call(*arguments, "--json").stdout)
+call = partial(commands.call, "restore", "tiny@5")
+call_json = partial(commands.call_json, "restore", "tiny@5")
 
 
 def expected(rank: int) -> llama.Arrays:

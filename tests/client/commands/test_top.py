@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from holdfast.cli import app
 from holdfast.commands.top import render
 from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries, summary
 from holdfast.terminal.console import human_seconds
 from holdfast_formats.errors import DaemonGone, NoSuchRun, exit_status
 from tests.checkpoints import build_root
+from tests.kit import commands
 from tests.serving import Served, served
 
 
@@ -31,8 +31,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
         yield running
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["top", *arguments])
+call = partial(commands.call, "top")
 
 
 def test_typed_calls(service: Served) -> None:

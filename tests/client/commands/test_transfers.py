@@ -17,9 +17,9 @@ from holdfast_formats import naming
 from holdfast_service.__main__ import main
 from holdfast_service.storage import lock_root
 from tests.checkpoints import build_root, flip
-from tests.client.test_cli import call, call_json
 from tests.daemon.copies_world import contents
 from tests.daemons import running, wait_until
+from tests.kit.commands import call, call_json
 from tests.serving import served
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -28,12 +28,9 @@ STEP_5 = naming.checkpoint_path("tiny", 5)
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, no_service: None) -> Path:
     """A root with a run, and no service."""
     build_root(tmp_path / "root", {"tiny": (5, 10)})
-    monkeypatch.setenv("HOLDFAST_URL", "")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")
     return tmp_path / "root"
 
 

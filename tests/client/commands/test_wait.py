@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from holdfast import Checkpointer
-from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_service.config import notify_socket
 from holdfast_service.wiring.watching import notify_ready
 from tests.checkpoints import build_root, flip
 from tests.daemons import running
+from tests.kit import commands
 from tests.serving import served
 
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["wait", *arguments])
+call = partial(commands.call, "wait")
 
 
 def test_waits_until_saves_are_verified(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from holdfast import Checkpointer
-from holdfast.cli import app
 from holdfast.config import given_token
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens
@@ -28,6 +27,7 @@ from holdfast_service.control.access.audit import local_user
 from tests.checkpoints import build_root
 from tests.client.remote.test_http_link import far_daemon
 from tests.daemons import running
+from tests.kit import commands
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -45,12 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["token", *map(str, arguments)])
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
+call = partial(commands.call, "token")
 
 
 def test_the_first_token_is_made_with_the_service_down(tmp_path: Path) -> None:
@@ -92,14 +87,14 @@ def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         rotated = json.loads(call("rotate", "ci", "--grace", "2h", "--url", daemon.url, "--json").stdout)
         with Api(daemon.url, token=made["token"]) as old, Api(daemon.url, token=rotated["token"]) as new:
             assert (list(old.runs()), list(new.runs())) == ([], [])
-        assert run("whoami", "--url", daemon.url).stdout.split()[:3] == ["you", "are", "boss"]
-        assert json.loads(run("whoami", "--url", daemon.url, "--json").stdout)["runs"] == "*"
-        assert run("quota", "set", "team-*", "20TB", "--url", daemon.url).exit_code == 0
-        assert "20.0 TB" in run("quota", "ls", "--url", daemon.url).stdout
-        assert run("quota", "rm", "team-*", "--url", daemon.url).exit_code == 0
+        assert commands.call("whoami", "--url", daemon.url).stdout.split()[:3] == ["you", "are", "boss"]
+        assert json.loads(commands.call("whoami", "--url", daemon.url, "--json").stdout)["runs"] == "*"
+        assert commands.call("quota", "set", "team-*", "20TB", "--url", daemon.url).exit_code == 0
+        assert "20.0 TB" in commands.call("quota", "ls", "--url", daemon.url).stdout
+        assert commands.call("quota", "rm", "team-*", "--url", daemon.url).exit_code == 0
         assert call("rotate", "offline", "--root", root).exit_code == 3
         assert call("create", "offline", "--root", root).exit_code == 0
-        told = json.loads(run("audit", "--url", daemon.url, "--json").stdout)
+        told = json.loads(commands.call("audit", "--url", daemon.url, "--json").stdout)
         assert [(one["kind"], one["who"], one["via"], one["target"]) for one in told] == [
             ("token-created", local_user(), "offline", "offline"),
             ("quota-removed", "boss", "client", "team-*"),
@@ -109,8 +104,8 @@ def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             ("read", "", "client", None),
             ("token-created", local_user(), "offline", "boss"),
         ]
-        assert "token-rotated" in run("audit", "--who", "boss", "--url", daemon.url).stdout
-        assert run("audit", "--refused", "--csv", "--url", daemon.url).stdout.count("\n") == 2
+        assert "token-rotated" in commands.call("audit", "--who", "boss", "--url", daemon.url).stdout
+        assert commands.call("audit", "--refused", "--csv", "--url", daemon.url).stdout.count("\n") == 2
         assert call("revoke", "ci", "--url", daemon.url).exit_code == 0
         assert "revoked" in call("ls", "--url", daemon.url).stdout
         monkeypatch.setenv("HOLDFAST_TOKEN", made["token"])

@@ -14,9 +14,9 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.rest.retention import RetentionPolicy
-from tests.client.commands.test_retention import call, call_json
 from tests.client.test_huggingface import tiny
 from tests.daemons import RunningDaemon, wait_until
+from tests.kit.commands import call, call_json
 from tests.kit.daemons import own_daemon
 
 RULES = {"bf16": 0.004, "int8": 0.02}  # the most by which Adam's update may differ, of its norm; measured 0.002 and 0.008

@@ -15,9 +15,9 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointThinned
 from holdfast_formats.rest.retention import RetentionPolicy
-from tests.client.commands.test_retention import call, call_json
 from tests.client.test_huggingface import tiny
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit.commands import call, call_json
 
 RUN, STEPS = "thin", (1, 2, 3)
 

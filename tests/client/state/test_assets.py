@@ -16,8 +16,8 @@ from holdfast import Checkpointer
 from holdfast.state import assets
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InvalidRequest, LimitExceeded, NoSuchCheckpoint, StateMismatch
-from tests.client.test_cli import call, call_json
 from tests.daemons import RunningDaemon, copy_served, running, wait_until
+from tests.kit.commands import call, call_json
 
 NAN = float("nan")
 MIB = 2**20
