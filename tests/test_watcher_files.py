@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import yaml
 from holdfast_service.config import Config, parse
 from holdfast_service.wings.notify.targets import read_targets
 from holdfast_service.wings.notify.watched_daemons.watched import check_address, read_tokens
+from tests.compose import follows_the_schema
 from tests.wings.notify.receivers import secret
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -35,12 +35,7 @@ def watcher_pod() -> tuple[dict[str, Any], Config]:
 
 
 def test_compose_file_follows_its_schema() -> None:
-    tool = shutil.which(Path(sys.executable).with_name("check-jsonschema")) or shutil.which("check-jsonschema")
-    if tool is None:
-        pytest.skip("check-jsonschema is not installed (pip install check-jsonschema)")
-    command = [tool, "--builtin-schema", "vendor.compose-spec", str(COMPOSE_FILE)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout
+    follows_the_schema(COMPOSE_FILE)
 
 
 def test_docker_compose_reads_the_file() -> None:

@@ -80,24 +80,25 @@ def test_a_shortened_or_lengthened_file_is_refused(data: st.DataObject) -> None:
             manifests.decode(changed, COMMIT)
 
 
+def parent(document: Document, path: tuple[str | int, ...]) -> Any:
+    inner: Any = document
+    for key in path[:-1]:
+        inner = inner[key]
+    return inner
+
+
 def put(*path: str | int, value: Any) -> Callable[[Document], None]:
     """A change: the value at this path of the document."""
 
     def change(document: Document) -> None:
-        inner: Any = document
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = value
+        parent(document, path)[path[-1]] = value
 
     return change
 
 
 def drop(*path: str | int) -> Callable[[Document], None]:
     def change(document: Document) -> None:
-        inner: Any = document
-        for key in path[:-1]:
-            inner = inner[key]
-        del inner[path[-1]]
+        del parent(document, path)[path[-1]]
 
     return change
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -18,6 +17,7 @@ from holdfast_formats.disk.read_planner import PlannedRead, WantedBox
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, Shape, byte_box, byte_runs, byte_view, whole
 from tests.formats.strategies import SAMPLE_SPECS, boxes_in, manifest_of, sample_manifest, shapes
+from tests.kit.calls import counted
 
 DIGEST = "0" * 16
 CALLS_A_TENSOR_MAX = 60  # 39 now
@@ -164,17 +164,7 @@ def calls_of_planning(count: int) -> int:
     tensors = {f"layers.{i}.w": entry_of("F32", (128, 128), [16384], 65536 * i) for i in range(count)}
     made = manifest(**tensors)
     wanted = [WantedBox("g", name, Box((32, 0), (64, 128))) for name in tensors]
-    calls = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        planned = read_planner.plan(made, wanted)
-    finally:
-        sys.setprofile(None)
+    calls, planned = counted(lambda: read_planner.plan(made, wanted))
     assert (planned.needed, planned.read) == (count * 2**15, count * 2**16)
     return calls
 

@@ -30,7 +30,7 @@ from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 from holdfast_service.wiring.commands import event_commands
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
-from tests.forked import Forked
+from tests.kit.lost_runs import lose
 from tests.wings.console.reading import Page
 from tests.wings.notify.receivers import Web, secret, serving
 
@@ -119,16 +119,6 @@ def test_a_lost_run_is_told_to_people_and_programs(world: World) -> None:
 
 def without_time(text: str) -> str:
     return re.sub(r" since \S+Z", "", text)
-
-
-def lose(daemon: RunningDaemon, run: str) -> None:
-    """Save a step of a run, and kill its rank."""
-    rank = Forked(["-m", "tests.crash.rank_process", daemon.socket, run, 0, 1, "launch", 1, 1000], talks=True)
-    with rank:
-        assert rank.stdout is not None
-        while rank.stdout.readline().strip() != "committed 1":
-            pass
-        rank.kill()
 
 
 def events(world: World) -> list[str]:

@@ -24,19 +24,21 @@ def test_a_web_server_that_never_ends_its_answer(begin: bytes, piece: bytes, mon
         deliver(HttpTarget(name="x", kind="webhook", url=server.url), notice(alert()))
 
 
-@pytest.mark.parametrize(("begin", "piece"), [(b"220-", b"x"), (b"220-hello\r\n", b"220-hello\r\n")], ids=["line", "lines"])
-def test_a_mail_server_that_never_ends_its_answer(begin: bytes, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smtp, "WHOLE_S", 0.5)
+@pytest.mark.parametrize(
+    ("begin", "piece", "limit", "value"),
+    [
+        (b"220-", b"x", "WHOLE_S", 0.5),
+        (b"220-hello\r\n", b"220-hello\r\n", "WHOLE_S", 0.5),
+        (b"", b"220-hello\r\n" * 1000, "ANSWERS_BYTES_MAX", 10_000),
+    ],
+    ids=["line", "lines", "bytes"],
+)
+def test_a_mail_server_that_never_ends_its_answer(
+    begin: bytes, piece: bytes, limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after a time, and after a number of bytes."""
+    monkeypatch.setattr(smtp, limit, value)
     with endless(begin, piece) as server:
-        place = server.url.removeprefix("http://")
-        to = MailTarget(name="x", kind="mail", server=place, sender="a@b", to=("c@d",), tls="none")
-        with pytest.raises(NotDelivered):
-            deliver(to, notice(alert()))
-
-
-def test_a_mail_server_that_talks_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smtp, "ANSWERS_BYTES_MAX", 10_000)
-    with endless(b"", b"220-hello\r\n" * 1000) as server:
         place = server.url.removeprefix("http://")
         to = MailTarget(name="x", kind="mail", server=place, sender="a@b", to=("c@d",), tls="none")
         with pytest.raises(NotDelivered):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout.rules import Rules, choose
+from tests.kit.calls import counted
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -229,19 +228,10 @@ def test_a_shape_that_comes_out_wrong_is_refused_by_name() -> None:
 def test_a_rule_takes_a_few_calls() -> None:
     """The names of a large mixture's experts are asked for in no time, so that layouts of many ranks can be worked out.
 
-    3 us on an idle machine. What is counted are calls, which a busy one makes as many of.
+    3 us on an idle machine.
     """
     rules = choose(DEEPSEEK | {"n_routed_experts": 256, "num_hidden_layers": 61}, [])
     names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(61) for e in range(256)]
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        assert all([rules.rule(name) for name in names])
-    finally:
-        sys.setprofile(None)
+    calls, found = counted(lambda: [rules.rule(name) for name in names])
+    assert all(found)
     assert calls / len(names) < 30  # 16 now

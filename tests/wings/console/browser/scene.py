@@ -24,6 +24,7 @@ from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import running_postgres, why_not
 from tests.forked import Forked
+from tests.kit.lost_runs import lose
 from tests.wings.notify.receivers import Web, secret, serving
 
 WAYS = ("mouse", "plain", "keyboard")  # with scripts; without any; with the keyboard alone
@@ -168,7 +169,8 @@ def _token(daemon: RunningDaemon) -> str:
 def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     """Runs die, finish and get NaN; a disk flips a bit, a quota is used up, a replica is lost, and so on."""
     lost = [f"dead-{way}" for way in WAYS]
-    _die(at, lost)
+    for run in lost:
+        lose(at.daemon, run)
     fates = [Forked(["-m", "tests.wings.console.fates", at.daemon.socket, run, fate]) for run, fate in _FATES]
     for one in fates:
         stack.enter_context(one)
@@ -209,17 +211,6 @@ _FATES = ((FINISHED, "finishes"), (ILL, "nan"))
 
 def _ill(at: Scene) -> bool:
     return any(one["code"] == "checkpoint-unhealthy" for one in at.ask(f"/v1/runs/{ILL}/summary")["attention"])
-
-
-def _die(at: Scene, runs: list[str]) -> None:
-    """Ranks save a step each, and are killed."""
-    for run in runs:
-        words = ["-m", "tests.crash.rank_process", at.daemon.socket, run, 0, 1, "launch", 1, 1000]
-        with Forked(words, talks=True) as rank:
-            assert rank.stdout is not None
-            while rank.stdout.readline().strip() != "committed 1":
-                pass
-            rank.kill()
 
 
 def alerts(at: Scene) -> set[tuple[str, str]]:
