@@ -100,30 +100,6 @@ def test_from_the_overview_to_a_tensor(shown: Window, at: Live) -> None:
     expect(page.locator("svg.map rect").first).to_be_visible()
 
 
-def test_timeline_zooms(shown: Window) -> None:
-    """By buttons, by dragging across it, and back; pointing at a save says what it is."""
-    page = shown.go(f"/runs/{RUN}")
-    over = page.locator("#lanes .u-over")
-    expect(over).to_be_visible()
-    span = "() => { const s = uPlot.sync('saves').plots[0].scales.x; return s.max - s.min; }"
-    whole = page.evaluate(span)
-    page.get_by_role("button", name="Zoom in").click()
-    assert page.evaluate(span) < whole * 0.75
-    page.get_by_role("button", name="All").click()
-    assert page.evaluate(span) >= whole * 0.999  # the run goes on, and so does its timeline
-    whole = page.evaluate(span)
-    box = over.bounding_box()
-    assert box is not None
-    y = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + box["width"] * 0.2, y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, y, steps=5)
-    page.mouse.up()
-    assert page.evaluate(span) == pytest.approx(whole * 0.4, rel=0.05)
-    page.mouse.move(box["x"] + box["width"] * 0.5, y)
-    expect(page.locator("#pointed")).to_contain_text("step")
-
-
 def test_search_goes_on_while_typing(shown: Window, at: Live) -> None:
     """The list follows what is typed; sorting says which way it goes."""
     page = shown.go(f"/runs/{RUN}/checkpoints/{at.steps()[1]}/tensors")

@@ -63,11 +63,21 @@ def test_what_became_of_each_save() -> None:
     assert [save["at"] for save in found] == sorted(save["at"] for save in found)
 
 
-def test_a_step_that_was_saved_again_shows_once() -> None:
-    """Two rounds committed the step: the later one is what stands there, the earlier one's checkpoint is gone."""
-    rounds = [a_round(2, "committed"), a_round(3, "committed").model_copy(update={"step": 2})]
-    found = history.saves([checkpoint(2)], rounds, set())
-    assert [(save["step"], save["outcome"]) for save in found] == [(2, "removed"), (2, "verified")]
+@pytest.mark.parametrize(
+    ("steps", "complete", "outcomes"),
+    [
+        # Two rounds committed the step: the later one is what stands there, the earlier one's checkpoint is gone.
+        ((2, 2), False, [(2, "removed"), (2, "verified")]),
+        # A run that keeps its newest checkpoints alone has removed all older ones: they stay on its timeline.
+        ((1, 5), True, [(1, "removed"), (5, "verified")]),
+    ],
+)
+def test_what_does_not_stand_any_more_was_removed(
+    steps: tuple[int, int], complete: bool, outcomes: list[tuple[int, str]]
+) -> None:
+    rounds = [a_round(number, "committed").model_copy(update={"step": step}) for number, step in enumerate(steps, 2)]
+    found = history.saves([checkpoint(steps[-1])], rounds, set(), complete=complete)
+    assert [(save["step"], save["outcome"]) for save in found] == outcomes
 
 
 def test_measurements_of_a_save() -> None:
@@ -138,10 +148,3 @@ def test_stripes_are_the_rows_that_each_rank_held() -> None:
     assert cut[0].start == 0.2
     columns = TensorEntry("F32", (10, 4), "f", 40, entry.extents, "dp=Shard(dim=1)")
     assert len(manifest_view.stripes(TensorLine("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
-
-
-def test_what_is_gone_from_a_whole_list_was_removed() -> None:
-    """A run that keeps its newest checkpoints alone has removed all older ones: they stay on its timeline."""
-    rounds = [a_round(1, "committed"), a_round(5, "committed")]
-    found = history.saves([checkpoint(5)], rounds, set(), complete=True)
-    assert [(save["step"], save["outcome"]) for save in found] == [(1, "removed"), (5, checkpoint(5).state)]

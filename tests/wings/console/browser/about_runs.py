@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from playwright.sync_api import expect
 
 from .hands import Hand
@@ -245,6 +246,18 @@ def zoom_the_timeline(hand: Hand) -> None:
     hand.button("Zoom out")
     hand.button("All")
     assert page.evaluate(span) == whole
+    if hand.way == "mouse":
+        box = page.locator("#lanes .u-over").bounding_box()
+        assert box is not None
+        left, width, y = box["x"], box["width"], box["y"] + box["height"] / 2
+        page.mouse.move(left + width * 0.2, y)
+        page.mouse.down()
+        page.mouse.move(left + width * 0.6, y, steps=5)
+        page.mouse.up()
+        low, high = page.evaluate(span)
+        assert high - low == pytest.approx(0.4 * (whole[1] - whole[0]), rel=0.05)
+        page.mouse.move(left + width * 0.5, y)
+        expect(page.locator("#pointed")).to_contain_text("step")
 
 
 @presses("script copy", scripted=True)
