@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Collection
 from typing import NamedTuple, get_args
 
-from sqlalchemy import or_, select
+from sqlalchemy import or_, select, update
 
 from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import (
@@ -188,7 +188,7 @@ class Tokens:
                 raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
             ended = [row for row in rows if row.revoked is None]
             for row in ended:
-                row.revoked = self._now()
+                row.revoke(self._now())
             token = Token.model_validate(rows[0], from_attributes=True)
         self._seen.clear()  # after requests that have read the old value
         if ended:
@@ -209,11 +209,18 @@ class Tokens:
             if not rows:
                 raise NoSuchResource(f"no token named {name!r} is in force", hint="`holdfast token create` makes one")
             before = rows[0]
-            token_row = TokenRow(name=name, digest=digest(text), scope=before.scope, runs=before.runs, created=now)
-            token_row.requests_per_s, token_row.bytes_per_s = before.requests_per_s, before.bytes_per_s
-            token_row.expires = _expiry(before, wanted.expires_s, now)
+            token_row = TokenRow(
+                name=name,
+                digest=digest(text),
+                scope=before.scope,
+                runs=before.runs,
+                created=now,
+                expires=_expiry(before, wanted.expires_s, now),
+                requests_per_s=before.requests_per_s,
+                bytes_per_s=before.bytes_per_s,
+            )
             for row in rows:  # one of them may be in the grace of an earlier rotation
-                row.expires = end if row.expires is None else min(row.expires, end)
+                row.expire_by(end)
             session.add(token_row)
             session.flush()
             token = Token.model_validate(token_row, from_attributes=True)
@@ -281,9 +288,8 @@ class Tokens:
     def _note_use(self, token_id: int, now: str, address: str) -> None:
         try:
             with self._database.write() as session:
-                row = session.get(TokenRow, token_id)
-                if row is not None:
-                    row.used, row.used_from = now, address[:64] or row.used_from
+                used = update(TokenRow).where(TokenRow.id == token_id)
+                session.execute(used.values(used=now, used_from=address[:64] or TokenRow.used_from))
         except CheckpointError as error:  # a full disk must not lock out callers, least of all one that frees space
             log.debug("not noted that token %d was used: %s", token_id, error.detail)
 

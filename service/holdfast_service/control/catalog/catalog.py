@@ -84,7 +84,7 @@ class Catalog:
             if known is not None and (attempt is None or attempt <= known.attempt):
                 return known.attempt
             number = row.attempt + 1 if attempt is None else attempt
-            row.attempt = max(row.attempt, number)
+            row.raise_attempt(number)
             session.merge(AttemptRow(run=run, launch=launch, attempt=number, world=world, declared=now))
             return number
 
@@ -93,8 +93,7 @@ class Catalog:
         with self._write() as session:
             listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
             for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
-                row = lock_run(session, run)
-                row.attempt = max(row.attempt, known[run].attempt)
+                lock_run(session, run).raise_attempt(known[run].attempt)
 
     def note_life(self, run: str, attempt: int, life: str, since: str | None) -> None:
         """Record the state of the ranks of a run's newest attempt; does nothing for an older one."""
@@ -160,8 +159,7 @@ class Catalog:
         """
         naming.check_step(step)
         with self._write(hasty=True) as session:
-            row = lock_run(session, run)
-            row.attempt = max(row.attempt, attempt)
+            lock_run(session, run).raise_attempt(attempt)
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
             going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
             row_round = session.scalar(going)
@@ -210,8 +208,7 @@ class Catalog:
         with self._write(hasty=True) as session:
             row = _lock_round(session, round_id)
             if row.state in GOING_ON:
-                row.sealed = sealed
-                row.state = "sealed" if sealed >= row.world else "open"
+                row.seal(sealed)
 
     def end_round(
         self,
@@ -230,15 +227,15 @@ class Catalog:
             row = _lock_round(session, round_id)
             if row.state not in GOING_ON:
                 return None
-            row.state, row.ended, row.code, row.detail = state, now, code, detail
-            row.node, row.measured = self.node, measured or None
+            row.end(state, now, code, detail, self.node)
+            if measured:
+                row.measure(measured)
             return bodies.Round.model_validate(row, from_attributes=True)
 
     def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
         """Record timings found after a round's end."""
         with self._write() as session:
-            row = _lock_round(session, round_id)
-            row.measured = {**(row.measured or {}), **measured}
+            _lock_round(session, round_id).measure(measured)
 
     def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
         """End the open rounds whose checkpoint is listed: it was published, and the daemon ended before it recorded that."""
@@ -253,7 +250,7 @@ class Catalog:
         with self._write() as session:
             rows = session.scalars(wanted.with_for_update()).all()
             for row in rows:
-                row.state, row.ended, row.node = "committed", now, self.node
+                row.end("committed", now, node=self.node)
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def staged_rounds(self) -> list[bodies.Round]:
@@ -270,7 +267,7 @@ class Catalog:
             wanted = (RoundRow.state == "open", RoundRow.id.not_in(keep), *self._own())
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
-                row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
+                row.end("aborted", now, code, detail)
             return [row.id for row in rows]
 
     def _own(self) -> tuple[ColumnElement[bool], ...]:
@@ -283,7 +280,7 @@ class Catalog:
             wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.is_not(None), ~live)
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
-                row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
+                row.end("aborted", now, code, detail)
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def record_checkpoint(
@@ -292,19 +289,18 @@ class Catalog:
         """List a checkpoint, in the place of its step's. `stamp` is what storage says of it, and `proven` of all its files
         where they are known to be sound.
         """
-        new_row = _row(checkpoint, stamp, proven)
+        run, step = checkpoint.run, checkpoint.step
         with self._write(hasty=True) as session:
-            row = lock_run(session, checkpoint.run)
+            row = lock_run(session, run)
             # So that a catalog made again from directories never gives an attempt number out twice.
-            row.attempt = max(row.attempt, checkpoint.attempt)
-            known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
-            if known is not None and _identity(known) != _identity(new_row):
-                statistics.forget_tensors(session, new_row.run, new_row.step)  # of another checkpoint of this step
+            row.raise_attempt(checkpoint.attempt)
+            known = session.get(CheckpointRow, (run, step))
+            if known is not None and _identity(known) != _identity(checkpoint):
+                statistics.forget_tensors(session, run, step)  # of another checkpoint of this step
                 known = None
-            if known is None:
-                new_row.seen_s = self._times.now(session, row)
-            session.merge(new_row)
-            lineage_records.settle(session, checkpoint.run)
+            seen_s = self._times.now(session, row) if known is None else None
+            session.merge(_row(checkpoint, stamp, proven, seen_s))
+            lineage_records.settle(session, run)
 
     def list_damaged(self, damaged: bodies.CheckpointInfo, before: Mapping[int, str | None]) -> None:
         """List a checkpoint as damaged, unless its step was listed again or forgotten since these stamps of the run."""
@@ -314,11 +310,8 @@ class Catalog:
             listed = session.execute(select(CheckpointRow.stamp).where(*_at(run, step))).scalars().all()
             if listed != ([before[step]] if step in before else []):
                 return  # what was found out is about another one
-            row.attempt = max(row.attempt, damaged.attempt)
-            row_damaged = _row(damaged, None)
-            if not listed:
-                row_damaged.seen_s = self._times.now(session, row)
-            session.merge(row_damaged)
+            row.raise_attempt(damaged.attempt)
+            session.merge(_row(damaged, None, seen_s=None if listed else self._times.now(session, row)))
             lineage_records.settle(session, run)
 
     def relist(
@@ -341,8 +334,8 @@ class Catalog:
                 _forget(session, run, step)
                 del there[step]
             new = [(checkpoint, stamp) for checkpoint, stamp in found if checkpoint.step not in there]
-            row.attempt = max([row.attempt, *(checkpoint.attempt for checkpoint, _ in new)])
             if new:
+                row.raise_attempt(max(checkpoint.attempt for checkpoint, _ in new))
                 seen = self._times.now(session, row)
                 session.add_all(_row(checkpoint, stamp, None, seen) for checkpoint, stamp in new)
             for step, stamp in stamps.items():
@@ -509,11 +502,11 @@ def _row(
     return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp, proven=proven, **known)
 
 
-def _identity(row: CheckpointRow) -> tuple[str, int, int]:
+def _identity(of: CheckpointRow | bodies.CheckpointInfo) -> tuple[str, int, int]:
     """What no other checkpoint of the step has. A launch that replaces its own sound save does so in another turn, whatever
     the clock says; what a repair or thinning changes is not in it.
     """
-    return row.created, row.attempt, row.turn
+    return of.created, of.attempt, of.turn
 
 
 def _forget(session: Session, run: str, step: int) -> None:

@@ -188,16 +188,14 @@ def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
         for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).with_for_update()):
             if not _is_orphan(row.node, writers):
                 continue
-            row_checkpoint = session.get(CheckpointRow, (row.run, row.step))
-            if (
-                row_checkpoint is not None and row_checkpoint.attempt == row.attempt
-            ):  # published, and its daemon ended before it recorded that
-                row.state, row.ended = "committed", now
+            listed = session.get(CheckpointRow, (row.run, row.step))
+            if listed is not None and listed.attempt == row.attempt:  # its daemon ended before it recorded that
+                row.end("committed", now)
             else:
-                row.state, row.ended, row.code, row.detail = "aborted", now, "round-aborted", NOBODY
+                row.end("aborted", now, "round-aborted", NOBODY)
         for job in session.scalars(select(JobRow).where(JobRow.state == "running").with_for_update()):
             if job.node not in writers:
-                job.state = "queued"
+                job.requeue()
         session.execute(delete(StatisticsRow).where(*_WITHOUT_CHECKPOINT), execution_options={"synchronize_session": False})
 
 

@@ -247,13 +247,12 @@ class ReplicaRecords:
                 return None
             before = row.state
             if before != "gone":
-                for field, value in values.items():
-                    setattr(row, field, value)
-                if values.get("state", before) != before:
-                    row.since = self._now()
-                if row.state == "present":  # also where the clock was set back since the commit: see `_not_settled`
+                state = values.get("state", before)
+                since = row.since if state == before else self._now()
+                if state == "present":  # also where the clock was set back since the commit: see `_not_settled`
                     listed = session.get(CheckpointRow, (run, step))
-                    row.since = max(row.since, listed.created if listed is not None else "")
+                    since = max(since, listed.created if listed is not None else "")
+                session.merge(ReplicaRow(run=run, step=step, tier=name, **values, since=since))
             return before
 
     def _now(self) -> str:

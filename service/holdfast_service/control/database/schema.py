@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -26,6 +27,10 @@ class OwnerRow(CatalogTable):
     node: Mapped[str] = mapped_column(String(64))
     since: Mapped[str] = mapped_column(TIME)
 
+    def serve(self, root: str, path: str, node: str, since: str) -> None:
+        """It is the catalog of this root, which is served there since then."""
+        self.root, self.path, self.node, self.since = root, path, node, since
+
 
 class RunRow(CatalogTable):
     """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are the
@@ -46,6 +51,16 @@ class RunRow(CatalogTable):
     acknowledged_by: Mapped[str | None] = mapped_column(String(128))
     acknowledged_at: Mapped[str | None] = mapped_column(TIME)
     recorded: Mapped[datetime | None] = mapped_column(MOMENT)  # the newest commit, where several nodes may record them
+
+    def raise_attempt(self, attempt: int) -> None:
+        """Shut out older writers than this attempt."""
+        self.attempt = max(self.attempt, attempt)
+
+    def forget(self) -> None:
+        """Keep only its name: the run is removed, and copies of its checkpoints in replicas are left."""
+        self.attempt, self.keep_last, self.life, self.since = 0, None, None, None
+        self.owner = self.archived = None
+        self.acknowledged = self.acknowledged_by = self.acknowledged_at = None
 
 
 class RunFiguresRow(CatalogTable):
@@ -111,6 +126,20 @@ class RoundRow(CatalogTable):
     node: Mapped[str | None] = mapped_column(String(64))
     measured: Mapped[dict[str, float] | None] = mapped_column(JsonText)
 
+    def seal(self, ranks: int) -> None:
+        """So many ranks have sealed."""
+        self.sealed = ranks
+        self.state = "sealed" if ranks >= self.world else "open"
+
+    def end(self, state: str, now: str, code: str | None = None, detail: str | None = None, node: str | None = None) -> None:
+        """`node` has ended it; without one it stays with the node that began it."""
+        self.state, self.ended, self.code, self.detail = state, now, code, detail
+        self.node = node or self.node
+
+    def measure(self, measured: Mapping[str, float]) -> None:
+        """Add timings."""
+        self.measured = {**(self.measured or {}), **measured}
+
 
 def _where(name: str, sqlite: str, postgresql: str) -> Index:
     """An index of the few checkpoints for which something holds."""
@@ -164,6 +193,17 @@ class CheckpointRow(CatalogTable):
     thin_bytes: Mapped[int | None]
     compacted: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     small_bytes: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+
+    def verify(self, now: str, proof: str, check: Mapping[str, Any] | None, same_as: int | None) -> None:
+        """It was read back whole and is sound. `check` None: the numbers of an earlier check stay."""
+        self.verified, self.damage, self.checked, self.proven = True, None, now, proof
+        self.check = dict(check) if check is not None else self.check
+        self.same_as = same_as
+
+    def damaged(self, problem: dict[str, Any], checked: str | None) -> None:
+        """`checked`: when it was read back whole; None where a part was read."""
+        self.verified, self.damage = False, problem
+        self.checked = checked or self.checked
 
 
 class StatisticsRow(CatalogTable):
@@ -261,6 +301,35 @@ class JobRow(CatalogTable):
     result: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
+    def start(self, node: str, boot: str | None, now: str) -> None:
+        """A node has claimed it."""
+        self.state, self.node, self.boot, self.tries = "running", node, boot, self.tries + 1
+        self.started, self.seen, self.ended = now, now, None
+        self.count(0, 0)
+
+    def count(self, done_bytes: int, total_bytes: int) -> None:
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+
+    def renew(self, now: str) -> None:
+        """The node that runs it has given a sign of life."""
+        self.seen = now
+
+    def request_cancel(self, now: str) -> None:
+        """A queued job ends at once, the runner of a running one is to stop it, and an ended one stays as it is."""
+        if self.state in ("queued", "running"):
+            self.cancel = True
+        if self.state == "queued":
+            self.end("cancelled", now)
+
+    def requeue(self, uncounted: bool = False) -> None:
+        """Put a running job back; `uncounted`: that start does not count."""
+        self.state, self.seen = "queued", None
+        if uncounted:
+            self.tries -= 1
+
+    def end(self, state: str, now: str, result: dict[str, Any] | None = None, problem: dict[str, Any] | None = None) -> None:
+        self.state, self.ended, self.result, self.problem = state, now, result, problem
+
 
 class TokenRow(CatalogTable):
     """A bearer token, known by the SHA-256 of its text alone."""
@@ -279,6 +348,13 @@ class TokenRow(CatalogTable):
     used_from: Mapped[str | None] = mapped_column(String(64))
     requests_per_s: Mapped[int | None]
     bytes_per_s: Mapped[int | None]
+
+    def revoke(self, now: str) -> None:
+        self.revoked = now
+
+    def expire_by(self, end: str) -> None:
+        """Expire then, if not before."""
+        self.expires = end if self.expires is None else min(self.expires, end)
 
 
 class AuditRow(CatalogTable):

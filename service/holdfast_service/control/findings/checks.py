@@ -85,9 +85,7 @@ class Findings:
             self.made(run, step)
             news = not row.verified
             frozen = same_as is not None and row.same_as != same_as
-            row.verified, row.damage, row.checked, row.proven = True, None, self._now(), proof
-            row.check = dict(check) if check is not None else row.check
-            row.same_as = same_as
+            row.verify(self._now(), proof, check, same_as)
         if news:
             self._events.add("checkpoint-verified", f"step {step} was read back and verified", run, step)
         if frozen:
@@ -123,8 +121,7 @@ class Findings:
             if row is None:
                 return
             news = row.damage is None or _place(row.damage) != _place(problem)
-            row.verified, row.damage = False, problem
-            row.checked = checked or row.checked
+            row.damaged(problem, checked)
         if news:
             log.error("%s@%s is damaged: %s", run, step, problem["detail"])
             text = f"step {step} is damaged: {problem['detail']}"

@@ -134,10 +134,7 @@ class Jobs:
         """Cancel a job: a queued one ends at once, the runner of a running one is asked to stop, an ended one stays."""
         with self._database.write() as session:
             row = _existing(session, job_id, lock=True)
-            if row.state == "queued":
-                row.state, row.ended, row.cancel = "cancelled", self._now(), True
-            elif row.state == "running":
-                row.cancel = True
+            row.request_cancel(self._now())
             return _job(row)
 
     def waiting(self, kinds: Collection[str]) -> bool:
@@ -154,9 +151,7 @@ class Jobs:
             row = session.scalar(oldest)
             if row is None:
                 return None
-            row.state, row.node, row.tries, row.started, row.ended = "running", self._node, row.tries + 1, self._now(), None
-            row.seen, row.done_bytes, row.total_bytes = row.started, 0, 0
-            row.boot = self._nodes.boot
+            row.start(self._node, self._nodes.boot, self._now())
             return _job(row)
 
     def progress(self, claimed: Job, done_bytes: int | None = None, total_bytes: int = 0) -> bool:
@@ -165,9 +160,9 @@ class Jobs:
             row = self._claimed(session, claimed)
             if row is None:
                 return True
-            row.seen = self._now()
+            row.renew(self._now())
             if done_bytes is not None:
-                row.done_bytes, row.total_bytes = done_bytes, total_bytes
+                row.count(done_bytes, total_bytes)
             return row.cancel
 
     def finish(
@@ -183,9 +178,9 @@ class Jobs:
             row = self._claimed(session, claimed)
             if row is None:
                 return None
-            row.state, row.ended, row.result, row.problem = state, self._now(), result, problem
-            done, row.total_bytes = reported
-            row.done_bytes = row.total_bytes if state == "done" else done
+            row.end(state, self._now(), result, problem)
+            done, total = reported
+            row.count(total if state == "done" else done, total)
             return _job(row)
 
     def release(self, claimed: Job) -> None:
@@ -193,7 +188,7 @@ class Jobs:
         with self._database.write() as session:
             row = self._claimed(session, claimed)
             if row is not None:
-                row.state, row.tries, row.seen = "queued", row.tries - 1, None
+                row.requeue(uncounted=True)
 
     def recover(self) -> list[Job]:
         """At the start: requeue what this node was running when it ended; returns the jobs that end instead.
@@ -216,12 +211,13 @@ class Jobs:
         ended: list[Job] = []
         running = select(JobRow).where(JobRow.state == "running", which).with_for_update(skip_locked=True)
         for row in session.scalars(running).all():
-            row.seen = None
             if not row.cancel and row.tries < TRIES_MAX:
-                row.state = "queued"
+                row.requeue()
                 continue
-            row.state, row.ended = "cancelled" if row.cancel else "failed", self._now()
-            row.problem = None if row.cancel else _given_up(row).problem()
+            if row.cancel:
+                row.end("cancelled", self._now())
+            else:
+                row.end("failed", self._now(), problem=_given_up(row).problem())
             ended.append(_job(row))
         return ended
 

@@ -10,7 +10,6 @@ from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
 from holdfast_service.control.catalog.catalog import Catalog, lock_run
 from holdfast_service.control.catalog.listing import GOING_ON
-from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.database.cluster_schema import NodeRanksRow, SpeakerRow
 from holdfast_service.control.database.schema import (
@@ -104,9 +103,7 @@ def forget(catalog: Catalog, run: str, heir: str | None = None) -> None:
         if session.scalar(select(ReplicaRow.step).where(ReplicaRow.run == run).limit(1)) is None:
             session.delete(row)
             return
-        row.attempt, row.keep_last, row.life, row.since = 0, None, None, None
-        for name in RunSettings._fields:
-            setattr(row, name, None)
+        row.forget()
 
 
 def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
