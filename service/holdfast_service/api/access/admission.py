@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from math import inf
 from threading import Lock
 from typing import NamedTuple
 
@@ -196,8 +197,14 @@ class ByteBudget:
 
 
 class _Rate:
-    def __init__(self, requests: float, size: float, now: float) -> None:
-        self.requests, self.bytes, self.at = requests, size, now
+    def __init__(self, requests_per_s: int, bytes_per_s: int, now: float) -> None:
+        self.requests, self.bytes, self.at = inf, inf, now
+        self.refill(requests_per_s, bytes_per_s, now)
+
+    def refill(self, requests_per_s: int, bytes_per_s: int, now: float) -> None:
+        passed, self.at = now - self.at, now
+        self.requests = min(self.requests + passed * requests_per_s, max(requests_per_s * BURST_S, 1.0))
+        self.bytes = min(self.bytes + passed * bytes_per_s, bytes_per_s * BURST_S)
 
 
 class RateLimits:
@@ -242,11 +249,8 @@ class RateLimits:
 
     def _at_present(self, holder: _Holder, requests_per_s: int, bytes_per_s: int) -> _Rate:
         now = self._clock()
-        requests_max, bytes_max = max(requests_per_s * BURST_S, 1.0), bytes_per_s * BURST_S
-        rate = self._holders.setdefault(holder, _Rate(requests_max, bytes_max, now))
-        passed, rate.at = now - rate.at, now
-        rate.requests = min(rate.requests + passed * requests_per_s, requests_max)
-        rate.bytes = min(rate.bytes + passed * bytes_per_s, bytes_max)
+        rate = self._holders.setdefault(holder, _Rate(requests_per_s, bytes_per_s, now))
+        rate.refill(requests_per_s, bytes_per_s, now)
         self._holders.move_to_end(holder)
         if len(self._holders) > HOLDERS_MAX:
             self._holders.popitem(last=False)

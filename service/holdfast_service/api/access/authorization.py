@@ -63,7 +63,7 @@ class Needs:
         if run is not None and self.runs != "viewer":
             check_run(principal, safe, run)
 
-    def check_in_route(self, request: Request) -> None:
+    async def check_in_route(self, request: Request) -> None:
         """The check of the framework's request, and `InvalidRequest` where the body is of another kind."""
         principal = request.state.principal
         assert isinstance(principal, Principal)
@@ -75,13 +75,7 @@ class Needs:
 
 def needs(scope: Scope | None, runs: Runs = "seen", body: bodies.Kind = bodies.JSON, act: str | None = None) -> list[Any]:
     """A declaration, as the `dependencies` of a route."""
-    declared = Needs(scope, runs, body, act)
-
-    async def check(request: Request) -> None:
-        declared.check_in_route(request)
-
-    check.needs = declared  # type: ignore[attr-defined]
-    return [Depends(check)]
+    return [Depends(Needs(scope, runs, body, act).check_in_route)]
 
 
 class Required(NamedTuple):
@@ -187,9 +181,9 @@ def _unserved(safe: bool, path: str) -> Needs:
 
 
 def _declared(route: RouteContext) -> Needs:
-    found = [declared for one in route.dependencies if (declared := getattr(one.dependency, "needs", None)) is not None]
+    found = [of for one in route.dependencies if isinstance(of := getattr(one.dependency, "__self__", None), Needs)]
     path = str(route.path)
-    if len(found) != 1 or not isinstance(found[0], Needs):
+    if len(found) != 1:
         raise TypeError(f"{path} has {len(found)} declarations of what it needs, not one: add `dependencies=needs(…)`")
     declared = found[0]
     if route.body_field is not None and declared.body != bodies.JSON:
