@@ -6,7 +6,6 @@ so that no secret leaks through a field.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
@@ -66,13 +65,12 @@ def _in_words(record: logging.LogRecord) -> logging.LogRecord:
     error = ended or next((one for one in record.args if isinstance(one, CheckpointError)), None)
     if error is None:
         return record
-    formatted = copy.copy(record)
-    formatted.args = tuple(_said(one) if isinstance(one, CheckpointError) else one for one in record.args)
+    arguments = tuple(_said(one) if isinstance(one, CheckpointError) else one for one in record.args)
+    values = {"code": error.code, **vars(record), "args": arguments}
     if ended is not None:
-        formatted.msg = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
-        formatted.args, formatted.exc_info, formatted.exc_text = (*formatted.args, _said(ended)), None, None
-    vars(formatted).setdefault("code", error.code)
-    return formatted
+        message = f"{record.msg if record.args else str(record.msg).replace('%', '%%')}: %s"
+        values |= {"msg": message, "args": (*arguments, _said(ended)), "exc_info": None, "exc_text": None}
+    return logging.makeLogRecord(values)
 
 
 def _said(error: CheckpointError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -112,9 +113,7 @@ class Histogram:
         self.sum += value
 
     def copy(self) -> Histogram:
-        histogram = Histogram(self._bounds)
-        histogram._counts, histogram.sum = list(self._counts), self.sum
-        return histogram
+        return deepcopy(self)
 
     def buckets(self) -> Iterator[tuple[str, float]]:
         """How many values lie at or below each bound, as Prometheus has it; the last bound is +Inf."""

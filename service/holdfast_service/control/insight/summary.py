@@ -30,6 +30,7 @@ def summarise(facts: Facts) -> RunSummary:
     cost = sum(stalls) / len(stalls) if stalls else None
     failures = failures_mean(facts)
     exposed_s, exposed_steps = exposure(facts)
+    life, life_since = run_lifecycle.state_of(facts, interval_s)
     summary = RunSummary(
         run=facts.run,
         attempt=facts.attempt,
@@ -68,8 +69,9 @@ def summarise(facts: Facts) -> RunSummary:
         ],
         trend=trend(facts.saves),
         metrics=dict(sorted(held.metrics.items())[:METRICS_MAX]),
+        life=life,
+        life_since=life_since,
     )
-    summary.life, summary.life_since = run_lifecycle.state_of(facts, interval_s)
     summary.verdict = run_lifecycle.verdict(facts, summary)
     summary.attention = attention(facts, summary, training(facts))
     return summary
