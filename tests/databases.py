@@ -100,7 +100,7 @@ class Postgres:
         used = "SELECT sequencename FROM pg_sequences WHERE last_value IS NOT NULL"
         try:
             with psycopg.connect(url.replace("+psycopg", "")) as connection:
-                connection.execute("SET lock_timeout = '1s'")
+                connection.execute("SET lock_timeout = '1s'; SET session_replication_role = replica")  # triggers add rows
                 connection.execute("; ".join(emptied).encode())
                 for (sequence,) in connection.execute(used).fetchall():
                     connection.execute(f"ALTER SEQUENCE {sequence} RESTART".encode())
