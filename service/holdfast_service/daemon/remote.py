@@ -129,7 +129,7 @@ class RemoteRanks:
         if known is not None:
             if known.hello.model_copy(update={"root_id": hello.root_id}) != hello:
                 raise InvalidRequest(f"the ID {rank_id} belongs to another rank")
-            known.heard = time.monotonic()
+            known.hear()
         return known
 
     def find(self, rank_id: str, sees: Callable[[str], bool] = lambda run: True) -> RemoteRank:
@@ -140,7 +140,7 @@ class RemoteRanks:
             rank_found = self._ranks.get(rank_id)
             departed = self._departed.get(rank_id)
         if rank_found is not None and sees(rank_found.who.run):
-            rank_found.heard = time.monotonic()
+            rank_found.hear()
             return rank_found
         if departed is not None and sees(departed.run):
             raise from_problem(departed.problem)
@@ -173,7 +173,7 @@ class RemoteRanks:
         """Extend all deadlines by the time that this daemon was suspended, during which it received nothing."""
         with self._lock:
             for rank in self._ranks.values():
-                rank.heard = min(rank.heard + max(seconds, 0.0), time.monotonic())
+                rank.excuse(seconds)
 
     def close(self) -> None:
         """Answer all waiting requests and stop waiting."""

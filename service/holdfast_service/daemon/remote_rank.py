@@ -20,7 +20,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena, wire
-from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.staging.arena import Geometry
 from holdfast_formats.staging.messages import LastStep, PassedStep, Room, SlotRequest
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -52,6 +52,14 @@ class RemoteRank:
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
         self._asked_to_stop = False  # and not sent yet
+
+    def hear(self) -> None:
+        """It has sent a request."""
+        self.heard = time.monotonic()
+
+    def excuse(self, seconds: float) -> None:
+        """This daemon was suspended for so long, and received nothing."""
+        self.heard = min(self.heard + max(seconds, 0.0), time.monotonic())
 
     def reserve(self, room: Room) -> None:
         """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
@@ -105,7 +113,7 @@ class RemoteRank:
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, segment, wanted, 0.0)
+                upload.lease(self._saver.lease(self.who, segment, wanted, 0.0))
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]
@@ -167,12 +175,7 @@ class RemoteRank:
             stated = {"data": whole.data_bytes, "table": whole.table_bytes}
             if upload.received != stated:
                 raise InvalidRequest(f"received {upload.received} bytes, not {stated}", received=upload.received["data"])
-            header = SlotHeader(SlotState.LEASED, upload.step, self.who.attempt, whole.data_bytes, whole.table_bytes, 0)
-            if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:
-                raise InvalidRequest("the table does not match the digest it is sealed with")
-            geometry = upload.segment.geometry
-            arena.seal(upload.segment.memory, geometry, upload.slot, header, whole.table_digest)
-            upload.sealed = True
+            upload.seal(self.who.attempt, whole.table_digest)
             if whole.stall_s is not None:
                 self._saver.history.stalled(self.who, upload.step, whole.stall_s)
             try:
@@ -251,7 +254,7 @@ class RemoteRank:
         with self._lock:
             if upload.outcome is not None:
                 return
-            upload.outcome = wire.Outcome(step=upload.step, attempt=self.who.attempt, state=state, problem=problem)
+            upload.end(wire.Outcome(step=upload.step, attempt=self.who.attempt, state=state, problem=problem))
             self._ended.append(upload.number)
             while len(self._ended) > ENDED_UPLOADS_MAX:
                 del self._uploads[self._ended.pop(0)]

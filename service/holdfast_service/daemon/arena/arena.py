@@ -211,14 +211,16 @@ class Arena:
                     left=room.bytes,
                 )
             segment = make()
+            segment.count_for(holder)
             self._averages.add(segment)
         self._keep(segment)
         return segment
 
-    def take_in(self, segment: AverageSegment) -> None:
+    def take_in(self, segment: AverageSegment, holder: ShareHolder) -> None:
         """Accept an average that its rank has brought. A tenant's counts for its share, as in `attach`."""
         with self._lock:
-            self._check_brought(segment.bytes, segment.holder)
+            self._check_brought(segment.bytes, holder)
+            segment.count_for(holder)
             self._averages.add(segment)
         self._keep(segment)
 
@@ -240,7 +242,7 @@ class Arena:
             holder = ShareHolder(owner.run, tenant)
             for segment in self._segments:
                 if segment.owner == owner and segment.is_at(fd):
-                    segment.holder = holder
+                    segment.count_for(holder)
                     segment.revive()
                     return segment, segment.find_taken()
             ours = os.dup(fd)
@@ -252,7 +254,7 @@ class Arena:
             if segment.owner != owner:
                 segment.close()
                 raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
-            segment.holder = holder
+            segment.count_for(holder)
             try:
                 self._check_brought(segment.geometry.segment_bytes, holder)
             except LimitExceeded:
@@ -267,8 +269,7 @@ class Arena:
 
         Its pages are freed even if a rank still maps it.
         """
-        segment.outgrown = outgrown
-        segment.retire(lambda: self._remove(segment))
+        segment.retire(lambda: self._remove(segment), outgrown)
 
     def _remove(self, segment: ArenaSegment) -> None:
         with self._lock:
@@ -313,13 +314,13 @@ class Arena:
             except StorageFailed as error:
                 room = SegmentRoom(0, error.detail, error.hint)
         if memory is not None:
-            segment = ArenaSegment.make(memory, asked._replace(slots=slots), owner)
-            segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
+            notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
+            segment = ArenaSegment.make(memory, asked._replace(slots=slots), owner, notice=notice)
         elif not on_disk:
             raise refusal(label, asked, self._taken(), room, NO_FILE)
         else:
             segment = self._make_on_disk(asked, label, owner, holder, room)
-        segment.holder = holder
+        segment.count_for(holder)
         return segment
 
     def _make_on_disk(
@@ -337,9 +338,7 @@ class Arena:
             held = ", ".join(f"{run} {size}" for run, size in self._by_run().most_common(NAMED_MAX))
             log.warning("no memory for %s; bytes reserved: %s", label, held or "none")
             raise
-        segment = ArenaSegment.make(fd, given, owner, spilled=True)
-        segment.notice = notice
-        return segment
+        return ArenaSegment.make(fd, given, owner, spilled=True, notice=notice)
 
     def _held(self) -> Iterator[tuple[ShareHolder, int]]:
         """All reserved memory with its holders."""

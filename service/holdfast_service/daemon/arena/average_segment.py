@@ -61,6 +61,10 @@ class AverageSegment:
             raise InvalidRequest("an average that is cut short")
         return cls(fd, geometry, owner, name)
 
+    def count_for(self, holder: ShareHolder) -> None:
+        """Its memory counts for this holder's share."""
+        self.holder = holder
+
     @property
     def bytes(self) -> int:
         return self.geometry.segment_bytes

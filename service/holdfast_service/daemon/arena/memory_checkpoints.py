@@ -66,13 +66,21 @@ class _Hold:
 
     def __init__(self, of: MemoryStep, parts: Mapping[int, _Part]) -> None:
         self.of, self.parts = of, dict(sorted(parts.items()))
-        self.alone_since: float | None = None  # time.monotonic(), once a rank is gone
+        self._alone_since: float | None = None  # time.monotonic(), once a rank is gone
         self.successors: set[tuple[int, int]] = set()  # (attempt, rank) that have memory of their own
 
     @property
     def alone(self) -> bool:
         """Whether memory is kept for a rank that is gone."""
         return any(part.segment.retired for part in self.parts.values())
+
+    def alone_s(self, now: float) -> float | None:
+        """For how long the looks until `now` have found it alone, in seconds; None if it is not."""
+        if not self.alone:
+            self._alone_since = None
+            return None
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        return now - self._alone_since
 
 
 class LentSlot:
@@ -231,12 +239,10 @@ class MemoryCheckpoints:
         with self._lock:
             holds = list(self._held.values())
         for hold in holds:
-            if not hold.alone:
-                hold.alone_since = None
+            alone_s = hold.alone_s(now)
+            if alone_s is None:
                 continue
-            if hold.alone_since is None:
-                hold.alone_since = now
-            if now - hold.alone_since > HELD_S or self._committed(hold.of.run, hold.of.step) != hold.of.launch:
+            if alone_s > HELD_S or self._committed(hold.of.run, hold.of.step) != hold.of.launch:
                 self._end(hold)
 
     def close(self) -> None:

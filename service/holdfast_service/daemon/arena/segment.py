@@ -35,10 +35,18 @@ class ArenaSegment:
     a file on the storage's disk. `notice` explains to the rank how it was created.
     """
 
-    def __init__(self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False) -> None:
+    def __init__(
+        self,
+        fd: int,
+        geometry: Geometry,
+        owner: SegmentOwner | None,
+        name: str,
+        spilled: bool = False,
+        notice: str = "",
+    ) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
         self.holder = ShareHolder(owner.run if owner is not None else "")  # whose share it counts for
-        self.spilled, self.notice = spilled, ""
+        self.spilled, self.notice = spilled, notice
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now
         self._peer: PeerProcess | None = None  # the process that last did
@@ -54,10 +62,12 @@ class ArenaSegment:
         self._changed = threading.Condition()
 
     @classmethod
-    def make(cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False) -> ArenaSegment:
+    def make(
+        cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False, notice: str = ""
+    ) -> ArenaSegment:
         """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to it, also if this raises."""
         try:
-            segment = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
+            segment = cls(fd, geometry, owner, uuid.uuid4().hex, spilled, notice)
         except NoSpace:
             os.close(fd)
             raise
@@ -193,13 +203,20 @@ class ArenaSegment:
     def retired(self) -> bool:
         return self._when_idle is not None
 
+    def count_for(self, holder: ShareHolder) -> None:
+        """Its memory counts for this holder's share."""
+        self.holder = holder
+
     def revive(self) -> None:
         """The rank has returned: do not free the segment when it becomes idle."""
         with self._changed:
             self._when_idle = None
 
-    def retire(self, when_idle: Callable[[], None]) -> None:
-        """Call `when_idle` once no slot is leased, sealed or kept: now, or at the last release."""
+    def retire(self, when_idle: Callable[[], None], outgrown: bool = False) -> None:
+        """Call `when_idle` once no slot is leased, sealed or kept: now, or at the last release. `outgrown`: its rank has a
+        larger one.
+        """
+        self.outgrown = outgrown
         with self._changed:
             self._when_idle = when_idle
             idle = self._idle
@@ -267,12 +284,16 @@ class ArenaSegment:
 
 
 class SealedSlot:
-    """A complete slot: its decoded table and its data. Treated as read-only until it is released."""
+    """A complete slot: its decoded table and its data. Its bytes are read-only until it is released, but for an average."""
 
     def __init__(self, segment: ArenaSegment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
         self.segment, self.slot = segment, slot
         self.table = slot_table
         self.data = data
+
+    def describe(self, slot_table: SlotTable) -> None:
+        """The table that is saved: with the average that was put into the slot, or without its group."""
+        self.table = slot_table
 
     def release(self) -> None:
         self.segment.release(self.slot)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from holdfast_formats.staging import wire
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_service.daemon.arena.segment import ArenaSegment
 
 Part = Literal["data", "table"]
@@ -27,6 +30,22 @@ class SlotUpload:
         self.received: dict[str, int] = {"data": 0, "table": 0}
         self.sealed = False
         self.outcome: wire.Outcome | None = None
+
+    def lease(self, slot: int) -> None:
+        """The saver has given it this slot."""
+        self.slot = slot
+
+    def seal(self, attempt: int, table_digest: str) -> None:
+        """All bytes have come. `InvalidRequest` if those of the table do not match the digest."""
+        data_bytes, table_bytes = self.received["data"], self.received["table"]
+        if digest(self.span("table")[:table_bytes]) != table_digest:
+            raise InvalidRequest("the table does not match the digest it is sealed with")
+        header = SlotHeader(SlotState.LEASED, self.step, attempt, data_bytes, table_bytes, 0)
+        arena.seal(self.segment.memory, self.segment.geometry, self.slot, header, table_digest)
+        self.sealed = True
+
+    def end(self, outcome: wire.Outcome) -> None:
+        self.outcome = outcome
 
     def span(self, part: Part) -> memoryview:
         geometry = self.segment.geometry

@@ -30,7 +30,7 @@ from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.averaging import saved_average
 from holdfast_service.daemon.averaging.agreement import OneNodeAgreement, UpdateAgreement
 from holdfast_service.daemon.averaging.folding import fold
-from holdfast_service.daemon.averaging.rank_set import RETURN_S, AveragingRanks, Filled, PendingFill, RankSetKey
+from holdfast_service.daemon.averaging.rank_set import AveragingRanks, Filled, PendingFill, RankSetKey
 from holdfast_service.daemon.writing.priority import give_way
 
 log = logging.getLogger(__name__)
@@ -85,9 +85,7 @@ class Averages:
         label = f"{owner.run}-rank{owner.rank}-average"
 
         def make() -> AverageSegment:
-            segment = AverageSegment.make(memfd(label, room.segment_bytes), room, owner, f"{PREFIX}{uuid.uuid4().hex}")
-            segment.holder = holder
-            return segment
+            return AverageSegment.make(memfd(label, room.segment_bytes), room, owner, f"{PREFIX}{uuid.uuid4().hex}")
 
         segment = self._arena.admit(owner, room.segment_bytes, holder, make)
         self._add(segment, user)
@@ -95,7 +93,7 @@ class Averages:
 
     def attach(self, fd: int, owner: SegmentOwner, user: object, tenant: str = "") -> None:
         """Continue with an average that its rank brings; the descriptor stays the caller's."""
-        known = self._known(owner)
+        known, holder = self._known(owner), ShareHolder(owner.run, tenant)
         if known is None or not known.is_at(fd):
             if known is not None:
                 self._drop(known)
@@ -108,15 +106,14 @@ class Averages:
             if known.owner != owner:
                 known.close()
                 raise InvalidRequest(f"{owner} brings an average of {known.owner}")
-            known.holder = ShareHolder(owner.run, tenant)
             try:
-                self._arena.take_in(known)
+                self._arena.take_in(known, holder)
             except CheckpointError:
                 known.close()
                 raise
             self._add(known, user)
             return
-        known.holder = ShareHolder(owner.run, tenant)
+        known.count_for(holder)
         self._use(known, user)
 
     def wake(self, owner: SegmentOwner) -> None:
@@ -127,10 +124,8 @@ class Averages:
         """A rank's connection has ended; `parted`: regularly."""
         with self._lock:
             rank_set = self._node_ranks.get(_rank_set_of(owner))
-            if rank_set is None or rank_set.users.get(owner.rank) is not user:
+            if rank_set is None or not rank_set.leave(owner.rank, user, parted):
                 return
-            del rank_set.users[owner.rank]
-            rank_set.left_at = time.monotonic() - (RETURN_S if parted else 0.0)
             self._rung.add(_rank_set_of(owner))
             self._lock.notify_all()
 
@@ -294,7 +289,7 @@ class Averages:
         """Give the oldest save its average, if that is possible now; returns whether it did."""
         with self._lock:
             segments = dict(sorted(rank_set.segments.items()))
-            fill = rank_set.filling = rank_set.fills[0] if rank_set.fills else None
+            fill = rank_set.begin_fill()
         if fill is None:
             return False
         error: CheckpointError | None = None
@@ -305,9 +300,7 @@ class Averages:
             error, done = failure, True
         finally:
             with self._lock:
-                rank_set.filling = None
-                if done:
-                    rank_set.fills.remove(fill)
+                rank_set.end_fill(fill, done)
         if done:
             fill.then(error)
         return done
@@ -351,7 +344,7 @@ class Averages:
 
     def _give_up(self, rank_set: AveragingRanks) -> None:
         with self._lock:
-            fills, rank_set.fills = rank_set.fills, []
+            fills = rank_set.give_up()
         for fill in fills:
             fill.then(CheckpointError("unexpected failure of the average in the daemon", hint="see the daemon's log"))
 

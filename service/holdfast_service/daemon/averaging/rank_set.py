@@ -55,6 +55,30 @@ class AveragingRanks:
     def unused(self, now: float) -> bool:
         return not self.users and not self.fills and now - self.left_at > RETURN_S
 
+    def leave(self, rank: int, user: object, parted: bool) -> bool:
+        """The connection `user` of a rank has ended; `parted`: regularly. False if the rank has another one now."""
+        if self.users.get(rank) is not user:
+            return False
+        del self.users[rank]
+        self.left_at = time.monotonic() - (RETURN_S if parted else 0.0)
+        return True
+
+    def begin_fill(self) -> PendingFill | None:
+        """The oldest save: its slots are filled from now on."""
+        self.filling = self.fills[0] if self.fills else None
+        return self.filling
+
+    def end_fill(self, fill: PendingFill, done: bool) -> None:
+        """Its slots are filled, or it waits again."""
+        self.filling = None
+        if done:
+            self.fills.remove(fill)
+
+    def give_up(self) -> list[PendingFill]:
+        """The saves, none of which waits any more."""
+        fills, self.fills = self.fills, []
+        return fills
+
     def add(self, fill: PendingFill) -> None:
         self.fills.append(fill)
         self.fills.sort(key=lambda one: one.after)

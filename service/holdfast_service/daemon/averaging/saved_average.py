@@ -77,7 +77,7 @@ def noted(sealed: SealedSlot) -> NotedAverage | None:
 def tell(parts: Mapping[int, SealedSlot], noted_average: NotedAverage | None) -> None:
     """Describe the average in the tables of all ranks, or remove its group if there is none."""
     for sealed in parts.values():
-        sealed.table = slot_table.without(sealed.table, GROUP) if noted_average is None else _with(sealed, noted_average)
+        sealed.describe(slot_table.without(sealed.table, GROUP) if noted_average is None else _with(sealed, noted_average))
 
 
 def _with(sealed: SealedSlot, noted_average: NotedAverage) -> SlotTable:
