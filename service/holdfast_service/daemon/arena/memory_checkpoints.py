@@ -76,11 +76,9 @@ class _Hold:
 
     def alone_s(self, now: float) -> float | None:
         """For how long the looks until `now` have found it alone, in seconds; None if it is not."""
-        if not self.alone:
-            self._alone_since = None
-            return None
-        self._alone_since = now if self._alone_since is None else self._alone_since
-        return now - self._alone_since
+        since = now if self._alone_since is None else self._alone_since
+        self._alone_since = since if self.alone else None
+        return None if self._alone_since is None else now - since
 
 
 class LentSlot:
@@ -240,9 +238,7 @@ class MemoryCheckpoints:
             holds = list(self._held.values())
         for hold in holds:
             alone_s = hold.alone_s(now)
-            if alone_s is None:
-                continue
-            if alone_s > HELD_S or self._committed(hold.of.run, hold.of.step) != hold.of.launch:
+            if alone_s is not None and (alone_s > HELD_S or self._committed(hold.of.run, hold.of.step) != hold.of.launch):
                 self._end(hold)
 
     def close(self) -> None:

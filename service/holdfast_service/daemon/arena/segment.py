@@ -36,13 +36,7 @@ class ArenaSegment:
     """
 
     def __init__(
-        self,
-        fd: int,
-        geometry: Geometry,
-        owner: SegmentOwner | None,
-        name: str,
-        spilled: bool = False,
-        notice: str = "",
+        self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False, notice: str = ""
     ) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
         self.holder = ShareHolder(owner.run if owner is not None else "")  # whose share it counts for

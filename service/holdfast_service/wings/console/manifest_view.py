@@ -74,6 +74,11 @@ class ManifestView:
     def of(cls, encoded: bytes, tag: str) -> ManifestView:
         return cls(_decode(encoded), tag)
 
+    def measure(self, statistics: Iterable[TensorStatistics]) -> dict[tuple[str, str], MeasuredTensor]:
+        """Keep the statistics of each saved tensor, by group and name."""
+        self.measured = {(item.group, item.name): measured(item) for item in statistics}
+        return self.measured
+
     @cached_property
     def lines(self) -> list[TensorLine]:
         """Tensors and aliases by group and in natural order of their names."""
@@ -156,8 +161,7 @@ async def statistics(api: ViewerApi, contents: ManifestView) -> PagePart[dict[tu
         items, _ = await api.walk(TensorStatistics, path, STATISTICS_MAX)
     except CheckpointError as error:
         return PagePart(None, error)
-    contents.measured = {(item.group, item.name): measured(item) for item in items}
-    return PagePart(contents.measured)
+    return PagePart(contents.measure(items))
 
 
 def measured(item: TensorStatistics) -> MeasuredTensor:

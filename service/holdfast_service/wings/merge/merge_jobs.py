@@ -65,7 +65,9 @@ class Merger:
         recipe = read_recipe(wanted.arguments.recipe)
         with ExitStack() as held:
             places = [self._place(name, directory, held) for name in names_of(recipe)]
-            return self._importer.make(lambda goal: plan_merge(recipe, read_sources(places), goal), wanted, progress, again)
+            return self._importer.make(
+                lambda goal: plan_merge(recipe, read_sources(places, recipe.assets_of.model), goal), wanted, progress, again
+            )
 
     def check(self, text: str, directory: OpenDirectory) -> MergeRecipe:
         """A recipe with existing models; raises what is wrong with it, or missing."""

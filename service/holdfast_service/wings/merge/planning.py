@@ -63,7 +63,6 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
         lora.check_alike(adapters, recipe.assets_of.model)
     notes = list(_notes(recipe, sources, list(reference.tensors)))
     tensors = _merged(recipe, models, reference)
-    sources.joined.plain = sources.source(recipe.assets_of.model).number
     listing = _listing(recipe, sources, tensors, notes)
     wanted = MappedListing(tuple(same(tensor) for tensor in tensors.values()), {})
     planned = importing.planned(sources.watched, listing, wanted, goal)

@@ -118,8 +118,7 @@ class _Reader:
             name = str(key.value)
             if name in mapping:
                 raise InvalidRequest(f"recipe, line {line}: {name!r} stands there twice", line=line, key=name)
-            mapping[name] = self.read(value, name, depth + 1)
-            mapping[name].line = line
+            mapping[name] = Located(self.read(value, name, depth + 1).value, name, line)
         return mapping
 
 

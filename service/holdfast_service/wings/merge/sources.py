@@ -58,8 +58,8 @@ class MergeSource(NamedTuple):
 class JoinedFiles:
     """The files of several directories, `N/name` in the N-th of them; other names are in the one with number `plain`."""
 
-    def __init__(self, places: Sequence[Files], plain: int = 0) -> None:
-        self._places, self.plain = places, plain
+    def __init__(self, places: Sequence[Files], plain: int) -> None:
+        self._places, self._plain = places, plain
         self.label = ", ".join(place.label for place in places)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -90,7 +90,7 @@ class JoinedFiles:
         number, slash, name = path.partition("/")
         if slash and number.isascii() and number.isdigit() and int(number) < len(self._places):
             return _Found(self._places[int(number)], name)
-        return _Found(self._places[self.plain], path)
+        return _Found(self._places[self._plain], path)
 
 
 class _Found(NamedTuple):
@@ -126,7 +126,6 @@ class OneOf:
 
 
 class MergeSources(NamedTuple):
-    joined: JoinedFiles
     watched: WatchedSource
     by_name: Mapping[str, MergeSource]
 
@@ -134,14 +133,15 @@ class MergeSources(NamedTuple):
         return self.by_name[name]
 
 
-def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
-    """Read every place's listing, without tensors. `StateMismatch` and others, with the model's name, for unsupported
-    contents; `Damaged` for a checkpoint that does not match its digests.
+def read_sources(places: Sequence[ModelPlace], assets_of: str) -> MergeSources:
+    """Read every place's listing, without tensors; `assets_of` names the model that has the small files. `StateMismatch` and
+    others, with the model's name, for unsupported contents; `Damaged` for a checkpoint that does not match its digests.
     """
     share = min(KEPT_BYTES_MAX // max(len(places), 1), EXTENT_BYTES_MAX)
     exports = [_committed(place, share) for place in places]
     pairs = zip(places, exports, strict=True)
-    joined = JoinedFiles([read_once(place.files) if own is None else own.files for place, own in pairs])
+    plain = [place.name for place in places].index(assets_of)
+    joined = JoinedFiles([read_once(place.files) if own is None else own.files for place, own in pairs], plain)
     ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
     watched = WatchedSource(joined, digested=lambda path: path.partition("/")[0] not in ours)
     sources = {}
@@ -151,7 +151,7 @@ def read_sources(places: Sequence[ModelPlace]) -> MergeSources:
         except CheckpointError as error:
             error.detail = f"{place.name}: {error.detail}"
             raise
-    return MergeSources(joined, watched, sources)
+    return MergeSources(watched, sources)
 
 
 class _Own(NamedTuple):

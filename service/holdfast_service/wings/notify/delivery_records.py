@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from holdfast_formats.rest.notifications import AlertLevel
@@ -40,6 +40,18 @@ class TargetChanges:
     dropped: int = 0
     sent: int = 0
 
+    def add(self, notified_alert: NotifiedAlert) -> None:
+        self.put[notified_alert.key] = notified_alert
+        self.gone.discard(notified_alert.key)
+
+    def remove(self, key: NoticeKey) -> None:
+        self.put.pop(key, None)
+        self.gone.add(key)
+
+    def count(self, *, dropped: int = 0, sent: int = 0) -> None:
+        self.dropped += dropped
+        self.sent += sent
+
 
 class DeliveryRecords:
     """The catalog's tables about notifications. Thread-safe. Raises `CatalogUnavailable`."""
@@ -60,7 +72,7 @@ class DeliveryRecords:
                 session.merge(_row(target, notified))
             _forget(session, target, changes.gone)
             if changes.dropped:
-                self._fares(session, target).dropped += changes.dropped
+                self._update(session, target, dropped=DeliveryRow.dropped + changes.dropped)
             if changes.sent:
                 self._accepted(session, target, changes.sent)
 
@@ -71,11 +83,9 @@ class DeliveryRecords:
     def failed(self, target: str, problem: str) -> bool:
         """Record a failed delivery; True if the one before succeeded, or there was none."""
         with self._database.write() as session:
-            row = self._fares(session, target)
-            first = row.problem is None
-            row.failed += 1
-            row.problem_since = row.problem_since if not first else utc_now()
-            row.problem = problem[:PROBLEM_MAX]
+            first = session.scalar(select(DeliveryRow.problem).where(DeliveryRow.target == target)) is None
+            since = {"problem_since": utc_now()} if first else {}
+            self._update(session, target, failed=DeliveryRow.failed + 1, problem=problem[:PROBLEM_MAX], **since)
             return first
 
     def delivered(self, targets: Collection[str]) -> dict[str, DeliveryStatus]:
@@ -93,17 +103,14 @@ class DeliveryRecords:
                 session.execute(delete(table).where(table.target.not_in(targets)))
 
     def _accepted(self, session: Session, target: str, messages: int) -> None:
-        row = self._fares(session, target)
-        row.sent += messages
-        row.last_sent, row.problem, row.problem_since = utc_now(), None, None
+        sent, healthy = DeliveryRow.sent + messages, {"problem": None, "problem_since": None}
+        self._update(session, target, sent=sent, last_sent=utc_now(), **healthy)
 
-    def _fares(self, session: Session, target: str) -> DeliveryRow:
-        row = session.get(DeliveryRow, target)
-        if row is None:
-            row = DeliveryRow(target=target, node=self._node, sent=0, failed=0, dropped=0)
-            session.add(row)
-        row.node = self._node
-        return row
+    def _update(self, session: Session, target: str, **values: Any) -> None:
+        """Change a target's row, which this node writes last."""
+        if session.get(DeliveryRow, target) is None:
+            session.add(DeliveryRow(target=target, node=self._node, sent=0, failed=0, dropped=0))
+        session.execute(update(DeliveryRow).where(DeliveryRow.target == target).values(node=self._node, **values))
 
 
 def _forget(session: Session, target: str, keys: Iterable[NoticeKey]) -> None:

@@ -30,31 +30,23 @@ class TargetState:
     def prepare(self, plan: Plan) -> None:
         """Record new alerts before sending, so that they keep their ids; forget those that are over."""
         for notified in plan.added:
-            self._put(notified)
+            self._changes.add(notified)
         for key in plan.forgotten:
-            self._remove(key)
-        self._changes.dropped += plan.dropped
+            self._changes.remove(key)
+        self._changes.count(dropped=plan.dropped)
         self._note()
 
     def sent(self, plan: Plan, now: float) -> None:
         for notified in plan.firing:
-            self._put(notified._replace(times=notified.times + 1, last=now))
+            self._changes.add(notified._replace(times=notified.times + 1, last=now))
         for notified in plan.recovered:
-            self._remove(notified.key)
-        self._changes.sent += 1
+            self._changes.remove(notified.key)
+        self._changes.count(sent=1)
         self._note()
 
     def hand_over(self) -> None:
         """Another node sends now: only its records count."""
         self._changes = TargetChanges()
-
-    def _put(self, notified_alert: NotifiedAlert) -> None:
-        self._changes.put[notified_alert.key] = notified_alert
-        self._changes.gone.discard(notified_alert.key)
-
-    def _remove(self, key: NoticeKey) -> None:
-        self._changes.put.pop(key, None)
-        self._changes.gone.add(key)
 
     def _note(self) -> None:
         if self._changes == TargetChanges():

@@ -119,13 +119,14 @@ class Values(NamedTuple):
     def difference(self, pair: Pair) -> Difference:
         made = comparing.difference(pair)
         before, after = (side.get((made.group, made.name)) for side in (self.before, self.after))
-        made.norm_a = before.norm if before and not before.nonfinite else None
-        made.norm_b = after.norm if after and not after.nonfinite else None
+        norm_a = before.norm if before and not before.nonfinite else None
+        norm_b = after.norm if after and not after.nonfinite else None
+        change, relative = made.change, made.relative
         sick = any(side and side.nonfinite for side in (before, after))
         if made.change is None and not sick and after is not None and after.changed_from == self.step:
-            made.change = after.change
-            made.relative = after.change / made.norm_a if after.change is not None and made.norm_a else None
-        return made
+            change = after.change
+            relative = change / norm_a if change is not None and norm_a else None
+        return made.model_copy(update={"norm_a": norm_a, "norm_b": norm_b, "change": change, "relative": relative})
 
 
 @lru_cache(maxsize=COMPARED_MAX)

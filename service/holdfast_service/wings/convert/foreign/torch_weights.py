@@ -100,12 +100,12 @@ def _with_values(
         second = optimizers[1][0]
         raise torch_values.mismatch(file, str(second), f"has several optimizers, {second!r} is the second")
     gathered = GatheredListing(files)
-    gathered.tensors |= listing.tensors
+    gathered.tensors.update(listing.tensors)
     for key, held in optimizers:
         optimizer = torch_optimizer.read(held, weights, file, str(key))
-        gathered.tensors |= {tensor.key: tensor for tensor in optimizer.tensors}
+        gathered.tensors.update((tensor.key, tensor) for tensor in optimizer.tensors)
         gathered.document(optimizer_state.GROUP, optimizer_state.KEY, optimizer.document)
-        gathered.notes += [optimizer.note] if optimizer.note else []
+        gathered.notes.extend([optimizer.note] if optimizer.note else [])
     others = {str(key): one for key, one in beside.items() if key not in dict(optimizers)}
     for key, one in others.items():
         if key.startswith("optim") and isinstance(one, dict):

@@ -157,7 +157,7 @@ class StateDictArrangement:
         if not isinstance(optimizer, str):
             optimizer = self._take_optimizer(top, optimizer)
         if isinstance(optimizer, str):
-            self._gathered.tensors = held
+            self._gathered.take_back(held)
             self._gathered.notes.append(f"{top} is kept as it is in the group extra: {optimizer}")
             self._extra(top, leaves)
 

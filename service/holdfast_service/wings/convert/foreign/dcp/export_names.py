@@ -63,9 +63,9 @@ def names_of(
         naming.other_extra()
     placed = (_MODEL,) if layout == "plain" else (_MODEL, optimizer_state.GROUP, _EXTRA)
     placed = (*placed, _EMA) if layout == "fsdp" else placed
-    naming.left_out += [
+    naming.left_out.extend(
         (f"{g}/{key}", _no_place(layout, g)) for g, held in documents.items() if g not in placed for key in held
-    ]
+    )
     return naming.finish()
 
 

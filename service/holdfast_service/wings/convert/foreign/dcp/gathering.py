@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest, Refused, StateMismatch
@@ -56,6 +56,10 @@ class GatheredListing:
         if key in self.tensors:
             raise StateMismatch(f"two entries would be stored as {spec.group}/{spec.name}", tensor=spec.name)
         self.tensors[key] = ForeignTensor(spec, pieces, decoder=decoder)
+
+    def take_back(self, held: Mapping[TensorKey, ForeignTensor]) -> None:
+        """Forget the tensors that were added since there were those `held`."""
+        self.tensors = dict(held)
 
     def document(self, group: str, key: str, value: Any) -> None:
         """Add a JSON value; `StateMismatch` for a key that is taken."""

@@ -95,12 +95,11 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
     gathered = GatheredListing(files, ALLOWED)
     known = {_below(directory, CONFIG): FileUse(_below(directory, CONFIG), "state")}
     common = _below(directory, COMMON)
-    size = files.size(common)
-    arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered)
+    size, value = files.size(common), None
     if size is not None:
-        arrangement.common_file = common
-        arrangement.common = gathered.value(StoredAt(common, 0, size))
-        known[common] = _unread(common, arrangement.common) or FileUse(common, "state")
+        value = gathered.value(StoredAt(common, 0, size))
+        known[common] = _unread(common, value) or FileUse(common, "state")
+    arrangement = MegatronArrangement(saved, Payloads(files, saved), gathered, value, common)
     step = arrangement.as_is() if options.as_is else arrangement.arrange()
     if kind == "nemo":
         known |= {path: _of_context(path) for path in directories.walk(files) if path.startswith(f"{CONTEXT}/")}

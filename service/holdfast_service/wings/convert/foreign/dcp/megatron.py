@@ -76,10 +76,11 @@ class Constant(NamedTuple):
 class MegatronArrangement:
     """Arranges one saved state dict. `common` is the content of common.pt, or of `common_file`, if there is one."""
 
-    def __init__(self, saved: SavedState, payloads: Payloads, gathered: GatheredListing) -> None:
+    def __init__(
+        self, saved: SavedState, payloads: Payloads, gathered: GatheredListing, common: Any = None, common_file: str = ""
+    ) -> None:
         self._saved, self._payloads, self._gathered = saved, payloads, gathered
-        self.common: Any = None
-        self.common_file = ""
+        self._common_value, self._common_file = common, common_file
         self._layers: dict[str, int] = {}
         self._stepped: list[str] = []
         self._mastered: list[str] = []
@@ -152,9 +153,10 @@ class MegatronArrangement:
         held: dict[str, dict[str, Any]] = {}
         empty = 0
         for fqn, at in self._saved.values.items():
-            if fqn == COMMON_KEY and self.common is None:
+            if fqn == COMMON_KEY and self._common_value is None:
                 found = self._gathered.value(at)
-                self.common, self.common_file = found[0] if isinstance(found, list) and found else found, at.file
+                self._common_value = found[0] if isinstance(found, list) and found else found
+                self._common_file = at.file
                 continue
             value = self._gathered.value(at)
             if _is_empty(value):
@@ -179,18 +181,18 @@ class MegatronArrangement:
             self._gathered.notes.append(f"{empty} extra states have no content")
 
     def _common(self) -> int | None:
-        if self.common is None:
+        if self._common_value is None:
             return None
         local_tensors = (
-            self.common
-            if isinstance(self.common, Unread)
-            else self._gathered.json(self.common, ValuePlace(self.common_file, EXTRA, "common"))
+            self._common_value
+            if isinstance(self._common_value, Unread)
+            else self._gathered.json(self._common_value, ValuePlace(self._common_file, EXTRA, "common"))
         )
         if isinstance(local_tensors, Unread):
             self._gathered.notes.append(f"the common state was left out: {local_tensors.reason}")
             return None
         self._gathered.document(EXTRA, "common", local_tensors)
-        self._note_steps(self.common.get("optimizer") if isinstance(self.common, dict) else None)
+        self._note_steps(self._common_value.get("optimizer") if isinstance(self._common_value, dict) else None)
         for key in ("iteration", "global_step"):
             value = local_tensors.get(key) if isinstance(local_tensors, dict) else None
             if type(value) is int and value >= 0:

@@ -6,7 +6,7 @@ All adapters for Paddle use it, so that they agree in names, transposition, step
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
@@ -42,6 +42,10 @@ class Gathering:
         self.names: set[str] = set()  # of parameters, for a model without config.json
         self._powers: list[LocalTensorParts] = []
         self._linears: Linears | None = None
+
+    def convert(self, converted: Callable[[ForeignTensor], ForeignTensor]) -> None:
+        """Put what `converted` returns for each tensor in its place, under its own key."""
+        self.tensors = {made.key: made for made in map(converted, self.tensors.values())}
 
     @property
     def half(self) -> str | None:

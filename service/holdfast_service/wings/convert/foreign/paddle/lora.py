@@ -81,7 +81,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     reader.weights(_in_paddle(sets[_STEM]), "model")
     reader.weights(sets[MASTERS], "master")
     reader.optimizer(sets[OPTIMIZER])
-    gathering.tensors = {made.key: made for tensor in gathering.tensors.values() for made in [_of_peft(tensor, options)]}
+    gathering.convert(lambda tensor: _of_peft(tensor, options))
     listing = gathering.listing(NAME, names, sorted(used))
     made = {} if options.as_is or PEFT_CONFIG in names else {PEFT_CONFIG: _peft_config(config)}
     return listing._replace(made_assets={**listing.made_assets, **made})

@@ -42,6 +42,31 @@ class _Entered:
         self.key, self.left = id(value), _parts(value)
         self.values, self.height = 1, 1
 
+    def next_container(self, known: dict[int, _Measured | None], depth: int) -> Any:
+        """The next unvisited part; None at the end."""
+        for part in self.left:
+            kind = type(part)
+            if kind in _LEAVES:
+                self.values += 1
+            elif kind is tuple and len(part) <= _SMALL and all(type(one) in _LEAVES for one in part):
+                self.add(1 + len(part), 1, depth)
+            elif id(part) not in known:
+                return part
+            else:
+                measured = known[id(part)]
+                if measured is None:
+                    raise Unfit("has a value that contains itself")
+                self.add(measured.values, measured.height, depth)
+        return None
+
+    def add(self, values: int, height: int, depth: int) -> None:
+        self.values += values
+        self.height = max(self.height, height + 1)
+        if self.values > VALUES_MAX:
+            raise Unfit(f"stands for over {VALUES_MAX} values")
+        if depth + height > DEPTH_MAX:
+            raise Unfit(f"has values that are nested more than {DEPTH_MAX} deep")
+
 
 def check(root: Any, charge: Callable[[int], None]) -> None:
     """`Unfit` unless the value is a tree of limited size and depth; `charge` is called with the memory that this takes."""
@@ -50,45 +75,18 @@ def check(root: Any, charge: Callable[[int], None]) -> None:
     known: dict[int, _Measured | None] = {id(root): None}
     path = [_Entered(root)]
     while path:
-        inner = _next_container(path[-1], known, len(path))
+        inner = path[-1].next_container(known, len(path))
         if inner is None:
             done = path.pop()
             known[done.key] = _Measured(done.values, done.height)
             if path:
-                _add(path[-1], done.values, done.height, len(path))
+                path[-1].add(done.values, done.height, len(path))
             continue
         charge(NODE_BYTES)
         known[id(inner)] = None
         path.append(_Entered(inner))
         if len(path) > DEPTH_MAX:
             raise Unfit(f"has values that are nested more than {DEPTH_MAX} deep")
-
-
-def _next_container(entered: _Entered, known: dict[int, _Measured | None], depth: int) -> Any:
-    """The next unvisited part; None at the end."""
-    for part in entered.left:
-        kind = type(part)
-        if kind in _LEAVES:
-            entered.values += 1
-        elif kind is tuple and len(part) <= _SMALL and all(type(one) in _LEAVES for one in part):
-            _add(entered, 1 + len(part), 1, depth)
-        elif id(part) not in known:
-            return part
-        else:
-            measured = known[id(part)]
-            if measured is None:
-                raise Unfit("has a value that contains itself")
-            _add(entered, measured.values, measured.height, depth)
-    return None
-
-
-def _add(entered: _Entered, values: int, height: int, depth: int) -> None:
-    entered.values += values
-    entered.height = max(entered.height, height + 1)
-    if entered.values > VALUES_MAX:
-        raise Unfit(f"stands for over {VALUES_MAX} values")
-    if depth + height > DEPTH_MAX:
-        raise Unfit(f"has values that are nested more than {DEPTH_MAX} deep")
 
 
 def _parts(value: Any) -> Iterator[Any]:

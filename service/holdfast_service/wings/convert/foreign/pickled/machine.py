@@ -200,15 +200,14 @@ class PickleMachine:
         elif type(value) is NumpyDtype:
             calls.numpy_dtype_state(value, state)
         elif type(value) is PickledRecord and value.state is None:
-            value.state = state
+            value.build(state)
         elif type(value) is not dict or type(state) is not dict or len(state) > 1 or "_metadata" not in state:
             raise Unfit(f"gives attributes to a value of type {type(value).__name__}")
 
     def extend(self, value: Any, items: list[Any]) -> None:
         """Append to a list, or to a record's items."""
         if type(value) is PickledRecord:
-            value.items = value.items if value.items is not None else []
-            value = value.items
+            value = value.items_or([])
         if type(value) is not list:
             raise Unfit(f"appends to a value of type {type(value).__name__}")
         before = getsizeof(value)
@@ -218,8 +217,7 @@ class PickleMachine:
     def set_items(self, value: Any, items: list[Any]) -> None:
         """Put alternating keys and values into a dict, or into a record's items."""
         if type(value) is PickledRecord:
-            value.items = value.items if value.items is not None else {}
-            value = value.items
+            value = value.items_or({})
         if type(value) is not dict or len(items) % 2:
             raise Unfit(f"sets items of a value of type {type(value).__name__}")
         if len(value) + len(items) // 2 > ITEMS_MAX:

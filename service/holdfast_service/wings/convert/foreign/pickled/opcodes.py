@@ -153,7 +153,7 @@ def _new_object_ex(m: PickleMachine) -> None:
     if keywords and (type(keywords) is not dict or type(record) is not PickledRecord):
         raise Unfit("makes a value of named arguments")
     if keywords:
-        record.state = keywords
+        record.build(keywords)
     m.stack.append(record)
 
 

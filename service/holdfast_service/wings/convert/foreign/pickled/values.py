@@ -64,6 +64,14 @@ class PickledRecord:
         self.state: Any = None
         self.items: dict[Any, Any] | list[Any] | None = None
 
+    def build(self, state: Any) -> None:
+        self.state = state
+
+    def items_or(self, empty: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
+        """Its items, to add to; `empty` ones if it has none so far."""
+        self.items = empty if self.items is None else self.items
+        return self.items
+
     def get(self, field: str, default: Any = None) -> Any:
         parts = self.state if isinstance(self.state, tuple) else (self.state,)  # attributes, and those of `__slots__`
         for part in (*parts, self.items):
