@@ -27,7 +27,6 @@ class AverageSegment:
     def __init__(self, fd: int, geometry: AverageGeometry, owner: SegmentOwner, name: str) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
         self.holder = ShareHolder(owner.run)  # whose share it counts for
-        self.notice = ""
         try:
             self._map = mmap.mmap(fd, geometry.segment_bytes)
         except OSError as error:

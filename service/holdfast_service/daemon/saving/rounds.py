@@ -98,8 +98,7 @@ class SaveRound:
 
     @property
     def staged(self) -> dict[str, float]:
-        seen = self.began is not None and self.completed > 0
-        return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
+        return {"stage_s": self.completed - self.began} if self.began is not None and self.completed > 0 else {}
 
     def add(self, who: Participant, lease: SlotLease) -> None:
         """A rank takes part, and may fill this slot."""

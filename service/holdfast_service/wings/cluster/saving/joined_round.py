@@ -17,10 +17,11 @@ POLL_S = (1.0, 5.0)  # besides notifications (`JointSaves.look_at_all`): after a
 
 
 class JoinedEnd(NamedTuple):
-    """`staged` is what may be removed."""
+    """`staged` is what may be removed; `handover` is as it was when this node committed."""
 
     result: Result
     staged: Place | None
+    handover: ShareHandover | None
 
 
 class JoinedRound:
@@ -31,7 +32,6 @@ class JoinedRound:
         self.writing: Future[ShareWritten] | None = None  # once it is sealed
         self.helping: Future[None] | None = None  # while this node writes the share of another one, and afterwards
         self.helped = False  # whether what came of that was looked at
-        self.handover: ShareHandover | None = None  # as it was when this node committed
         self.finished = threading.Event()
         self.ended: JoinedEnd | None = None  # although it may still be written from its slots
         self._gone_since: dict[str, float] = {}  # by what is gone (monotonic)
@@ -76,14 +76,10 @@ class JoinedRound:
         self.asked = self.asked or first
         return first
 
-    def begin_commit(self, handover: ShareHandover | None) -> None:
-        """This node commits it, after `handover` of another node's share."""
-        self.handover = handover
-
-    def end(self, result: Result, left: bool) -> None:
+    def end(self, result: Result, left: bool, handover: ShareHandover | None) -> None:
         """It has ended, or is `left` to other nodes. Writes that go on stop at their next piece."""
         self.finished.set()
-        self.ended = JoinedEnd(result, None if left else self.place)
+        self.ended = JoinedEnd(result, None if left else self.place, handover)
         for one in (self.writing, self.helping):
             if one is not None:
                 one.cancel()
@@ -132,8 +128,8 @@ class JoinedRound:
     @property
     def writers(self) -> list[str]:
         """The writer of each node's share, in the order of the nodes' numbers."""
-        assert self.seen is not None
-        nodes, over = [one.node for one in self.seen.parts], self.handover
+        assert self.seen is not None and self.ended is not None
+        nodes, over = [one.node for one in self.seen.parts], self.ended.handover
         return nodes if over is None else [over.helper or node if node == over.node else node for node in nodes]
 
     @property

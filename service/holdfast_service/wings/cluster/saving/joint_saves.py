@@ -22,7 +22,7 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.staging import part
-from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState
+from holdfast_formats.staging.joint import JointlyStaged, JointRound, RoundState, ShareHandover
 from holdfast_formats.staging.plan import decode_receipt
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
@@ -298,20 +298,20 @@ class JointSaves:
     def _commit(self, joint: JoinedRound, written: ShareWritten, seen: JointRound) -> None:
         current = joint.current
         receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
-        joint.begin_commit(self._party.rendezvous.state(joint.id).handover)
+        handover = self._party.rendezvous.state(joint.id).handover
         staged = JointlyStaged(joint.place, receipts, seen.created)
         try:
             measured = self._history.ending(current, **written.measured)
             committed = self._control.saves.commit(current.id, written.plan, measured, staged)
-            if joint.handover is not None:
-                self._control.saves.written_for(committed, joint.handover)
+            if handover is not None:
+                self._control.saves.written_for(committed, handover)
         except CatalogUnavailable:  # the claim is still this node's when it is back
             raise
         except Exception as error:
             self._abort(joint, error, claimed=True)
             return
         self._published.append(joint.id)
-        self._end(joint, committed)
+        self._end(joint, committed, handover=handover)
         log.info("%s@%s attempt %s committed with %d nodes: %d bytes", *current.key, len(seen.parts), committed.bytes)
         self._tell()
 
@@ -321,9 +321,9 @@ class JointSaves:
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 
-    def _end(self, joint: JoinedRound, result: Result, left: bool = False) -> None:
+    def _end(self, joint: JoinedRound, result: Result, left: bool = False, handover: ShareHandover | None = None) -> None:
         """The round has ended, or is `left` to others. Free its slots once nothing is written from them any more."""
-        joint.end(result, left)
+        joint.end(result, left, handover)
         self._party.exchange.withdraw(joint.id)
         self._finish(joint)
 
