@@ -23,7 +23,8 @@ from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.save_warning import warn
 from holdfast.stage import background_safe, cuda_copy, staging
-from holdfast.stage.averaging import Averaging, AveragingRank, Ema, of_save
+from holdfast.stage.average_memory import AveragingRank
+from holdfast.stage.averaging import Averaging, Ema, of_save
 from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.daemon_requests import DaemonRequest, DaemonRequests, SilenceTimer
 from holdfast.stage.from_master import FromMasters, ModelSource
@@ -715,9 +716,8 @@ class Checkpointer:
             self._session,
             fenced=fenced,
             file_bytes_max=file_bytes_max,
-            ask=self._ask_for_average,
         )
-        return Averaging(ema, rank, lambda: bool(self._hooks.optimizers))
+        return Averaging(ema, rank, self._ask_for_average, lambda: bool(self._hooks.optimizers))
 
     def _ask_for_average(self, act: Callable[[], _Result]) -> _Result:
         """Call it for the average: an optimizer's step does not wait for a silent daemon, a restore does."""

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from holdfast.left_out import LeftOutNote
-from holdfast.link.session import Session
-from holdfast.memory.mapping import Mapping as MappedMemory
 from holdfast.read.memory_load import fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.stage import average_layout, background_safe, cuda_copy, slot_growth
 from holdfast.stage.average_layout import AverageLayout
+from holdfast.stage.average_memory import TABLE_ENTRY_BYTES, TABLE_ROOM, Ask, AverageMemory, AveragingRank, MappedAverage
 from holdfast.stage.background_copy import BackgroundCopy
 from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.replica_claims import buffers_of
 from holdfast.stage.save_task import SaveTask
 from holdfast.stage.staging import AveragePart
 from holdfast.state.named_entries import NamedSnapshot
-from holdfast.state.train_state import EXTRA, MASTER, TrainState
-from holdfast.threads import background_requests
+from holdfast.state.train_state import EXTRA, MASTER
 from holdfast.threads.latch import Latch
-from holdfast.transport import Transport
-from holdfast_formats import memory_bounds
 from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, InvalidRequest, StateMismatch
-from holdfast_formats.staging import average, wire
-from holdfast_formats.staging.arena import PAGE_BYTES, SegmentOwner, SlotState, page_aligned
+from holdfast_formats.staging import average
+from holdfast_formats.staging.arena import PAGE_BYTES, page_aligned
 from holdfast_formats.staging.average import (
     GROUP,
     VALUE,
-    AverageGeometry,
     AverageHandover,
     AverageRule,
     AverageState,
@@ -48,11 +41,8 @@ from holdfast_formats.staging.average import (
 
 log = logging.getLogger(__name__)
 
-TABLE_ENTRY_BYTES = 100  # about so many for each tensor
-TABLE_ROOM = 2  # a table may grow by this factor: numbers get longer
 FREE_WAIT_S = 120.0  # how long a restore waits until the daemon has folded the last update
 TAKEN_IN_S = 20.0  # how long a restore waits until the daemon has taken in what was restored
-POLL_S = 0.01
 NAMED_MAX = 5
 
 
@@ -92,45 +82,19 @@ class Ema:
         return AverageRule(self.of, float(self.decay), self.every, self.correction)
 
 
-class AveragingRank(NamedTuple):
-    run: str
-    rank: int
-    world: int
-    state: TrainState
-    session: Session
-    fenced: bool
-    file_bytes_max: int
-    ask: Callable[[Callable[[], Any]], Any]  # calls what needs the daemon; `DeadlineExceeded` where that is silent
-
-
-class _Memory(NamedTuple):
-    fd: int
-    mapped: MappedMemory
-    geometry: AverageGeometry
-
-    @property
-    def words(self) -> memoryview:
-        return self.mapped.memory
-
-    @property
-    def update(self) -> memoryview:
-        return self.words[self.geometry.update_offset : self.geometry.accumulator_offset]
-
-
 class Averaging:
     """Updates of one rank's average. `update` and the properties are public; the rest is for the Checkpointer.
 
     Updates and saves are reported to the daemon in the order in which they began.
     """
 
-    def __init__(self, ema: Ema, rank: AveragingRank, automatic: Callable[[], bool]) -> None:
+    def __init__(self, ema: Ema, rank: AveragingRank, ask: Ask, automatic: Callable[[], bool]) -> None:
         """`automatic` returns whether the state has optimizers whose steps can be counted."""
         if not isinstance(ema, Ema):
             raise InvalidRequest(f"ema={ema!r} is no Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes")
         ema.check()
         self._ema, self._of, self._automatic = ema, rank, automatic
-        self._memory: _Memory | None = None
-        self._link: Transport | None = None
+        self._memory = AverageMemory(rank, ema.rule, ask)
         self._layout: AverageLayout | None = None
         self._plans = CopyPlans()
         self._copy: BackgroundCopy | None = None
@@ -138,25 +102,22 @@ class Averaging:
         self._number = self._skipped = self._lost = 0
         self._step = 0
         self._stepped: set[int] = set()
-        self._last = Latch()
-        self._last.set()
-        self._save: SaveTask | None = None
         self.refuse_own()
 
     @property
     def n(self) -> int:
         """Number of updates in the average."""
-        return 0 if self._memory is None else average.read_record(self._memory.words).n
+        return 0 if self._memory.mapped is None else average.read_record(self._memory.mapped.words).n
 
     @property
     def step(self) -> int:
         """Step of the last update in the average, counted in optimizer steps from the restored one."""
-        return 0 if self._memory is None else average.read_record(self._memory.words).step
+        return 0 if self._memory.mapped is None else average.read_record(self._memory.mapped.words).step
 
     @property
     def ready(self) -> bool:
         """Whether an update would be accepted now: the last one has been folded. An earlier one is dropped."""
-        return self._memory is None or average.read_rank(self._memory.words).state is SlotState.FREE
+        return self._memory.mapped is None or self._memory.mapped.free
 
     def update(self, *, loss: float | None = None) -> None:
         """Record a step with this loss: for `Ema(loss_above=…)`, and for states without optimizers.
@@ -225,7 +186,7 @@ class Averaging:
 
     def part(self, data_bytes: int) -> AveragePart | None:
         """The group `ema` of a save whose slot has `data_bytes` without it; None if no update was staged yet."""
-        if self._layout is None or self._memory is None:
+        if self._layout is None or self._memory.mapped is None:
             return None
         layout = self._layout
         place = page_aligned(data_bytes)
@@ -237,11 +198,11 @@ class Averaging:
     @property
     def decided(self) -> Latch:
         """Set once the daemon has been sent every update so far; a save seals after that."""
-        return self._last
+        return self._memory.decided
 
     def saving(self, task: SaveTask) -> None:
         """Send later updates only after this save has sealed."""
-        self._save = task
+        self._memory.follow(task)
 
     def restored(self, reader: CheckpointReader) -> tuple[str, ...]:
         """Send this rank's part of a checkpoint's average to the daemon, or reset it; returns notes.
@@ -252,7 +213,7 @@ class Averaging:
         self._step = reader.manifest.step
         self.fence()
         if text is None:
-            if self._memory is not None:
+            if self._memory.mapped is not None:
                 self._seed(AverageState(*_words(self._ema.rule), n=0, step=self._step), reader)
             return (
                 LeftOutNote(f"{reader.source.label} has no average of the daemon's: it starts again at the next update"),
@@ -269,7 +230,7 @@ class Averaging:
 
     def taken_in(self) -> tuple[str, ...]:
         """Wait until the daemon has applied `restored`, on all ranks of all nodes; returns notes."""
-        if self._memory is None or self._becomes_free(self._memory, TAKEN_IN_S):
+        if self._memory.mapped is None or self._memory.until_free(self._memory.mapped, TAKEN_IN_S):
             return ()
         return ("the daemon has not taken in the restored average yet: updates are dropped until it has",)
 
@@ -277,12 +238,9 @@ class Averaging:
         """Finish the last update. The daemon keeps the memory."""
         self.fence()
         with suppress(DeadlineExceeded):
-            self._of.session.until(self._last, FREE_WAIT_S)
-        # Drop references to the optimizers, the save and the state.
-        self._automatic, self._save, self._of = bool, None, self._of._replace(ask=lambda act: act())
-        if self._memory is not None:
-            os.close(self._memory.fd)
-            self._memory = None
+            self._of.session.until(self.decided, FREE_WAIT_S)
+        self._automatic = bool  # drops its reference to the optimizers
+        self._memory.close()
 
     def _count(self, skip: bool) -> None:
         self._step += 1
@@ -297,19 +255,17 @@ class Averaging:
     def _hand_over(self, skip: bool) -> None:
         self._number += 1
         layout = self._present()
-        memory = self._ready(layout)
+        memory = self._memory.ready(layout)
         number = self._number
-        if skip:
-            self._skipped += 1
-            self._in_order(lambda: average.decide(memory.words, number))
-        elif average.read_rank(memory.words).state is not SlotState.FREE:
-            self._in_order(lambda: average.decide(memory.words, number))  # the last one is not folded yet: dropped
+        if skip or not memory.free:  # where the last one is not folded yet, this one is dropped
+            self._skipped += skip
+            self._memory.report(lambda: average.decide(memory.words, number))
         else:
             average.take(memory.words, number)
-            update = AverageUpdate(self._owner(), number, self._step, self._ema.rule, layout.digest, layout.stretches)
+            update = AverageUpdate(self._of.owner, number, self._step, self._ema.rule, layout.digest, layout.stretches)
             self._stage(layout, memory, update)
 
-    def _stage(self, layout: AverageLayout, memory: _Memory, update: AverageUpdate) -> None:
+    def _stage(self, layout: AverageLayout, memory: MappedAverage, update: AverageUpdate) -> None:
         plan = self._plans.onto(memory.mapped, memory.update, layout.copies)
         devices = [cuda_copy.DeviceCopy(lane) for lane in plan.lanes]
         for device in devices:
@@ -319,49 +275,16 @@ class Averaging:
         def end(error: CheckpointError | None) -> None:
             error = cuda_copy.finish(devices, error)
             if error is None:
-                self._in_order(lambda: average.seal(memory.words, memory.geometry, update.number, _table(update)), before)
+                self._memory.report(lambda: _seal(memory, update), before)
             else:
                 self._lost += 1
                 log.warning("an update of the average at step %d is lost: %s", update.step, error.detail)
-                self._in_order(lambda: _give_back(memory.words, update.number), before)
+                self._memory.report(lambda: _give_back(memory.words, update.number), before)
 
-        before = self._turn()
+        before = self._memory.turn()
         self._devices = devices
         self._copy = BackgroundCopy(plan.tracks, end, devices)
         self._copy.start()
-
-    def _turn(self) -> _Turn:
-        turn = _Turn(self._last, self._save, Latch())
-        self._last = turn.said
-        return turn
-
-    def _in_order(self, say: Callable[[], None], turn: _Turn | None = None) -> None:
-        """Send a report in the background, after all earlier ones, and wake up the daemon."""
-        mine = turn or self._turn()
-
-        def act() -> None:
-            try:
-                mine.before.wait()
-                if mine.save is not None:
-                    mine.save.join()
-                say()
-            except Exception:
-                log.exception("an update of the average could not be handed over")
-            finally:
-                mine.said.set()
-            self._ring()
-
-        background_requests.start(act, "holdfast-average")
-
-    def _ring(self) -> None:
-        link = self._link
-        if link is not None and link.alive:
-            link.notify(wire.RingAverage(id=link.next_id()))
-
-    def _owner(self) -> SegmentOwner:
-        of = self._of
-        assert of.session.attempt is not None
-        return SegmentOwner(of.run, of.rank, of.world, of.session.attempt)
 
     def _present(self) -> AverageLayout:
         """The group's layout now. `StateMismatch` if its tensors differ from those of the average."""
@@ -393,60 +316,16 @@ class Averaging:
         self._layout = layout
         return layout
 
-    def _ready(self, layout: AverageLayout) -> _Memory:
-        link, memory = self._of.session.link, self._memory
-        if memory is not None and link is not None and link is self._link and link.alive:
-            return memory
-        known: _Memory = self._of.ask(lambda: self._met(layout))
-        return known
-
-    def _met(self, layout: AverageLayout) -> _Memory:
-        session = self._of.session
-        session.connected(start=True)
-        link = session.link
-        assert link is not None
-        if self._memory is None:
-            self._memory = self._reserved(link, layout)
-            link.keep_average(self._memory.fd)
-        elif link is not self._link:
-            link.ask(wire.AttachAverage(id=link.next_id()), wire.Done, (self._memory.fd,))
-            link.keep_average(self._memory.fd)
-        self._link = link
-        return self._memory
-
-    def _reserved(self, link: Transport, layout: AverageLayout) -> _Memory:
-        table = _table(AverageUpdate(self._owner(), 2**53, 2**53, self._ema.rule, layout.digest, layout.stretches))
-        room = wire.ReserveAverage(
-            id=link.next_id(),
-            data_bytes=layout.nbytes,
-            table_bytes=TABLE_ROOM * len(table) + 4096,
-            bounds=tuple(memory_bounds.of_process()),
-        )
-        try:
-            with link.receiving:
-                link.request(room, wire.Segment)
-                (fd,) = link.take_fds(1)
-        except InvalidRequest as error:
-            error.hint = "ema= needs a daemon on the trainer's machine, of the same version as the trainer"
-            raise
-        try:
-            mapped = MappedMemory(fd, write=True)
-            superblock = average.read_superblock(mapped.memory)
-        except (OSError, CheckpointError) as error:
-            os.close(fd)
-            raise DaemonGone(f"cannot map the daemon's memory for the average: {error}") from error
-        return _Memory(fd, mapped, superblock)
-
     def _seed(self, state: AverageState, reader: CheckpointReader) -> None:
         """Send the daemon the average to continue from: the checkpoint's, or nothing if its n is 0."""
         layout = self._present()
-        memory = self._ready(layout)
-        if not self._becomes_free(memory, FREE_WAIT_S):
+        memory = self._memory.ready(layout)
+        if not self._memory.until_free(memory, FREE_WAIT_S):
             raise DeadlineExceeded("the daemon does not fold the last update of the average", hint="see the daemon's log")
         self._number += 1
         self._skipped = self._lost = 0
         update = AverageUpdate(
-            self._owner(),
+            self._of.owner,
             self._number,
             state.step,
             self._ema.rule,
@@ -460,16 +339,16 @@ class Averaging:
                 self._read(layout, memory, reader)
         except BaseException:
             turn = update.number
-            self._in_order(lambda: _give_back(memory.words, turn))
+            self._memory.report(lambda: _give_back(memory.words, turn))
             raise
         seeded = AverageUpdate(
             *(update.owner, update.number, update.step, update.rule, update.layout),
             tuple(_as_kept(one) for one in update.stretches),
             state,
         )
-        self._in_order(lambda: average.seal(memory.words, memory.geometry, seeded.number, _table(seeded)))
+        self._memory.report(lambda: _seal(memory, seeded))
 
-    def _read(self, layout: AverageLayout, memory: _Memory, reader: CheckpointReader) -> None:
+    def _read(self, layout: AverageLayout, memory: MappedAverage, reader: CheckpointReader) -> None:
         stored = reader.manifest.tensors.get(GROUP, {})
         wanted = {one.spec.name: (one.spec.dtype, tuple(one.spec.shape)) for one in layout.fragments}
         there = {name: (entry.dtype, tuple(entry.shape)) for name, entry in stored.items()}
@@ -485,27 +364,9 @@ class Averaging:
         wants = average_layout.wants(layout, memory.update)
         fill(reader, wants, of.session.held, of.rank, Overwriting(lambda: None), of.session.held_elsewhere)
 
-    def _becomes_free(self, memory: _Memory, wait_s: float) -> bool:
-        limit = time.monotonic() + wait_s
-        self._last.wait(wait_s)
-        while average.read_rank(memory.words).state is not SlotState.FREE:
-            if time.monotonic() > limit:
-                return False
-            self._ring()
-            time.sleep(POLL_S)
-        return True
 
-
-class _Turn(NamedTuple):
-    """A position in the order of reports: after the previous one, and after the save's seal."""
-
-    before: Latch
-    save: SaveTask | None
-    said: Latch
-
-
-def _table(update: AverageUpdate) -> bytes:
-    return average.encode_update(update)
+def _seal(memory: MappedAverage, update: AverageUpdate) -> None:
+    average.seal(memory.words, memory.geometry, update.number, average.encode_update(update))
 
 
 def _give_back(words: memoryview, number: int) -> None:
