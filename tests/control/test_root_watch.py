@@ -96,11 +96,11 @@ def test_what_holdfast_removes_itself_is_no_news(control: Control) -> None:
 
 def test_what_is_being_replaced_is_left_alone(control: Control) -> None:
     """Until the catalog knows the new one, its files are not those of the old one."""
-    control.rotation.is_replaced(RUN, 3)
+    control.rotation.replaced.began(RUN, 3)
     path = f"{naming.checkpoint_path(RUN, 3)}/{naming.STATE}"
     control.tier.replace(path, b"{}")
     control.watch.scan()
     assert listed(control)[3]
-    control.rotation.listed(RUN, 3)
+    control.rotation.replaced.listed(RUN, 3)
     control.watch.scan()
     assert not listed(control)[3]

@@ -36,7 +36,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
 
 
 def there(control: Control) -> list[int]:
-    return sorted(verdict.step for verdict in control.rotation.preview("tiny").verdicts if verdict.keep)
+    return sorted(verdict.step for verdict in control.rotation.verdicts.preview("tiny").verdicts if verdict.keep)
 
 
 def test_a_stranger_s_wish_is_not_in_force(control: Control) -> None:

@@ -16,7 +16,7 @@ from holdfast import Api, Checkpointer
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.lineage import Intent
-from holdfast_service.control.retention.rotation import READERS_WAIT_S
+from holdfast_service.control.checkpoints.readers import READERS_WAIT_S
 from holdfast_service.storage import MemoryTier
 from tests.crash.points import Place, place, stop_at  # noqa: F401  a fixture is found by its name
 from tests.daemon.saver_world import saver_world

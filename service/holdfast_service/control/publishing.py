@@ -85,7 +85,7 @@ class Publishing:
         try:
             checkpoint = bodies.describe(roots.load_manifest(self._store.files, run, step))
         except (Damaged, NotFound):  # removed or damaged at this moment: the next look finds that
-            self._rotation.listed(run, step)
+            self._rotation.replaced.listed(run, step)
             return
         try:
             known = bodies.as_committed(self._catalog.checkpoint(run, step))
@@ -94,4 +94,4 @@ class Publishing:
         if known != bodies.as_committed(checkpoint):
             self._catalog.record_checkpoint(checkpoint, roots.stamp(self._store, run, step))
             replicas.removed(self._catalog.database, run, step)
-        self._rotation.listed(run, step)
+        self._rotation.replaced.listed(run, step)

@@ -153,7 +153,7 @@ class RootWatch:
     def _confirm(self, run: str, step: int) -> None:
         """Look again while the checkpoint cannot be replaced, thinned or removed, and record the result."""
         with self._rotation.deciding(run):
-            if not self._rotation.is_replacing(run, step):
+            if not self._rotation.replaced.is_replacing(run, step):
                 self._rotation.proofs.look(run, step)
 
     def _run(self) -> None:

@@ -228,7 +228,7 @@ def test_retention_keeps_the_newest_healthy(house: House) -> None:
         house.save(step, model={"w": [value]})
     assert house.control.rotation.wait_until_applied()
     assert [c.step for c in house.catalog.checkpoints(RUN, None, 100).items] == [5, 2]
-    kept = {v.step: v.reasons for v in house.control.rotation.preview(RUN).verdicts}
+    kept = {v.step: v.reasons for v in house.control.rotation.verdicts.preview(RUN).verdicts}
     assert kept[2] == ["it is the newest healthy checkpoint"]
     house.save(6, model={"w": [1.0]})
     assert house.control.rotation.wait_until_applied()

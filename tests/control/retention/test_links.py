@@ -36,7 +36,7 @@ def test_a_link_keeps_its_checkpoint_until_it_is_removed(world: World, tmp_path:
     world.put(10, 20, 30)
     world.keep(last=1)
     assert world.steps == [20, 30]
-    why = {verdict.step: verdict.reasons for verdict in world.rotation.preview(RUN).verdicts}
+    why = {verdict.step: verdict.reasons for verdict in world.rotation.verdicts.preview(RUN).verdicts}
     assert why[20] == [f"{made} is a link to it"]
     with pytest.raises(Pinned, match="best is a link"):
         world.rotation.remove(RUN, 20)
@@ -80,7 +80,7 @@ def test_a_directory_out_of_sight_keeps_everything(world: World, tmp_path: Path)
     world.put(10, 20, 30)
     world.keep(last=1)
     assert world.steps == [10, 20, 30]
-    reasons = world.rotation.preview(RUN).verdicts[-1].reasons
+    reasons = world.rotation.verdicts.preview(RUN).verdicts[-1].reasons
     assert any("cannot be read" in reason for reason in reasons), reasons
     here = away.model_copy(update={"device": tmp_path.stat().st_dev})
     world.files.change(RUN, lambda file: file.model_copy(update={"link_directories": (here,)}))

@@ -85,7 +85,7 @@ def test_what_is_not_there_supersedes_nothing(world: World, file: str, how: str)
     """
     world.damage(4, file, how)
     rotation = world.control.rotation
-    foreseen = rotation.preview(RUN, RetentionPolicy(last=1)).verdicts
+    foreseen = rotation.verdicts.preview(RUN, RetentionPolicy(last=1)).verdicts
     assert {v.step: v.keep for v in foreseen if v.step < 4} == {1: False, 2: False, 3: True}
     assert not any(v.verified for v in foreseen if v.step == 4)
     with pytest.raises(NewestVerified):

@@ -176,11 +176,11 @@ def test_it_does_not_come_back_while_its_replacement_is_read(world: SaverWorld, 
 def test_it_stays_while_the_catalog_describes_another_one(world: SaverWorld) -> None:
     """What was read back is the one before the one that stands there now."""
     aside = replaced_unread(world)
-    world.control.rotation.is_replaced(RUN, 1)
+    world.control.rotation.replaced.began(RUN, 1)
     world.control.findings.sound(RUN, 1)
     world.control.rotation.apply(RUN)
     assert world.control.store.replaced(RUN) == [aside]
-    world.control.rotation.listed(RUN, 1)
+    world.control.rotation.replaced.listed(RUN, 1)
     world.control.rotation.apply(RUN)
     assert not world.control.store.replaced(RUN)
 

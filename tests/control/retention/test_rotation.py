@@ -106,7 +106,7 @@ def test_a_stale_change_of_the_policy_changes_nothing(world: World) -> None:
     assert world.rotation.wait_until_applied()
     assert world.steps == [1, 2]
     assert world.catalog.run(RUN).keep_last == 5
-    for call in (world.rotation.file, world.rotation.preview):
+    for call in (world.rotation.file, world.rotation.verdicts.preview):
         with pytest.raises(NoSuchRun):
             call("nobody")
 
@@ -135,7 +135,7 @@ def test_a_reader_holds_and_its_end_is_noticed(world: World) -> None:
     with world.readers.reading(RUN, 1, "a test"):
         world.keep(last=1)
         assert world.steps == [1, 2]
-        assert "it is being read" in world.rotation.preview(RUN).verdicts[1].reasons
+        assert "it is being read" in world.rotation.verdicts.preview(RUN).verdicts[1].reasons
         with pytest.raises(InUse, match="being read"):
             world.rotation.remove(RUN, 1)
     assert world.rotation.wait_until_applied()
@@ -228,7 +228,7 @@ def test_preview_changes_nothing_and_adds_up(world: World) -> None:
     """Every checkpoint has its verdict, reasons and marks; the bytes are those of both sides."""
     world.put(1, 2, 3)
     world.rotation.mark(RUN, 1, lambda file: run_files.labelled(file, 1, "golden"))
-    seen = world.rotation.preview(RUN, RetentionPolicy(last=1, best=(Best(metric="loss", count=1),)))
+    seen = world.rotation.verdicts.preview(RUN, RetentionPolicy(last=1, best=(Best(metric="loss", count=1),)))
     assert [(v.step, v.keep, v.labels) for v in seen.verdicts] == [(3, True, []), (2, False, []), (1, True, ["golden"])]
     assert (seen.bytes_kept, seen.bytes_removed) == (4, 2)
     assert seen.verdicts[1].reasons == [
@@ -236,7 +236,7 @@ def test_preview_changes_nothing_and_adds_up(world: World) -> None:
         "best 1 by min loss: 2.5 ranks number 2",
     ]
     assert world.steps == [1, 2, 3]
-    assert world.rotation.preview(RUN).policy == RetentionPolicy()
+    assert world.rotation.verdicts.preview(RUN).policy == RetentionPolicy()
 
 
 def test_an_unreadable_run_file_removes_nothing(world: World) -> None:

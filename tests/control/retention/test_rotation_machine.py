@@ -94,7 +94,7 @@ class Rotating(RuleBasedStateMachine):
     @rule(policy=POLICIES)
     def keep(self, policy: RetentionPolicy) -> None:
         before, newest, held = self.there, self.newest, self.pinned | self.read
-        foreseen = {v.step for v in self.rotation.preview(RUN, policy).verdicts if not v.keep}
+        foreseen = {v.step for v in self.rotation.verdicts.preview(RUN, policy).verdicts if not v.keep}
         self.rotation.set_policy(RUN, policy, "*")
         assert self.rotation.wait_until_applied()
         gone = before - self.there

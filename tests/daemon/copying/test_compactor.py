@@ -64,7 +64,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     inode = os.stat(world.path() / weights).st_ino
     before = world.catalog.checkpoint(RUN, 5)
     world.keep(optim=rule, optim_full=1)
-    shown = world.control.rotation.preview(RUN)
+    shown = world.control.rotation.verdicts.preview(RUN)
     assert [(v.step, v.keep, v.thin, v.compact) for v in shown.verdicts] == [
         (15, True, False, False),
         (10, True, False, True),
@@ -102,7 +102,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
     told = world.events("checkpoint-compacted")
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_compacted == pytest.approx(sum(one["freed"] for one in told), rel=0.3)  # files have fewer headers
-    assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert world.control.rotation.verdicts.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
     assert world.leftovers() == [] and world.thinner().run_once(RUN) == []
 
 
@@ -411,4 +411,4 @@ def test_what_cannot_be_smaller_stays(world: CopiesWorld, tmp_path: Path) -> Non
     with copies_world(tmp_path / "other", (5, 10)) as other:
         other.keep(optim="int8", optim_full=1)
         assert other.thinner().run_once(RUN) == []
-        assert other.control.rotation.preview(RUN).bytes_compacted == 0
+        assert other.control.rotation.verdicts.preview(RUN).bytes_compacted == 0

@@ -46,7 +46,7 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     inode = os.stat(world.path(5) / "model-00001-of-00002.safetensors").st_ino
     before = world.catalog.checkpoint(RUN, 5)
     world.keep(keep_full=1)
-    shown = world.control.rotation.preview(RUN)
+    shown = world.control.rotation.verdicts.preview(RUN)
     assert [(v.step, v.keep, v.thin) for v in shown.verdicts] == [(15, True, False), (10, True, True), (5, True, True)]
     assert world.thinner().run_once(RUN) == [5, 10]
     assert [groups(world, step) for step in STEPS] == [{"model"}, {"model"}, {"model", "optim", "extra"}]
@@ -58,7 +58,7 @@ def test_older_ones_are_thinned(world: CopiesWorld) -> None:
     told = world.events("checkpoint-thinned")
     assert [one["freed"] for one in told] == [before.bytes - after.bytes] * 2
     assert shown.bytes_thinned <= sum(one["freed"] for one in told) <= shown.bytes_thinned + 400
-    assert world.control.rotation.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
+    assert world.control.rotation.verdicts.preview(RUN).bytes_saved == 2 * (before.bytes - after.bytes)
     assert world.leftovers() == [] and world.thinner().run_once(RUN) == []
 
 
@@ -79,7 +79,7 @@ def test_what_a_lost_node_has_thinned_is_listed_by_the_next_one(world: CopiesWor
     """It has replaced the checkpoint, and was lost before the catalog heard of it: whoever looks next, tells it."""
     world.keep(keep_full=2)
     with monkeypatch.context() as patched:
-        patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.listed(run, step))
+        patched.setattr(Thinning, "record", lambda self, run, step: self._rotation.replaced.listed(run, step))
         assert world.thinner().run_once(RUN) == [5] and world.control.record_queue.recorded(30)
     assert world.catalog.checkpoint(RUN, 5).thinned is None
     assert world.thinner().run_once(RUN) == []

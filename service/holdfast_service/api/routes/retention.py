@@ -57,13 +57,13 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
         file = rotation.file(run)
         if if_match is not None:
             run_files.check_tag(file, if_match)
-        return JSONResponse(rotation.preview(run, policy).model_dump(), headers={"ETag": file.tag})
+        return JSONResponse(rotation.verdicts.preview(run, policy).model_dump(), headers={"ETag": file.tag})
     if if_match is None:
         raise PreconditionRequired(
             f"changing the policy of {run} needs If-Match",
             hint=f"GET /v1/runs/{run}/policy, and send its ETag",
         )
-    preview = rotation.preview(run, policy)
+    preview = rotation.verdicts.preview(run, policy)
     file = rotation.set_policy(run, policy, if_match)
     return JSONResponse(preview.model_dump(), headers={"ETag": file.tag})
 
@@ -75,7 +75,7 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
 )
 def get_retention(services: Wired, run: str, step: OnlyStep = None) -> Preview:
     """All checkpoints of the run in one document, because their verdicts depend on each other."""
-    return services.control.rotation.preview(run, step=step)
+    return services.control.rotation.verdicts.preview(run, step=step)
 
 
 @router.put(

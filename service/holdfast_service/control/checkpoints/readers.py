@@ -21,6 +21,8 @@ OPENED = "HTTP"  # it opens files before it answers, and reads on whatever repla
 CHECK = "a check"  # it ends early when a save waits to replace what it reads, and begins again later
 ANNOUNCED_S = 20.0  # other nodes keep an announced reader's checkpoint for longer than this
 LINGER_S = 60.0  # a reader of one range after the other keeps its hold in between
+READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for readers of a checkpoint that is being replaced
+CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end on request, at a low priority, between two reads
 
 _Key = tuple[str, int]
 
@@ -143,6 +145,15 @@ class Readers:
         """Whether a save waits for the readers of this checkpoint to end."""
         with self._lock:
             return (run, step) in self._awaited
+
+    def wait_until_free(self, run: str, step: int) -> None:
+        """Wait a moment for the readers of a checkpoint that is being replaced."""
+        began = time.monotonic()
+        while self.held(run, opened=False).get(step):
+            limit = CHECKS_WAIT_S if self.only_checked(run, step) else READERS_WAIT_S
+            if time.monotonic() > began + limit:
+                return
+            time.sleep(READERS_POLL_S)
 
     def only_checked(self, run: str, step: int) -> bool:
         """Whether only checks hold this checkpoint; they end on request."""

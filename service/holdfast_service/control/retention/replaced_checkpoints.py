@@ -6,8 +6,10 @@ All of it runs under the run's lock. A save only moves the replaced one aside.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast_formats.errors import NotFound
@@ -30,7 +32,7 @@ class ReplacedResult(NamedTuple):
 
 
 class ReplacedCheckpoints:
-    """The replaced checkpoints of one root; for one caller at a time."""
+    """The replaced checkpoints of one root. `settle` is for one caller at a time, the rest is thread-safe."""
 
     def __init__(
         self,
@@ -43,9 +45,33 @@ class ReplacedCheckpoints:
         self._store, self._catalog, self._proofs = store, catalog, proofs
         self._readers, self._clock = readers, clock
         self._damaged: dict[CheckpointId, float] = {}  # since when a replacement is known to be damaged
+        # Checkpoints that replaced others, by run and step: the catalog still describes the old ones.
+        self._fresh: Counter[tuple[str, int]] = Counter()
+        self._freshness = threading.Lock()
 
-    def settle(self, run: str, fresh: Collection[int], still_deciding: Callable[[], None]) -> ReplacedResult:
-        """Check all replacements. The catalog still describes the replaced ones of the `fresh` steps."""
+    def began(self, run: str, step: int) -> None:
+        """Record that another checkpoint replaces this one: it is not judged until it is `listed`."""
+        with self._freshness:
+            self._fresh[run, step] += 1
+
+    def listed(self, run: str, step: int) -> None:
+        """The catalog has the new checkpoint; from now on it may be judged."""
+        with self._freshness:
+            self._fresh -= Counter({(run, step): 1})
+
+    def is_replacing(self, run: str, step: int) -> bool:
+        """Whether another checkpoint is replacing this one, and the catalog still describes the old one."""
+        with self._freshness:
+            return (run, step) in self._fresh
+
+    def fresh(self, run: str) -> set[int]:
+        """The steps whose checkpoint is newer than the catalog's entry."""
+        with self._freshness:
+            return {step for of, step in self._fresh if of == run}
+
+    def settle(self, run: str, still_deciding: Callable[[], None]) -> ReplacedResult:
+        """Check all replacements but the fresh ones."""
+        fresh = self.fresh(run)
         freed: list[str | None] = []
         back: list[int] = []
         again: list[float] = []

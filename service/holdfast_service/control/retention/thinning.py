@@ -70,7 +70,7 @@ class Thinning:
                 if not free:
                     raise InUse(f"{run}@{step} is being read", hint="it is thinned later")
                 self._rotation.still_deciding()
-                self._rotation.is_replaced(run, step)
+                self._rotation.replaced.began(run, step)
                 try:
                     manifest = publish_copy(self._store, place, encoded, commit, over=True)
                     self._take_back_if_late(run, step, commit)
@@ -119,7 +119,7 @@ class Thinning:
         `exact` keeps must not be replaced by an earlier `int8`.
         """
         checkpoint = self._catalog.checkpoint(run, step)
-        self._rotation.refuse_held(run, step)
+        self._rotation.guards.refuse_held(run, step)
         enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
         done = checkpoint.thinned is not None or (small is not None and checkpoint.compacted is not None)
         if not enough or done:
@@ -129,8 +129,8 @@ class Thinning:
         policy = self._rotation.files.read(run).in_force
         if policy.keep_full is None and policy.optim is None:
             return {}
-        file, candidates = self._rotation.looked_at(run)
-        candidates, decisions = self._rotation.proven(run, candidates, file.in_force)
+        file, candidates = self._rotation.verdicts.looked_at(run)
+        candidates, decisions = self._rotation.verdicts.proven(run, candidates, file.in_force)
         return decide_thinning(candidates, decisions, file.in_force)
 
     def record(self, run: str, step: int) -> bool:
@@ -143,7 +143,7 @@ class Thinning:
             stated = bodies.describe(manifest)
             known = self._catalog.checkpoint(run, step)
         except NotFound:
-            self._rotation.listed(run, step)
+            self._rotation.replaced.listed(run, step)
             return False
         if (
             (manifest.thinned is not None or manifest.compacted is not None)
@@ -155,7 +155,7 @@ class Thinning:
             self._catalog.record_checkpoint(known.model_copy(update=now), roots.stamp(self._store, run, step), proven)
             self._tell(manifest)
             is_recorded = True
-        self._rotation.listed(run, step)
+        self._rotation.replaced.listed(run, step)
         return is_recorded
 
     def _tell(self, manifest: Manifest) -> None:

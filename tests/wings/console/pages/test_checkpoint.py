@@ -20,7 +20,7 @@ def test_many_checkpoints_are_not_judged_for_a_page(
     browser.post(f"{STEP}/labels", data={"label": "release-1"})
     monkeypatch.setattr(checkpoint, "VERDICTS_UP_TO", 2)
     judged = []
-    preview = service.services.control.rotation.preview
+    preview = service.services.control.rotation.verdicts.preview
     monkeypatch.setattr(service.services.control.rotation, "preview", lambda *a, **k: judged.append(k) or preview(*a, **k))
     page = Page(browser.get(STEP).text)
     assert judged == []
