@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from holdfast_files.direct import ALIGNMENT, REFUSED, PageCacheState, is_aligned, open_direct
 from holdfast_files.held_names import held
@@ -61,33 +62,26 @@ class PosixTier:
         return THE_DIRECTORY
 
     def create(self, path: str, size: int) -> PosixFile:
+        return self._writable("create", path, size)
+
+    def join(self, path: str, size: int) -> PosixFile:
+        return self._writable("join", path, size)  # what others have written into it stays
+
+    def _writable(self, act: Literal["create", "join"], path: str, size: int) -> PosixFile:
         if size < 0:
             raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
         parent, leaf = split_leaf(path)
-        with translated("create", path), self._directory(parent, make=True) as directory:
-            descriptor = os.open(leaf, _NEW_FILE, FILE_MODE, dir_fd=directory)
+        with translated(act, path), self._directory(parent, make=True) as directory:
+            descriptor = os.open(leaf, _NEW_FILE if act == "create" else _JOINED_FILE, FILE_MODE, dir_fd=directory)
             try:
+                if act == "join":
+                    _check_joined(descriptor, size)
                 _make_room(descriptor, size)
                 direct = open_direct(leaf, os.O_WRONLY, directory) if size >= DIRECT_BYTES_MIN else None
             except OSError:
                 os.close(descriptor)
-                os.unlink(leaf, dir_fd=directory)
-                raise
-        return PosixFile(path, descriptor, direct, size, self._pace)
-
-    def join(self, path: str, size: int) -> PosixFile:
-        if size < 0:
-            raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
-        parent, leaf = split_leaf(path)
-        with translated("join", path), self._directory(parent, make=True) as directory:
-            descriptor = os.open(leaf, _JOINED_FILE, FILE_MODE, dir_fd=directory)
-            try:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.fstat(descriptor).st_size > size:
-                    raise OSError(errno.EEXIST, "something else exists there")
-                _make_room(descriptor, size)  # what others have written into it stays
-                direct = open_direct(leaf, os.O_WRONLY, directory) if size >= DIRECT_BYTES_MIN else None
-            except OSError:
-                os.close(descriptor)
+                if act == "create":
+                    os.unlink(leaf, dir_fd=directory)
                 raise
         return PosixFile(path, descriptor, direct, size, self._pace)
 
@@ -129,43 +123,32 @@ class PosixTier:
                     _fsync(directory)
 
     def publish(self, source: str, target: str) -> None:
-        (source_parent, source_leaf), (target_parent, target_leaf) = split_leaf(source), split_leaf(target)
-        with (
-            translated("publish", source),
-            self._directory(source_parent) as here,
-            self._directory(target_parent, make=True) as target_dir,
-        ):
-            os.close(os.open(source_leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and not a link to one
+        with translated("publish", source), self._both(source, target, make=True) as (here, leaf, there, new_leaf):
+            os.close(os.open(leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and not a link to one
             try:
-                _rename_to_free_name(here, source_leaf, target_dir, target_leaf)
+                _rename_to_free_name(here, leaf, there, new_leaf)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise AlreadyCommitted(f"{target} exists already", path=target) from error
                 raise
-        self._sync_renamed(source_parent, target_parent, target)
+        self._sync_renamed(source, target)
 
     def exchange(self, source: str, target: str) -> bool:
-        (source_parent, source_leaf), (target_parent, target_leaf) = split_leaf(source), split_leaf(target)
-        with (
-            translated("exchange", target),
-            self._directory(source_parent) as here,
-            self._directory(target_parent) as target_dir,
-        ):
-            for leaf, parent in ((source_leaf, here), (target_leaf, target_dir)):
-                os.close(os.open(leaf, DIRECTORY, dir_fd=parent))
+        with translated("exchange", target), self._both(source, target) as (here, leaf, there, other_leaf):
+            for name, parent in ((leaf, here), (other_leaf, there)):
+                os.close(os.open(name, DIRECTORY, dir_fd=parent))
             try:
-                _exchange(here, source_leaf, target_dir, target_leaf)
+                _exchange(here, leaf, there, other_leaf)
             except OSError as error:
                 if error.errno in _NO_SUCH_RENAME:
                     return False
                 raise
-        self._sync_renamed(source_parent, target_parent, target)
+        self._sync_renamed(source, target)
         return True
 
-    def _sync_renamed(self, source_parent: Sequence[str], target_parent: Sequence[str], target: str) -> None:
+    def _sync_renamed(self, source: str, target: str) -> None:
         try:
-            self.sync_directory("/".join(target_parent))
-            self.sync_directory("/".join(source_parent))
+            self._sync_parents(source, target)
         except CheckpointError as error:
             raise StorageFailed(
                 f"{target} was renamed into place, but fsync of its directory failed: {error.detail}",
@@ -173,35 +156,31 @@ class PosixTier:
                 **{**error.members, "outcome": "unknown"},
             ) from error
 
+    def _sync_parents(self, source: str, target: str) -> None:
+        for path in (target, source):
+            self.sync_directory("/".join(split_leaf(path)[0]))
+
     def supplant(self, source: str, target: str) -> None:
-        (here_parent, leaf), (there_parent, new_leaf) = split_leaf(source), split_leaf(target)
-        if self.size(source) is None:
-            raise NoSuchResource(f"there is no file {source}", path=source)
-        with (
-            translated("supplant", target),
-            self._directory(here_parent) as here,
-            self._directory(there_parent) as target_dir,
-        ):
-            os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=target_dir)
-        self.sync_directory("/".join(there_parent))
-        self.sync_directory("/".join(here_parent))
+        self._check_names(source, target)
+        with translated("supplant", target), self._both(source, target) as (here, leaf, there, new_leaf):
+            os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there)
+        self._sync_parents(source, target)
 
     def link(self, source: str, target: str) -> bool:
-        (here_parent, leaf), (there_parent, new_leaf) = split_leaf(source), split_leaf(target)
-        if self.size(source) is None:
-            raise NoSuchResource(f"there is no file {source}", path=source)
-        with (
-            translated("link", target),
-            self._directory(here_parent) as here,
-            self._directory(there_parent, make=True) as target_dir,
-        ):
+        self._check_names(source, target)
+        with translated("link", target), self._both(source, target, make=True) as (here, leaf, there, new_leaf):
             try:
-                _link(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=target_dir, follow_symlinks=False)
+                _link(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_SUCH_LINK:
                     raise
                 return False
         return True
+
+    def _check_names(self, source: str, target: str) -> None:
+        split_leaf(target)
+        if self.size(source) is None:
+            raise NoSuchResource(f"there is no file {source}", path=source)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_position(path, offset, length or 0)
@@ -235,23 +214,24 @@ class PosixTier:
                 return False
 
     def size(self, path: str) -> int | None:
-        parent, leaf = split_leaf(path)
-        with translated("stat", path), absent(), self._directory(parent) as directory:
-            status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
-        return None
+        status = self._status(path)
+        return None if status is None else status.st_size
 
     def list(self, path: str) -> list[str]:
         with self._there(path) as directory:
             return [] if directory is None else sorted(os.listdir(directory))
 
     def stamp(self, path: str) -> str:
+        status = self._status(path)
+        return "" if status is None else f"{status.st_size:x}.{status.st_mtime_ns:x}.{status.st_ino:x}"
+
+    def _status(self, path: str) -> os.stat_result | None:
+        """Of a regular file; None if there is none."""
         parent, leaf = split_leaf(path)
         with translated("stat", path), absent(), self._directory(parent) as directory:
             status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode):
-                return f"{status.st_size:x}.{status.st_mtime_ns:x}.{status.st_ino:x}"
-        return ""
+            return status if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         with self._there(path) as directory:
@@ -318,6 +298,13 @@ class PosixTier:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def _both(self, source: str, target: str, make: bool = False) -> Iterator[tuple[int, str, int, str]]:
+        """The directories of two paths, each with the name in it. With `make` the target's is made."""
+        (parent, leaf), (new_parent, new_leaf) = split_leaf(source), split_leaf(target)
+        with self._directory(parent) as here, self._directory(new_parent, make=make) as there:
+            yield here, leaf, there, new_leaf
 
     @contextmanager
     def _there(self, path: str) -> Iterator[int | None]:
@@ -460,6 +447,12 @@ def _put(directory: int, leaf: str, data: bytes) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+def _check_joined(descriptor: int, size: int) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > size:
+        raise OSError(errno.EEXIST, "something else exists there")
 
 
 def _make_room(descriptor: int, size: int) -> None:
