@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, NoReturn, Protocol
 
 from holdfast.left_out import LeftOutNote
 from holdfast.save_warning import warn
-from holdfast.threads import at_exit, background_requests
+from holdfast.threads import at_exit, own_threads
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import (
     CheckpointError,
@@ -290,7 +290,7 @@ class Tickets:
         if ticket.end(error, note) and isinstance(error, GenerationDropped):
             # Aside: the thread that a signal interrupted may be writing to the log, and its handler wait for this one.
             why = error.detail
-            background_requests.start(lambda: log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, why))
+            own_threads.start(lambda: log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, why))
 
 
 def settle(ticket: SaveTicket) -> None:

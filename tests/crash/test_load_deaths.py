@@ -14,7 +14,6 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.link.unix_socket import SocketLink
-from holdfast.read.held_slots import take_held
 from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.requests import Want
@@ -61,7 +60,7 @@ def content() -> np.ndarray:
 def read(root: Path, link: SocketLink, into: np.ndarray) -> Filled:
     with open_checkpoint(root, None, "r", 1) as reader:
         wanted = [Want("model", "w", Box((0,), (SIZE,)), into)]
-        return fill(reader, wanted, lambda step: take_held(link, step), 0, Overwriting(lambda: None))
+        return fill(reader, wanted, link, 0, Overwriting(lambda: None))
 
 
 def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon, request: pytest.FixtureRequest) -> None:

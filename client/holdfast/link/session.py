@@ -14,19 +14,17 @@ from holdfast.config import take_over
 from holdfast.left_out import LeftOutNote, LeftOutWarning
 from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
+from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.held_slots import HeldSlot, PeerSlots, take_held, take_peers
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
-from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
 from holdfast_formats import naming, restore_refusals
-from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -265,13 +263,6 @@ class Session:
             if reader.manifest.file(name) is None:
                 raise StateMismatch(f"{reader.source.label} has no file {name!r}", hint="was it an asset of this save?")
             return reader.read_file(name)
-
-    def held(self, step: int) -> list[HeldSlot]:
-        """Slots of a step's in-memory checkpoint, if the daemon still has it; the caller closes them."""
-        return [] if self._link is None else take_held(self._link, step)
-
-    def held_elsewhere(self, manifest: Manifest) -> PeerSlots:
-        return PeerSlots.none() if self._link is None else take_peers(self._link, manifest)
 
     def warn(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from holdfast.read.held_slots import HeldSlot, PeerSlots
+from holdfast.read.held_slots import HeldSlot, PeerSlots, take_held, take_peers
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import Source
+from holdfast.transport import Transport
 from holdfast_formats import rounding
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, StateMismatch
@@ -243,24 +244,9 @@ class Filled(NamedTuple):
     bytes_by: Mapping[Origin, int]
 
 
-Ask = Callable[[Manifest], PeerSlots]
-
-
-def no_peers(manifest: Manifest) -> PeerSlots:
-    """For a daemon without other nodes."""
-    return PeerSlots.none()
-
-
-def fill(
-    reader: CheckpointReader,
-    wants: Sequence[Want],
-    take: Callable[[int], Sequence[HeldSlot]],
-    rank: int,
-    into: Overwriting,
-    ask: Ask = no_peers,
-) -> Filled:
-    """Fill all wanted tensors: from the in-memory checkpoint as far as `take` and `ask` find it, otherwise from the reader's
-    own source.
+def fill(reader: CheckpointReader, wants: Sequence[Want], link: Transport | None, rank: int, into: Overwriting) -> Filled:
+    """Fill all wanted tensors: from the in-memory checkpoint as far as the daemon has it, otherwise from the reader's own
+    source.
 
     Problems with memory are not errors: the reader's own source is then read instead. Each extent is verified before it is
     used; with `into.prove_first` all of them before the first one.
@@ -268,11 +254,11 @@ def fill(
     notes: tuple[str, ...] = ()
     try:
         with ExitStack() as stack:
-            if reader.manifest.compacted is None:  # else what slots hold is not what is stored
-                slots = take(reader.manifest.step)
+            if link is not None and reader.manifest.compacted is None:  # else what slots hold is not what is stored
+                slots = take_held(link, reader.manifest.step)
                 for slot in slots:
                     stack.callback(slot.close)
-                filled = _Memory(reader, slots, rank, ask, stack).fill(wants, into)
+                filled = _Memory(reader, slots, rank, link, stack).fill(wants, into)
                 if filled is not None:
                     return filled
     except CheckpointError as error:
@@ -289,14 +275,16 @@ def fill(
 class _Memory:
     """Locked slots of this node, so that verified bytes stay valid; and other nodes' slots for the rest."""
 
-    def __init__(self, reader: CheckpointReader, slots: Sequence[HeldSlot], rank: int, ask: Ask, stack: ExitStack) -> None:
+    def __init__(
+        self, reader: CheckpointReader, slots: Sequence[HeldSlot], rank: int, link: Transport, stack: ExitStack
+    ) -> None:
         manifest = reader.manifest
         self._reader, self._slots, self._rank = reader, slots, rank
         self._complete = len({slot.table.rank for slot in slots}) == manifest.world
         self._peers = PeerSlots.none()
         if not self._complete:
             try:
-                peer_slots = ask(manifest)
+                peer_slots = take_peers(link, manifest)
             except CheckpointError as error:  # what this node holds is read all the same
                 log.info("other nodes' memory is not read: %s", error.detail)
                 peer_slots = PeerSlots.none()

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from holdfast.remote.chunks import ChunkSender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
 from holdfast.rest.api import Api, was_reached
-from holdfast.threads import background_requests, own_threads
+from holdfast.threads import own_threads
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
@@ -332,7 +332,7 @@ class Uploader:
         """Inform the other ranks; once the daemon answers, if it is silent."""
         if self._silent:
             problem = messages.AbandonRequest(problem=error.problem())
-            background_requests.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
+            own_threads.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
         else:
             self.give_up(save.number, save.step, error, OPEN_TIMEOUT_S)
 

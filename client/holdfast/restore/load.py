@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -125,7 +126,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     def fill_apart(leaves: Sequence[Leaf]) -> None:
         apart = targets_of([_own(leaf, reader.contents, own) for leaf in leaves])
         wants = [target.want for target in apart]
-        fill(reader, wants, session.held, launch.rank, Overwriting(_nothing), session.held_elsewhere)
+        fill(reader, wants, session.link, launch.rank, Overwriting(_nothing))
         finish(apart)
 
     restoration.check_ties(fill_apart)
@@ -133,12 +134,12 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
-    into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
+    into = Overwriting(partial(state.wholeness.tear, names), wanted.prove_first)
     try:
         if wanted.prove_first and restoration.casts:  # whether values fit is not seen before they are read
             fill_apart(leaves_apart(restoration.leaves, restoration.casts))
             check_casts(restoration.casts)
-        filled = fill(reader, wants, session.held, launch.rank, into, session.held_elsewhere)
+        filled = fill(reader, wants, session.link, launch.rank, into)
         finish(targets)
         restoration.apply()
     except CheckpointError as error:

@@ -13,7 +13,7 @@ from holdfast.memory.mapping import Mapping as MappedMemory
 from holdfast.stage.average_layout import AverageLayout
 from holdfast.stage.save_task import SaveTask
 from holdfast.state.train_state import TrainState
-from holdfast.threads import background_requests
+from holdfast.threads import own_threads
 from holdfast.threads.latch import Latch
 from holdfast.transport import Transport
 from holdfast_formats import memory_bounds
@@ -118,7 +118,7 @@ class AverageMemory:
                 mine.reported.set()
             self._ring()
 
-        background_requests.start(act, "holdfast-average")
+        own_threads.start(act, "holdfast-average")
 
     def ready(self, layout: AverageLayout) -> MappedAverage:
         """The memory, which the present daemon knows. Raises what asking the daemon raises."""

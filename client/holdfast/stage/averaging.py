@@ -362,7 +362,7 @@ class Averaging:
             )
         of = self._of
         wants = average_layout.wants(layout, memory.update)
-        fill(reader, wants, of.session.held, of.rank, Overwriting(lambda: None), of.session.held_elsewhere)
+        fill(reader, wants, of.session.link, of.rank, Overwriting(lambda: None))
 
 
 def _seal(memory: MappedAverage, update: AverageUpdate) -> None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.memory import native_copy
-from holdfast.threads import background_requests, own_threads
+from holdfast.threads import own_threads
 from holdfast.threads.latch import Latch
 from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, TornSnapshot
@@ -176,7 +176,7 @@ class BackgroundCopy:
 
     def start(self) -> None:
         """Start the copy; later calls do nothing."""
-        background_requests.start(self._run, "holdfast-copier")
+        own_threads.start(self._run, "holdfast-copier")
 
     def fence(self) -> None:
         """Return when the save no longer reads the live state. Never raises for a failed copy.
@@ -185,7 +185,7 @@ class BackgroundCopy:
         fences would wait for a batch that cannot continue before the handler returns.
         """
         for _ in range(self._helpers()):
-            background_requests.start(self._drain, "holdfast-fence")
+            own_threads.start(self._drain, "holdfast-fence")
         self._copied.wait()
 
     def join(self, timeout: float | None = None) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from holdfast.threads import background_requests
+from holdfast.threads import own_threads
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded
@@ -82,7 +82,7 @@ class DaemonRequest:
     def leave_for_good(self) -> None:
         """Pass its result to `give_back`, even if it has arrived."""
         if not self.leave() and self.error is None:
-            background_requests.start(lambda: self._give_back(self.result))
+            own_threads.start(lambda: self._give_back(self.result))
 
     def run(self) -> None:
         try:
@@ -126,7 +126,7 @@ class DaemonRequests:
     ) -> DaemonRequest:
         assert not self.busy, "one errand at a time"
         request = self._last = DaemonRequest(act, give_back, when_left)
-        background_requests.start(request.run, "holdfast-errand")
+        own_threads.start(request.run, "holdfast-errand")
         return request
 
     def run(

@@ -12,7 +12,7 @@ from holdfast.stage.copy_plans import CopyPlan, CopyPlans
 from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
 from holdfast.stage.staging import AveragePart, SlotLayout
-from holdfast.threads import at_exit, background_requests
+from holdfast.threads import at_exit, own_threads
 from holdfast.threads.latch import Latch
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats.errors import CheckpointError
@@ -172,5 +172,5 @@ class SaveTask:
             finally:
                 latch.set()
 
-        background_requests.start(tell)
+        own_threads.start(tell)
         latch.wait(ABANDON_WAIT_S)

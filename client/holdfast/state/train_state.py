@@ -375,8 +375,10 @@ class TrainState:
         ordered = sorted(
             groups, key=lambda group: (entries.GROUP_ORDER.index(group) if group in entries.GROUP_ORDER else 0, group)
         )
-        numbers = [self._numbers.setdefault(one.key, WrapperNumbers(one.key)) for one in optimizers_now]
-        counted = [SavedNumbers(one, self.state, self.rank) for one in numbers]
+        for one in optimizers_now:
+            if one.key not in self._numbers:
+                self._numbers[one.key] = WrapperNumbers(one.key)
+        counted = [SavedNumbers(self._numbers[one.key], self.state, self.rank) for one in optimizers_now]
         rest: list[AskedEntry] = [*counted, UnsavedState(self.unsaved), RandomState(self.rank, self.random)]
         return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *(() if given else rest)), keeper)
 

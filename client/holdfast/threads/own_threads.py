@@ -41,6 +41,14 @@ def begin(act: Callable[[], object], name: str, stop: Callable[[], object] = boo
     return thread
 
 
+def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
+    """Call it in the background; directly, if no thread can be started, as at interpreter exit."""
+    try:
+        begin(act, name)
+    except RuntimeError:
+        act()
+
+
 @contextmanager
 def computing() -> Iterator[None]:
     """The thread calls torch in the block, and waits for no other process: the process does not end meanwhile."""

@@ -15,7 +15,7 @@ import torch
 
 from holdfast import Checkpointer, Fragment
 from holdfast.link.unix_socket import SocketLink
-from holdfast.read.held_slots import HeldSlot, take_held
+from holdfast.read.held_slots import take_held
 from holdfast.read.memory_load import HeldSlotsSource, fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
@@ -203,7 +203,7 @@ def test_a_damaged_slot_touches_nothing_where_all_is_proven_first(daemon: Runnin
 
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
         wants = [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)]
-        filled = fill(reader, wants, lambda step: take_held(link, step), 0, Overwriting(begins, prove_first))
+        filled = fill(reader, wants, link, 0, Overwriting(begins, prove_first))
     assert filled.notes and not filled.from_slots
     assert seen == ([False] if prove_first else [False, True])
     link.close()
@@ -215,15 +215,10 @@ def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
     saved_and_killed(daemon)
     link = asking(daemon)
 
-    def take(step: int) -> list[HeldSlot]:
-        slots = take_held(link, step)
-        daemon.kill()
-        return slots
-
     into = np.zeros(WORLD * SIZE, np.uint8)
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
         wants = [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)]
-        filled = fill(reader, wants, take, 0, Overwriting(lambda: None))
+        filled = fill(reader, wants, link, 0, Overwriting(daemon.kill))
         assert filled[:3] == (True, (), WORLD * SIZE)
     assert np.array_equal(into, content(1, 0, WORLD * SIZE))
     link.close()

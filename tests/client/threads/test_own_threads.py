@@ -23,7 +23,7 @@ BESIDE = {"terminal/completion.py", "rest/waiting_notice.py"}
 LIMIT_S = 240.0
 COMPUTES = """
 import torch
-from holdfast.threads import at_exit, background_requests
+from holdfast.threads import at_exit, own_threads
 from holdfast.stage.background_copy import BackgroundCopy
 
 class Batch:

@@ -52,10 +52,12 @@ class LoadHooks(NamedTuple):
         plan, groups = PartPlan(), module_groups(self.state)
         written: list[_Written] = []
         for key, value in self.state.items():
-            if key in groups and _is_restored(groups[key], stored, selection):
+            if key in groups:
                 for module in modules_of(value):
                     found = list(_of_module(key, module))
-                    if found and fsdp1.is_flat(module):
+                    if not found or not _is_restored(groups[key], stored, selection):
+                        continue
+                    if fsdp1.is_flat(module):
                         plan.notes.append(
                             _not_called(found, f"FSDP1 has sharded {key}", "call it yourself after the restore")
                         )
@@ -63,10 +65,13 @@ class LoadHooks(NamedTuple):
                         written += found
             elif isinstance(value, OptimizerShards) or not optimizer_wrappers.is_optimizer(value):
                 continue
-            elif _is_restored(state_tensors.GROUP, stored, selection):
+            else:
                 for optimizer in optimizer_wrappers.find(value).optimizers:
-                    written += _hooks_of(key, optimizer)
-                    if found := list(_overridden(key, optimizer)):
+                    hooks, found = list(_hooks_of(key, optimizer)), list(_overridden(key, optimizer))
+                    if not (hooks or found) or not _is_restored(state_tensors.GROUP, stored, selection):
+                        continue
+                    written += hooks
+                    if found:
                         way = "put what it does besides into optimizer.register_load_state_dict_post_hook(), which is called"
                         plan.notes.append(_not_called(found, "a restore fills the optimizer's state in place", way))
         if written:

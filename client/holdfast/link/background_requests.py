@@ -30,7 +30,7 @@ class BackgroundRequests:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.heartbeat = DaemonHeartbeat(lambda: transport.daemon, lambda within_s: done(lambda: transport.ping(within_s)))
+        self.heartbeat = DaemonHeartbeat(lambda: transport.daemon, lambda within_s: _done(lambda: transport.ping(within_s)))
 
     @property
     def alive(self) -> bool:
@@ -52,49 +52,41 @@ class BackgroundRequests:
 
     def request(self, message: wire.Request, kind: type[Reply], *timeout_s: float) -> Reply:
         wait = Latch.wait if isinstance(message, _BRINGS_DESCRIPTORS) else self.heartbeat.until
-        return done(lambda: self._transport.request(message, kind, *timeout_s), wait)
+        return _done(lambda: self._transport.request(message, kind, *timeout_s), wait)
 
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), *timeout_s: float) -> Reply:
-        return done(lambda: self._transport.ask(message, kind, fds, *timeout_s))
+        return _done(lambda: self._transport.ask(message, kind, fds, *timeout_s))
 
     def notify(self, message: wire.Request) -> None:
-        done(lambda: self._transport.notify(message))
+        _done(lambda: self._transport.notify(message))
 
     @property
     def receiving(self) -> AbstractContextManager[object]:
         return self._transport.receiving
 
     def take_fd(self) -> int:
-        return done(self._transport.take_fd)
+        return _done(self._transport.take_fd)
 
     def take_fds(self, count: int) -> list[int]:
-        return done(lambda: self._transport.take_fds(count))
+        return _done(lambda: self._transport.take_fds(count))
 
     def keep_average(self, fd: int) -> None:
-        done(lambda: self._transport.keep_average(fd))
+        _done(lambda: self._transport.keep_average(fd))
 
     def close(self, ended: bool = False) -> None:
-        done(lambda: self._transport.close(ended))
+        _done(lambda: self._transport.close(ended))
 
 
-def done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
+def _done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
     if threading.current_thread() is not threading.main_thread():
         return act()
     request = _Request(act)
-    start(request.run)
+    own_threads.start(request.run)
     wait(request.ended)
     if request.error is not None:
         raise request.error
     result: _Result = request.result
     return result
-
-
-def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
-    """Call it in the background; directly, if no thread can be started, as at interpreter exit."""
-    try:
-        own_threads.begin(act, name)
-    except RuntimeError:
-        act()
 
 
 class _Request:
