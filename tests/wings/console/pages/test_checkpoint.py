@@ -20,8 +20,9 @@ def test_many_checkpoints_are_not_judged_for_a_page(
     browser.post(f"{STEP}/labels", data={"label": "release-1"})
     monkeypatch.setattr(checkpoint, "VERDICTS_UP_TO", 2)
     judged = []
-    preview = service.services.control.rotation.verdicts.preview
-    monkeypatch.setattr(service.services.control.rotation.verdicts, "preview", lambda *a, **k: judged.append(k) or preview(*a, **k))
+    verdicts = service.services.control.rotation.verdicts
+    preview = verdicts.preview
+    monkeypatch.setattr(verdicts, "preview", lambda *a, **k: judged.append(k) or preview(*a, **k))
     page = Page(browser.get(STEP).text)
     assert judged == []
     assert "Kept:" not in page.text and "Unpin" in page.text and "release-1" in page.text and "Compare with 5" in page.text
