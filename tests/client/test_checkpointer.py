@@ -134,11 +134,13 @@ def test_only_some_groups(daemon: RunningDaemon, run: str) -> None:
 
 
 def test_a_step_exists_once(daemon: RunningDaemon, run: str) -> None:
-    """Saving a committed step again is refused by name and changes nothing."""
+    """Saving a committed step again is refused by name and changes nothing, as is the restore of one that there is not."""
     with Checkpointer(run, {"x": torch.ones(2)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         with pytest.raises(AlreadyCommitted):
             checkpointer.save(1)
+        with pytest.raises(NoSuchCheckpoint):
+            checkpointer.restore(7)
         checkpointer.save(2, wait="durable")
 
 
@@ -394,14 +396,6 @@ def test_retention_keeps_the_newest(daemon: RunningDaemon, run: str) -> None:
         wait_until(lambda: sorted(p.name for p in directory.iterdir()) == ["step-00000004", "step-00000005"])
         assert checkpointer.restore() == 5
     assert json.loads((daemon.root / run / naming.RUN_FILE).read_text())["keep_last"] == 2
-
-
-def test_an_explicit_step_that_does_not_exist_is_named(daemon: RunningDaemon, run: str) -> None:
-    """Asking for a step that was never committed is NoSuchCheckpoint."""
-    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket) as checkpointer:
-        checkpointer.save(1, wait="durable")
-        with pytest.raises(NoSuchCheckpoint):
-            checkpointer.restore(7)
 
 
 def test_by_url(daemon: RunningDaemon, run: str) -> None:

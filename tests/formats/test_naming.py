@@ -88,18 +88,17 @@ def test_impossible_steps_are_refused(step: Any) -> None:
         naming.check_step(step)
 
 
-@pytest.mark.parametrize("attempt", [-1, naming.ATTEMPT_MAX + 1])
-def test_impossible_attempts_are_refused(attempt: int) -> None:
-    """An attempt whose directory could not be read back gets none."""
-    with pytest.raises(InvalidRequest, match="attempt must be"):
-        naming.staging_directory(5, attempt)
-
-
-@pytest.mark.parametrize("round_id", [-1, naming.ROUND_ID_MAX + 1])
-def test_impossible_rounds_are_refused(round_id: int) -> None:
-    """A round whose directory could not be read back, so that no sweep would know it, gets none."""
-    with pytest.raises(InvalidRequest, match="round must be"):
-        naming.staging_directory(5, 1, round_id)
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        *(((5, attempt), "attempt") for attempt in (-1, naming.ATTEMPT_MAX + 1)),
+        *(((5, 1, round_id), "round") for round_id in (-1, naming.ROUND_ID_MAX + 1)),
+    ],
+)
+def test_impossible_attempts_and_rounds_are_refused(place: tuple[int, ...], what: str) -> None:
+    """One whose directory could not be read back, so that no sweep would know it, gets none."""
+    with pytest.raises(InvalidRequest, match=f"{what} must be"):
+        naming.staging_directory(*place)
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "a" * 129, "catalog.sqlite", "catalog.sqlite-wal"])

@@ -291,78 +291,80 @@ def test_memory_of_averages_counts_and_is_given_back(world: World) -> None:
     assert world.keeper.take() == []
 
 
+ROOM, ASKED = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
+
+
+def arena_of(size: int, **more: Any) -> Arena:
+    """An arena with a budget of so many bytes."""
+    return Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]), **more)
+
+
 def test_slots_leave_room_for_the_averages_of_all_ranks() -> None:
     """Slots can be fewer, and an average cannot: each rank's slots leave room for its own, and for what others expect."""
-    room = average.geometry(64 * PAGE, PAGE, PAGE)
-    asked = slots.geometry(4, 16 * PAGE, PAGE)
-    size = 2 * room.segment_bytes + asked.segment_bytes + asked._replace(slots=1).segment_bytes
-    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    asked = ASKED._replace(slots=4)
+    size = 2 * ROOM.segment_bytes + asked.segment_bytes + asked._replace(slots=1).segment_bytes
+    arena = arena_of(size)
     averages = Averages(arena)
     owners = [SegmentOwner("r", rank, 2, 1) for rank in (0, 1)]
     segments = []
     for owner in owners:
-        with arena.leaving(room.segment_bytes, owner, ShareHolder("r"), 2):
+        with arena.leaving(ROOM.segment_bytes, owner, ShareHolder("r"), 2):
             segments.append(arena.reserve(asked, "r", owner))
     assert [segment.geometry.slots for segment in segments] == [4, 1] and arena.bytes == size
     for owner in owners:
-        averages.reserve(owner, room, ShareHolder("r"), object())
+        averages.reserve(owner, ROOM, ShareHolder("r"), object())
     assert arena.bytes == size
     averages.close()
 
 
 def test_the_first_rank_leaves_room_for_the_averages_of_those_that_come_later() -> None:
     """Of a launch with two ranks here, one of which has not asked for anything yet."""
-    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
-    size = 2 * room.segment_bytes + asked._replace(slots=4).segment_bytes
-    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    arena = arena_of(2 * ROOM.segment_bytes + ASKED._replace(slots=4).segment_bytes)
     owner = SegmentOwner("r", 1, 2, 1)
-    with arena.leaving(room.segment_bytes, owner, ShareHolder("r"), 2):
-        assert arena.reserve(asked, "r", owner).geometry.slots == 4
+    with arena.leaving(ROOM.segment_bytes, owner, ShareHolder("r"), 2):
+        assert arena.reserve(ASKED, "r", owner).geometry.slots == 4
 
 
 def test_room_stays_left_while_the_old_slots_of_a_rank_go() -> None:
     """A rank that reserves larger slots has none in between, and still expects its average."""
-    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
-    size = room.segment_bytes + asked._replace(slots=4).segment_bytes
-    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]))
+    arena = arena_of(ROOM.segment_bytes + ASKED._replace(slots=4).segment_bytes)
     owner = SegmentOwner("r", 0, 1, 1)
-    before = arena.reserve(asked._replace(slots=1), "r", owner)
-    with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
+    before = arena.reserve(ASKED._replace(slots=1), "r", owner)
+    with arena.leaving(ROOM.segment_bytes, owner, ShareHolder("r")):
         arena.drop(before)
-        assert arena.reserve(asked, "r", owner).geometry.slots == 4
+        assert arena.reserve(ASKED, "r", owner).geometry.slots == 4
 
 
 def test_what_is_left_for_an_average_counts_for_no_other_and_not_against_it() -> None:
     """Its rank reserves slots at the moment at which the average is asked for: there is room for both."""
-    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(8, 16 * PAGE, PAGE)
-    size = room.segment_bytes + asked._replace(slots=4).segment_bytes
+    size = ROOM.segment_bytes + ASKED._replace(slots=4).segment_bytes
     owner, other = SegmentOwner("r", 0, 1, 1), SegmentOwner("other", 0, 1, 1)
     held: list[ArenaSegment] = []
 
     def make_room() -> None:
         while held:
             arena.drop(held.pop())
-            with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
-                reserved.append(arena.reserve(asked, "r", owner))
+            with arena.leaving(ROOM.segment_bytes, owner, ShareHolder("r")):
+                reserved.append(arena.reserve(ASKED, "r", owner))
 
     reserved: list[ArenaSegment] = []
-    arena = Arena(Budget(size, lambda: [Bound("memory", 2**30, 2**30)]), make_room=make_room)
+    arena = arena_of(size, make_room=make_room)
     averages = Averages(arena)
-    held.append(arena.reserve(asked._replace(slots=7), "other", other))
-    averages.reserve(owner, room, ShareHolder("r"), object())
+    held.append(arena.reserve(ASKED._replace(slots=7), "other", other))
+    averages.reserve(owner, ROOM, ShareHolder("r"), object())
     assert [segment.geometry.slots for segment in reserved] == [4] and arena.bytes == size
     averages.close()
 
 
 def test_room_is_left_only_for_ranks_that_have_slots() -> None:
     """Neither a rank that was refused nor one that has gone keeps others from the memory."""
-    room, asked = average.geometry(64 * PAGE, PAGE, PAGE), slots.geometry(1, 16 * PAGE, PAGE)
-    arena = Arena(Budget(room.segment_bytes + asked.segment_bytes, lambda: [Bound("memory", 2**30, 2**30)]))
+    asked = ASKED._replace(slots=1)
+    arena = arena_of(ROOM.segment_bytes + asked.segment_bytes)
     owner, other = SegmentOwner("r", 0, 1, 1), SegmentOwner("other", 0, 1, 1)
-    with pytest.raises(LimitExceeded), arena.leaving(2 * room.segment_bytes, owner, ShareHolder("r")):
+    with pytest.raises(LimitExceeded), arena.leaving(2 * ROOM.segment_bytes, owner, ShareHolder("r")):
         arena.reserve(asked, "r", owner)
     assert arena.bytes == 0
-    with arena.leaving(room.segment_bytes, owner, ShareHolder("r")):
+    with arena.leaving(ROOM.segment_bytes, owner, ShareHolder("r")):
         segment = arena.reserve(asked, "r", owner)
     with pytest.raises(LimitExceeded):
         arena.reserve(asked, "other", other)

@@ -213,29 +213,27 @@ def test_replicas_are_divided_into_runs() -> None:
     assert blocks.owners(grid, table_of(held), 3).tolist() == [2] * 4 + [0] * 4 + [1] * 4
 
 
-def test_two_short_blocks_are_not_one_long() -> None:
-    """Only blocks of full length may take their holder more than 5 % over the mean together."""
-    grid = blocks.grid([60, 9, 9], 10)
-    held = [(0, 1, 9), (1, 1, 9), (2, 2, 9), (3, 2, 9), (4, 3, 9), (5, 3, 9), (6, 0, 9), (7, 0, 9)]
-    assert blocks.owners(grid, table_of(held), 5).tolist() == [1, 1, 2, 2, 3, 3, 0, 4]
-
-
-def test_a_block_goes_to_whom_it_saves_most() -> None:
-    """The node that holds two blocks, and has room for one, gets the one of which it holds more."""
-    grid = blocks.grid([20], 10)
-    assert blocks.owners(grid, table_of([(0, 1, 6), (1, 1, 9)]), 2).tolist() == [0, 1]
-
-
-def test_a_block_with_one_holder_goes_before_replicas() -> None:
-    """The replica's other holder still has room when the only holder of the later block has none."""
-    grid = blocks.grid([20], 10)
-    assert blocks.owners(grid, table_of([(0, 0, 9), (0, 1, 9), (1, 0, 9)]), 2).tolist() == [1, 0]
-
-
-def test_blocks_longer_than_the_mean_have_owners() -> None:
-    """Fewer blocks than nodes: those who hold them write one each."""
-    grid = blocks.grid([10, 5], 10)
-    assert blocks.owners(grid, table_of([(0, 3, 5), (1, 3, 3), (1, 2, 1)]), 4).tolist() == [3, 2]
+@pytest.mark.parametrize(
+    ("files", "held", "nodes", "owners"),
+    [
+        # Only blocks of full length may take their holder more than 5 % over the mean together.
+        (
+            [60, 9, 9],
+            [(0, 1, 9), (1, 1, 9), (2, 2, 9), (3, 2, 9), (4, 3, 9), (5, 3, 9), (6, 0, 9), (7, 0, 9)],
+            5,
+            [1, 1, 2, 2, 3, 3, 0, 4],
+        ),
+        # The node that holds two blocks, and has room for one, gets the one of which it holds more.
+        ([20], [(0, 1, 6), (1, 1, 9)], 2, [0, 1]),
+        # The replica's other holder still has room when the only holder of the later block has none.
+        ([20], [(0, 0, 9), (0, 1, 9), (1, 0, 9)], 2, [1, 0]),
+        # Fewer blocks than nodes: those who hold them write one each.
+        ([10, 5], [(0, 3, 5), (1, 3, 3), (1, 2, 1)], 4, [3, 2]),
+    ],
+    ids=["two short blocks are not one long", "most saved", "one holder before replicas", "longer than the mean"],
+)
+def test_owners(files: list[int], held: Triples, nodes: int, owners: list[int]) -> None:
+    assert blocks.owners(blocks.grid(files, 10), table_of(held), nodes).tolist() == owners
 
 
 def test_the_answer_is_the_same_in_every_version() -> None:

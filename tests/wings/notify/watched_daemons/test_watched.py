@@ -145,18 +145,21 @@ def test_a_token_goes_to_its_own_address_alone(tmp_path: Path) -> None:
         assert set(thief.seen) == {None}
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"items": 3}', b"[" * 10_000, b'{"version": "1", "status": "ok"}'])
-def test_an_answer_that_is_none(body: bytes) -> None:
+NONE = "is none of a Holdfast daemon"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        *((body, NONE) for body in (b"", b"{}", b'{"items": 3}', b"[" * 10_000, b'{"version": "1", "status": "ok"}')),
+        (b" " * 50_000, "too long"),
+    ],
+)
+def test_an_answer_that_is_none(body: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary_client, "ANSWER_BYTES_MAX", 20_000)
     with closing_proxy("") as proxy, watching(proxy.url) as watch:
         proxy.answer = (200, {"Content-Type": "application/json"}, body)
-        wait_until(lambda: "is none of a Holdfast daemon" in (watch.daemons()[0].problem or ""))
-
-
-def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary_client, "ANSWER_BYTES_MAX", 1000)
-    with closing_proxy("") as proxy, watching(proxy.url) as watch:
-        proxy.answer = (200, {"Content-Type": "application/json"}, b" " * 5000)
-        wait_until(lambda: "too long" in (watch.daemons()[0].problem or ""))
+        wait_until(lambda: why in (watch.daemons()[0].problem or ""))
 
 
 @pytest.mark.parametrize(
