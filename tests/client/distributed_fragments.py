@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 
 import torch
@@ -20,6 +18,7 @@ from holdfast.tensors.live_pieces import LivePiece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint
 from tests.tiling import tiles
+from tests.torchruns import leave
 
 # Before that was there, torch split nothing unevenly into strided shards, and refused tensor parallelism inside of FSDP2.
 SPLITS_UNEVEN = hasattr(_utils, "_compute_local_shape_and_global_offset")
@@ -191,10 +190,7 @@ def main() -> None:
     check_distributed()
     for kind in KINDS:
         check_state(kind)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
+    leave()
 
 
 if __name__ == "__main__":

@@ -163,6 +163,13 @@ class SaverWorld:
         attempt = self.control.launches.declare(RUN, f"launch-{self._launches}", world, None)
         return [Rank(self, rank, attempt, world, slots) for rank in range(world)]
 
+    def saved(self, step: int) -> Rank:
+        """The only rank of a new launch, which has saved this step: it is committed."""
+        (rank,) = self.launch(1)
+        rank.save(step)
+        assert rank.wait(step).state == "committed"
+        return rank
+
     def held(self, step: int) -> dict[int, tuple[int, bytes]]:
         """By rank: the slot in which its part of a held step stands, and the bytes there; nothing when it is not held."""
         parts, fds = self.saver.holds.lend(RUN, step)

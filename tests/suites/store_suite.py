@@ -568,17 +568,17 @@ class StoreSuite:
 
     # names
 
-    @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\nb"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("../outside", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "a\0b", "a\nb"),
+            *(naming.COMMIT, naming.MANIFEST, naming.RECEIPTS),
+        ],
+    )
     def test_file_names_that_lead_out(self, store: Store, name: str) -> None:
-        """A file has a plain name, and nothing is written under another."""
-        staged = store.begin(JOINT)
-        for act in (lambda: staged.create(name, 1), lambda: staged.put(name, b"x")):
-            with pytest.raises(InvalidRequest):
-                act()
-
-    @pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST, naming.RECEIPTS])
-    def test_nobody_but_a_commit_writes_what_vouches(self, store: Store, name: str) -> None:
-        """COMMIT in what is staged could make a checkpoint of it (I1)."""
+        """A file has a plain name, and nothing is written under another; COMMIT in what is staged could make a checkpoint
+        of it (I1).
+        """
         staged = store.begin(JOINT)
         for act in (lambda: staged.create(name, 1), lambda: staged.put(name, b"x")):
             with pytest.raises(InvalidRequest):

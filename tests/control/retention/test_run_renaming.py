@@ -240,9 +240,7 @@ def test_storage_without_second_names_is_refused(root: Root, monkeypatch: pytest
 def test_ranks_of_neither_run_are_here() -> None:
     """A run is renamed once its ranks have gone, and not to the name of one that trains."""
     with saver_world(MemoryTier()) as world:
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        rank = world.saved(1)
         world.checked()
         assert world.control.record_queue.recorded(30)
         renaming: RunRenaming = world.control.renaming

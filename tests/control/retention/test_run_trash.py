@@ -345,18 +345,14 @@ def test_a_full_disk_empties_the_trash_first(at: Path, monkeypatch: pytest.Monke
         world.control.recovery.recover()
         trash = world.control.trash
         for _ in range(2):
-            (rank,) = world.launch(1)
-            rank.save(5)
-            assert rank.wait(5).state == "committed"
+            rank = world.saved(5)
             world.checked()
             assert world.control.record_queue.recorded(30)
             rank.leave()
             delete_run(trash, world.saver, world.arena, RUN)
         newest, oldest = trash.entries()
         monkeypatch.setattr(tier, "free_bytes", lambda: 0 if len(trash.entries()) > 1 else 10**9)
-        (rank,) = world.launch(1)
-        rank.save(6)
-        assert rank.wait(6).state == "committed"
+        rank = world.saved(6)
         assert [one.entry for one in trash.entries()] == [newest.entry]
         (event,) = world.control.events.after(0, 100, RUN, "run-purged")
         assert f"no room for {RUN}@6" in event.text and event.level == "warning" and event.detail["entry"] == oldest.entry
@@ -382,9 +378,7 @@ def test_what_is_not_ours_in_the_trash_is_left_alone(root: Root, at: Path) -> No
 def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
     """Nor one that is being saved; the in-memory checkpoint of one whose ranks have gone is dropped."""
     with saver_world() as world:
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        rank = world.saved(1)
         world.checked()
         assert world.control.record_queue.recorded(30)
         trash = world.control.trash

@@ -60,9 +60,7 @@ def found(world: SaverWorld, rank: Rank) -> list[int]:
 def test_a_slot_whose_table_was_damaged_is_not_held_by_the_next_daemon() -> None:
     """A daemon that finds what its predecessor had committed offers it to a restart only while its table is whole."""
     with saver_world() as world:
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        rank = world.saved(1)
         (slot,) = found(world, rank)
         rank.segment.memory[rank.segment.geometry.table_offset(slot) + 3] ^= 1
         assert found(world, rank) == []
@@ -71,9 +69,7 @@ def test_a_slot_whose_table_was_damaged_is_not_held_by_the_next_daemon() -> None
 def test_a_held_slot_whose_table_became_another_is_not_read() -> None:
     """A rank that restarts reads a held slot by the table that was sealed, and by no other, readable as it may be."""
     with saver_world() as world:
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        rank = world.saved(1)
         (part,), (fd,) = world.saver.holds.lend(RUN, 1)
         HeldSlot(fd, part, 1).close()
         write_table(rank, part.slot, a_table(rank, 1, "v"))

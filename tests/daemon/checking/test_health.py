@@ -135,9 +135,7 @@ def test_saves_come_first(tmp_path: Path) -> None:
             return super().create(path, size)
 
     with saver_world(Slow(tmp_path / "other")) as world:
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        world.saved(1)
     assert (seen["embed.weight"], seen["layers.0.q.weight"]) == (0.0, None)
     assert two.examine(two.before)["model", "layers.0.q.weight"].change
 
@@ -185,9 +183,7 @@ def test_every_save_is_examined(world: SaverWorld) -> None:
 def test_no_save_fails_for_its_statistics(world: SaverWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is committed and verified; how healthy it is nobody knows."""
     monkeypatch.setattr("holdfast_service.daemon.checking.health.measure", lambda *_: 1 / 0)
-    (rank,) = world.launch(1)
-    rank.save(1)
-    assert rank.wait(1).state == "committed"
+    world.saved(1)
     world.checked()
     made = world.catalog.checkpoint(RUN, 1)
     assert (made.verified, made.healthy, made.nonfinite) == (True, None, None)
@@ -212,9 +208,7 @@ def test_what_control_cannot_say(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_a_second_check_examines_nothing(world: SaverWorld) -> None:
     """What has statistics keeps them; they never change."""
-    (rank,) = world.launch(1)
-    rank.save(1)
-    assert rank.wait(1).state == "committed"
+    world.saved(1)
     world.checked()
     with examination(world.tier, world.control, RUN, 1) as examined:
         assert examined is None

@@ -137,9 +137,7 @@ def test_a_failing_catalog_fails_no_save(monkeypatch: pytest.MonkeyPatch, caplog
 
     with saver_world() as world:
         monkeypatch.setattr(world.control.rounds, "measure", fail)
-        (rank,) = world.launch(1)
-        rank.save(1)
-        assert rank.wait(1).state == "committed"
+        rank = world.saved(1)
         world.saver.history.stalled(rank.who, 1, 0.5)
         until = time.monotonic() + PATIENCE_S
         while "cannot record all timings" not in caplog.text and time.monotonic() < until:

@@ -6,7 +6,8 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,16 @@ class Recorded(MemoryTier):
         return sum(size for address, size in self.taken if low <= address < low + len(memory))
 
 
+@contextmanager
+def short_extents() -> Iterator[pytest.MonkeyPatch]:
+    """Extents of a kilobyte and more, every one of which is copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
+        patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
+        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
+        yield patch
+
+
 @given(
     sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=8),
     residues=st.lists(st.sampled_from([0, 0, 0, 1, 64, None]), min_size=8, max_size=8),
@@ -170,10 +181,7 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
 ) -> None:
     """Wherever tensors stand in their slot, the files and extents are the same; and what can be is not copied."""
     reference = MemoryTier()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
-        patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
-        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
+    with short_extents() as patch:
         expected = whole_rows(sizes).save(reference)
         patch.setattr(gathering, "STRAIGHT_BYTES_MIN", least)
         made, tier = whole_rows(sizes), Recorded(alignment)
@@ -182,8 +190,7 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
         receipt = writer.write(PosixStore(tier).begin(PLACE), plan, {0: memory}, "node")
     (file,) = plan.files
     assert tier.read(f"{PLACE.path}/{file.layout.name}") == files_of(reference)[file.layout.name]
-    for name, tensor in expected.tensors["model"].items():
-        assert receipt.extents["model"][name] == tensor.extents
+    assert receipt.extents["model"] == {name: tensor.extents for name, tensor in expected.tensors["model"].items()}
     assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
     straight = sum(
         max(cut // alignment * alignment - 2 * alignment, 0)
@@ -218,10 +225,7 @@ def test_parts_of_several_ranks_are_written_from_their_slots(
         made.add(TensorSpec("model", f"t.{number}", "U8", (size,)), content, boxes)
         parts += [(size, low, high) for rank, low, high in held if residue == 0]
     reference = MemoryTier()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
-        patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
-        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
+    with short_extents() as patch:
         expected = whole_rows(sizes).save(reference)
         patch.setattr(gathering, "STRAIGHT_BYTES_MIN", least)
         tier = Recorded(alignment)
@@ -231,8 +235,7 @@ def test_parts_of_several_ranks_are_written_from_their_slots(
         steps = [packing.tensor_extent_bytes(size, plan.extent_bytes) for size, _, _ in parts]
     (file,) = plan.files
     assert tier.read(f"{PLACE.path}/{file.layout.name}") == files_of(reference)[file.layout.name]
-    for name, tensor in expected.tensors["model"].items():
-        assert receipt.extents["model"][name] == tensor.extents
+    assert receipt.extents["model"] == {name: tensor.extents for name, tensor in expected.tensors["model"].items()}
     assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
     straight = 0
     for (size, low, high), step in zip(parts, steps, strict=True):

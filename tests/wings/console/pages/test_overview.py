@@ -41,12 +41,6 @@ def service(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def browser(service: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, trust_env=False, follow_redirects=True) as client:
-        yield client
-
-
 def test_it_says_how_everything_stands(browser: httpx.Client) -> None:
     """In a sentence first, then what needs a person, each with a button; the title has their number, and so has the icon."""
     got = browser.get("/")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch, c
 from tests.checkpoints import build_root
 from tests.daemons import free_port, wait_until
 from tests.serving import served
-from tests.wings.notify.receivers import secret
+from tests.wings.notify.receivers import secret, serving
 
 
 @contextmanager
@@ -115,17 +114,8 @@ class _Handed(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@contextmanager
-def closing_proxy(to: str) -> Iterator[Proxy]:
-    server = Proxy(to)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def closing_proxy(to: str) -> AbstractContextManager[Proxy]:
+    return serving(Proxy(to))
 
 
 def test_a_token_goes_to_its_own_address_alone(tmp_path: Path) -> None:
