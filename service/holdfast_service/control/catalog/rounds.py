@@ -46,6 +46,13 @@ class _Round:
         self.ended: EndedRound | None = None
         self.recorded = False  # whether the catalog has recorded it as open
 
+    def seal(self, ranks: int) -> None:
+        self.sealed = max(self.sealed, ranks)
+
+    def known_as(self, id: int | None, opened: str) -> None:
+        """The catalog has it under this ID, or None: not any more."""
+        self.id, self.opened = id, opened
+
 
 class Rounds:
     """Thread-safe; nothing here waits for the catalog."""
@@ -80,7 +87,7 @@ class Rounds:
     def seal(self, number: int, ranks: int) -> None:
         """Record how many ranks have sealed."""
         save = self._of(number)
-        save.sealed = max(save.sealed, ranks)
+        save.seal(ranks)
         if save.recorded:
             self._record_queue.enqueue("which ranks have sealed", lambda: self._note_seals(save))
 
@@ -94,7 +101,7 @@ class Rounds:
         notify: Callable[[str, int], None] = lambda run, step: None,
     ) -> None:
         """End a save. The first end counts; later ones change nothing. `notify` is called with run and step, where the
-        catalog         did not have the end from another node.
+        catalog did not have the end from another node.
         """
         with self._lock:
             save = self._rounds.get(number)
@@ -102,8 +109,7 @@ class Rounds:
                 raise NoSuchResource(f"there is no save with the round ID {number}")
             if save.ended is not None:
                 return
-            save.ended = ended = EndedRound(state, self._now(), code, detail, measured)
-            self._open.pop(save.key, None)
+            ended = self._ended(save, EndedRound(state, self._now(), code, detail, measured))
 
         def note() -> None:
             if self._note_end(save, ended):
@@ -118,8 +124,7 @@ class Rounds:
         with self._lock:
             save = self._rounds.get(number)
             if save is not None and save.ended is None and not save.recorded:
-                save.ended = EndedRound("committed", self._now(), None, None, measured)
-                self._open.pop(save.key, None)
+                self._ended(save, EndedRound("committed", self._now(), None, None, measured))
                 return
         self.end(number, "committed", measured=measured)
 
@@ -154,7 +159,12 @@ class Rounds:
             rounds = list(self._rounds.values())
         for round in rounds:
             if round.id is not None and not self._catalog.is_round(round.id, *round.key, round.opened):
-                round.id = None
+                round.known_as(None, round.opened)
+
+    def _ended(self, save: _Round, ended: EndedRound) -> EndedRound:
+        save.ended = ended
+        self._open.pop(save.key, None)
+        return ended
 
     def _of(self, number: int) -> _Round:
         with self._lock:
@@ -164,11 +174,13 @@ class Rounds:
         return save
 
     def _id(self, save: _Round) -> int:
-        if save.id is None:
-            with self._lock:  # the step may have been tried before
-                others = [one.id for one in self._rounds.values() if one.key == save.key and one.id is not None]
-            save.id, save.opened = self._catalog.note_round(*save.key, save.world, save.opened, others)
-        return save.id
+        if save.id is not None:
+            return save.id
+        with self._lock:  # the step may have been tried before
+            others = [one.id for one in self._rounds.values() if one.key == save.key and one.id is not None]
+        id, opened = self._catalog.note_round(*save.key, save.world, save.opened, others)
+        save.known_as(id, opened)
+        return id
 
     def _note(self, save: _Round) -> None:
         self._id(save)
