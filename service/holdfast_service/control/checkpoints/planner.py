@@ -41,6 +41,10 @@ class _Held:
         self.rounded_from = ""
         self.held_as = ""
 
+    def round_from(self, master: _Held) -> None:
+        """Read the master's bytes in its place, which are rounded when they are written."""
+        self.boxes, self.held_as = master.boxes, rounding.HELD_AS
+
 
 def plan(tables: Sequence[SlotTable]) -> WritePlan:
     """The plan for one step from the tables of all ranks of the world, in any order.
@@ -203,7 +207,7 @@ def _round(held: Mapping[_Key, _Held]) -> None:
             whole_master = None if master is None or master.rounded_from else master.spec
             rounding.check(of.spec, of.rounded_from, whole_master, copied=bool(of.boxes))
             assert master is not None
-            of.boxes, of.held_as = master.boxes, rounding.HELD_AS
+            of.round_from(master)
 
 
 def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOrigin, ...]]:

@@ -46,6 +46,11 @@ class Progress:
         self.stopped = threading.Event()
         self.closing = False
 
+    def close(self) -> None:
+        """Interrupt the handler, whose service is closing."""
+        self.closing = True
+        self.stopped.set()
+
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Report so many of how many bytes as done; `Cancelled` once the job must stop."""
         self.reported = (done_bytes, total_bytes)
@@ -151,8 +156,7 @@ class JobRunner:
             self._closing = True
             self._changed.notify_all()
             for progress in self._running.values():
-                progress.closing = True
-                progress.stopped.set()
+                progress.close()
         until = time.monotonic() + wait_s
         for thread in self._threads:
             if thread.ident is not None:
@@ -200,8 +204,7 @@ class JobRunner:
         with self._changed:
             self._running[job.id] = progress
             if self._closing:
-                progress.closing = True
-                progress.stopped.set()
+                progress.close()
         try:
             outcome = self._outcome(job, progress)
             while not self._is_recorded(job, progress, *outcome):
