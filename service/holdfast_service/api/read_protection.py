@@ -19,6 +19,10 @@ class _Held(ExitStack):
     opened: tuple[str, int] | None = None
     damage: Damaged | None = None
 
+    def hold(self, readers: Readers, run: str, step: int) -> None:
+        self.opened = run, step
+        self.enter_context(readers.reading(run, step, OPENED, LINGER_S))
+
 
 class HeldWhileSending:
     """Middleware: every request has a stack of holds, which ends with its response, however that ends.
@@ -46,8 +50,7 @@ def hold(readers: Readers, run: str, step: int) -> None:
     if held is None:
         readers.hold(run, step, OPENED, LINGER_S)
     else:
-        held.opened = run, step
-        held.enter_context(readers.reading(run, step, OPENED, LINGER_S))
+        held.hold(readers, run, step)
 
 
 def met(error: Damaged) -> None:

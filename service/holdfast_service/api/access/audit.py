@@ -115,6 +115,10 @@ class RequestRecord:
             self.end()
         await self._send(message)
 
+    def note_body(self, document: Any) -> None:
+        """Take what the request is about from its parsed body."""
+        self.subject = document if isinstance(document, dict) else {}
+
     def deny(self, error: Denied) -> None:
         """Mark it as refused, whatever the answer looks like: a browser is redirected to the sign-in page instead. A request
         without credentials is no attempt.

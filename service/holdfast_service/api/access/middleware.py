@@ -97,7 +97,7 @@ class AccessMiddleware:
         if not required.safe:
             body = await bodies.checked(scope, headers, receive, required.needs.body)
             receive, principal = body.receive, required.check_body(principal, body.document)
-            record.subject = body.document if isinstance(body.document, dict) else {}
+            record.note_body(body.document)
         scope.setdefault("state", {}).update(principal=principal, whole=record.principal)
         with limited_to(principal.runs):
             await self._app(scope, receive, send)
