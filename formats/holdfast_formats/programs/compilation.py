@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey, is_of_rank
 from holdfast_formats.mapping.optimizer_state import GROUP as OPTIMIZER
@@ -19,7 +20,6 @@ from holdfast_formats.programs.document import Program
 from holdfast_formats.programs.environment import SHOWN_MAX, Environment
 from holdfast_formats.programs.following import FollowingTensors, Plane, Planes
 from holdfast_formats.programs.operations import Ranks
-from holdfast_formats.programs.sizes import sizes_for
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 

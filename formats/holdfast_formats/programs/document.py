@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from holdfast_formats import toml_text
 from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
+from holdfast_formats.layout.rules.expressions import Expression, parse
 from holdfast_formats.programs.names import NameIndex
 from holdfast_formats.programs.statements import ProgramStatement, parse_statements
 
@@ -111,7 +111,3 @@ def _parsed(text: str, sizes: Mapping[str, Expression], place: str) -> tuple[Pro
     if not program_statements:
         raise InvalidRequest(f"{place}there are no statements")
     return program_statements
-
-
-def keys_of(program: Program) -> frozenset[str]:
-    return frozenset(key for size in program.sizes.values() for key in names_in(size))

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.layout.rules.expressions import Expression, evaluate, names_in
 from holdfast_formats.programs import arrangement
 from holdfast_formats.programs.arrangement import Arrangement
-from holdfast_formats.programs.sizes import number
 from holdfast_formats.programs.statements import ProgramStatement
 
 _FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float": "F32", "half": "F16"}
@@ -63,6 +63,18 @@ class Step(NamedTuple):
     def dtype(self, name: str) -> str | None:
         text = self.statement.texts.get(name)
         return None if text is None else dtype_named(text, self.where)
+
+
+def number(expression: Expression, sizes: Mapping[str, int], where: str) -> int:
+    """The value of a number in a statement; `InvalidRequest` with `where` if a size is unknown for this config."""
+    value = evaluate(expression, sizes)
+    if value is None:
+        missing = sorted(names_in(expression) - set(sizes))
+        raise InvalidRequest(
+            f"{where}: the size {', '.join(map(repr, missing))} is unknown",
+            hint="config.json lacks what the program's [sizes] need: give the model's config.json",
+        )
+    return value
 
 
 def dtype_named(text: str, where: str) -> str:

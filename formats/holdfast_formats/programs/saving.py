@@ -20,6 +20,7 @@ from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
 from holdfast_formats.layout.rules import Rules
+from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.mapping.box_moves import BoxMove
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.programs.compilation import arranged
@@ -29,7 +30,6 @@ from holdfast_formats.programs.environment import Environment
 from holdfast_formats.programs.following import FollowingTensors, Plane
 from holdfast_formats.programs.operations import Ranks
 from holdfast_formats.programs.remade import RemadeTensors
-from holdfast_formats.programs.sizes import sizes_for
 from holdfast_formats.programs.statements import ProgramStatement
 from holdfast_formats.programs.stored_names import Counts, StoredName, lenient, shapes_back, stored_names, way_back
 from holdfast_formats.region import Shape

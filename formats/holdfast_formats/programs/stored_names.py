@@ -14,8 +14,7 @@ from holdfast_formats.programs.document import Program
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.programs.inversion import inverted
 from holdfast_formats.programs.names import NameIndex
-from holdfast_formats.programs.operations import Ranks
-from holdfast_formats.programs.sizes import number
+from holdfast_formats.programs.operations import Ranks, number
 from holdfast_formats.programs.statements import Operand, ProgramStatement
 from holdfast_formats.region import Shape
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.programs import read_program
-from holdfast_formats.programs.sizes import sizes_for
 
 TEXT = """
 name = "mine"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.integrations.megatron.pieces import ModelTensors, ParameterPiece
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.mapping.box_moves import BoxMove, drawn
 from holdfast_formats.programs.choice import load
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.programs.operations import Ranks
-from holdfast_formats.programs.sizes import sizes_for
 from holdfast_formats.programs.stored_names import lenient
 from holdfast_formats.region import Box, Shape
 

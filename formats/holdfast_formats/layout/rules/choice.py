@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.document import Document, check, decode
-from holdfast_formats.layout.rules.expressions import VALUE_MAX, evaluate, names_in
+from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.layout.rules.patterns import NamePattern, split
 from holdfast_formats.layout.rules.rules import Rules
 from holdfast_formats.layout.rules.table import RuleTable, TieRow, compile_table
@@ -82,7 +82,7 @@ def choose(
     """
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
-    sizes = _sizes(chosen, config or {})
+    sizes = sizes_for(chosen.sizes, config or {}, f"rules table {chosen.name!r}, size")
     if "layers" not in sizes or ("experts" not in sizes and chosen.has_experts):
         sizes = {**_counted(chosen, held, shapes or {}), **sizes}
     return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
@@ -140,30 +140,6 @@ def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | No
         key, numbers = split(name)
         met |= {(table, i) for table, i, pattern in wanted.get(key, ()) if pattern.match(numbers) is not None}
     return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
-
-
-def _sizes(table: RuleTable, config: Mapping[str, Any]) -> dict[str, int]:
-    documents = _documents_of(config)
-    keys = {key for expression in table.sizes.values() for key in names_in(expression)}
-    values = {key: value for key in keys if (value := _whole(documents, key)) is not None}
-    sizes: dict[str, int] = {}
-    for name, expression in table.sizes.items():
-        try:
-            size = evaluate(expression, values)
-        except InvalidRequest as problem:
-            raise InvalidRequest(f"rules table {table.name!r}, size {name!r} for this config: {problem.detail}") from None
-        if size is not None:
-            sizes[name] = size
-    return sizes
-
-
-def _whole(documents: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    value = next((doc[key] for doc in reversed(documents) if doc.get(key) is not None), None)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX):
-        raise InvalidRequest(
-            f"config.json has {key} = {value!r}, which is not a valid size", hint='rules "none" do not need the config'
-        )
-    return value
 
 
 def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:

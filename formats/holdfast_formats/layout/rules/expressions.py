@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from holdfast_formats.errors import InvalidRequest
 
@@ -111,3 +112,31 @@ def _bounded(value: int | None) -> int | None:
     if value is not None and abs(value) > VALUE_MAX:
         raise InvalidRequest(f"a size exceeds {VALUE_MAX}")
     return value
+
+
+def sizes_for(sizes: Mapping[str, Expression], config: Mapping[str, Any], what: str = "size") -> dict[str, int]:
+    """The sizes for which config.json has all keys; its `text_config` takes precedence.
+
+    Raises `InvalidRequest` for invalid values, with `what` a size is.
+    """
+    nested = config.get("text_config")
+    documents = [nested, config] if isinstance(nested, Mapping) else [config]
+    values = {}
+    for key in {key for size in sizes.values() for key in names_in(size)}:
+        value = next((doc[key] for doc in documents if doc.get(key) is not None), None)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX:
+            raise InvalidRequest(
+                f"config.json has {key} = {value!r}, which is not a valid size", hint='rules "none" need no config'
+            )
+        values[key] = value
+    known = {}
+    for name, expression in sizes.items():
+        try:
+            size = evaluate(expression, values)
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"{what} {name!r} for this config: {problem.detail}") from None
+        if size is not None:
+            known[name] = size
+    return known

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.box_moves import MappedTensor, same
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.programs import CompiledProgram, compile_program, named_or_written
+from holdfast_service.wings.convert.foreign.file_signs import read_object
 
 CONFIG = "config.json"
-CONFIG_BYTES_MAX = 2**24
 NAMED = 3  # tensors in a note
 _OF_PARAMETERS = ("state", "masters", "kinds")  # of an optimizer's document
 
@@ -38,22 +37,11 @@ def mapped(files: Files, listing: ForeignListing, program: str | None) -> Mapped
     if program is None:
         return MappedListing(tuple(same(tensor) for tensor in listing.tensors.values()), listing.documents)
     specs = {key: tensor.spec for key, tensor in listing.tensors.items()}
-    compiled = compile_program(named_or_written(program), specs, _config(files))
+    compiled = compile_program(
+        named_or_written(program), specs, {} if files.size(CONFIG) is None else read_object(files, CONFIG)
+    )
     documents = _renamed(listing.documents, compiled.names)
     return MappedListing(tuple(compiled.tensors.values()), documents, tuple(_notes(compiled)), compiled)
-
-
-def _config(files: Files) -> Mapping[str, Any]:
-    size = files.size(CONFIG)
-    if size is None:
-        return {}
-    try:
-        document = json.loads(files.read(CONFIG, 0, CONFIG_BYTES_MAX + 1)) if size <= CONFIG_BYTES_MAX else None
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
-    if not isinstance(document, dict):
-        raise CorruptManifest(f"{CONFIG} is not a JSON object of at most {CONFIG_BYTES_MAX} bytes", file=CONFIG)
-    return document
 
 
 def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Documents:

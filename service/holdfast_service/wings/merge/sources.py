@@ -6,12 +6,12 @@ the result gets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from holdfast_files.opened import open_checkpoint
+from holdfast_files.opened import join, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
@@ -55,74 +55,47 @@ class MergeSource(NamedTuple):
         return {}
 
 
-class JoinedFiles:
-    """The files of several directories, `N/name` in the N-th of them; other names are in the one with number `plain`."""
+class RoutedFiles:
+    """Files that are other `Files`' under another name: `route` says whose, and the name there."""
 
-    def __init__(self, places: Sequence[Files], plain: int) -> None:
-        self._places, self._plain = places, plain
-        self.label = ", ".join(place.label for place in places)
+    def __init__(self, label: str, route: Callable[[str], tuple[Files, str]]) -> None:
+        self.label, self._route = label, route
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.read(name, offset, length)
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.read_into(name, offset, buffer)
 
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.read_stored(name, offset, buffer)
 
     def size(self, path: str) -> int | None:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.size(name)
 
     def list(self, path: str) -> list[str]:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.list(name)
 
     def stamp(self, path: str) -> str:
-        files, name = self._found(path)
+        files, name = self._route(path)
         return files.stamp(name)
 
-    def _found(self, path: str) -> _Found:
+
+def joined(places: Sequence[Files], plain: int) -> RoutedFiles:
+    """The files of several directories, `N/name` in the N-th of them; other names are in the one with number `plain`."""
+
+    def route(path: str) -> tuple[Files, str]:
         number, slash, name = path.partition("/")
-        if slash and number.isascii() and number.isdigit() and int(number) < len(self._places):
-            return _Found(self._places[int(number)], name)
-        return _Found(self._places[self._plain], path)
+        if slash and number.isascii() and number.isdigit() and int(number) < len(places):
+            return places[int(number)], name
+        return places[plain], path
 
-
-class _Found(NamedTuple):
-    files: Files
-    name: str
-
-
-class OneOf:
-    def __init__(self, joined: WatchedSource, number: int) -> None:
-        self._joined, self._number = joined, number
-        self.label = f"directory {number}"
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self._joined.read(self._at(path), offset, length)
-
-    def read_into(self, path: str, offset: int, buffer: Any) -> int:
-        return self._joined.read_into(self._at(path), offset, buffer)
-
-    def read_stored(self, path: str, offset: int, buffer: Any) -> int:
-        return self._joined.read_stored(self._at(path), offset, buffer)
-
-    def size(self, path: str) -> int | None:
-        return self._joined.size(self._at(path))
-
-    def list(self, path: str) -> list[str]:
-        return self._joined.list(self._at(path))
-
-    def stamp(self, path: str) -> str:
-        return self._joined.stamp(self._at(path))
-
-    def _at(self, path: str) -> str:
-        return f"{self._number}/{path}"
+    return RoutedFiles(", ".join(place.label for place in places), route)
 
 
 class MergeSources(NamedTuple):
@@ -141,9 +114,9 @@ def read_sources(places: Sequence[ModelPlace], assets_of: str) -> MergeSources:
     exports = [_committed(place, share) for place in places]
     pairs = zip(places, exports, strict=True)
     plain = [place.name for place in places].index(assets_of)
-    joined = JoinedFiles([read_once(place.files) if own is None else own.files for place, own in pairs], plain)
+    files = joined([read_once(place.files) if own is None else own.files for place, own in pairs], plain)
     ours = {str(number) for number, own in enumerate(exports) if own is not None}  # what is read of them is verified
-    watched = WatchedSource(joined, digested=lambda path: path.partition("/")[0] not in ours)
+    watched = WatchedSource(files, digested=lambda path: path.partition("/")[0] not in ours)
     sources = {}
     for number, (place, own) in enumerate(zip(places, exports, strict=True)):
         try:
@@ -165,7 +138,7 @@ class _Own(NamedTuple):
 def _committed(place: ModelPlace, kept_bytes_max: int) -> _Own | None:
     """A Holdfast checkpoint; None for the directory of another program."""
     directory = place.directory
-    if place.files.size(f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT) is None:
+    if place.files.size(join(directory, naming.COMMIT)) is None:
         if directory:
             raise NoSuchResource(f"{place.name} has no {naming.COMMIT}", hint="merge a committed checkpoint")
         return None
@@ -180,7 +153,7 @@ def _ours(place: ModelPlace, number: int, own: _Own) -> MergeSource:
 
 
 def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSource:
-    files = OneOf(watched, number)
+    files = RoutedFiles(f"directory {number}", lambda path: (watched, f"{number}/{path}"))
     try:
         kind = choose(files, None, KINDS)
     except StateMismatch as error:

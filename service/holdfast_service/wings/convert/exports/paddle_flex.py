@@ -24,6 +24,7 @@ from holdfast_service.wings.convert.exports.source import ExportSource
 from holdfast_service.wings.convert.exports.tied_tensors import renamed
 from holdfast_service.wings.convert.foreign import pickle_writer
 from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
+from holdfast_service.wings.convert.foreign.pickled.dtypes import NUMPY, TORCH_NAMES
 
 NAME = "paddle-flex"
 SETS = ("model_state", "optimizer_state", "master_weight")
@@ -31,19 +32,8 @@ METADATA = "0.metadata"
 SIGNAL = "saved_signal_0"
 _PACKAGE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 _RECONSTRUCT = GlobalCall(NamedGlobal("numpy.core.multiarray._reconstruct"), (NamedGlobal("numpy.ndarray"), (0,), b"b"))
-# Numpy's code and byte order of the stored array, and Paddle's name of the dtype. bfloat16 is stored as its bits.
-_DTYPES = {
-    "BF16": ("u2", "<", "bfloat16"),
-    "F16": ("f2", "<", "float16"),
-    "F32": ("f4", "<", "float32"),
-    "F64": ("f8", "<", "float64"),
-    "I64": ("i8", "<", "int64"),
-    "I32": ("i4", "<", "int32"),
-    "I16": ("i2", "<", "int16"),
-    "I8": ("i1", "|", "int8"),
-    "U8": ("u1", "|", "uint8"),
-    "BOOL": ("b1", "|", "bool"),
-}
+# Numpy's code of the stored array, by dtype; Paddle has these. bfloat16 is stored as its bits.
+_CODES = {"BF16": "u2", **{NUMPY[code]: code for code in ("f2", "f4", "f8", "i8", "i4", "i2", "i1", "u1", "b1")}}
 
 _NOT_FLAT = {"is_flattened": False, "flattened_range": None}
 
@@ -129,9 +119,10 @@ class _ArrayFiles:
 def _around(tensor: Held) -> tuple[bytes, bytes]:
     """The opcodes before and after the bytes of an array, which becomes an item of the dict on the stack."""
     spec = tensor.spec
-    if spec.dtype not in _DTYPES:
+    if spec.dtype not in _CODES:
         raise StateMismatch(f"Paddle has no arrays of {spec.dtype}, as {spec.name!r} is", tensor=spec.name)
-    code, order, _ = _DTYPES[spec.dtype]
+    code = _CODES[spec.dtype]
+    order = "|" if code.endswith("1") else "<"
     kind = _opcodes(GlobalCall(NamedGlobal("numpy.dtype"), (code, False, True)))
     kind += _opcodes((3, order, None, None, None, -1, -1, 0)) + b"b"
     size = spec.nbytes
@@ -151,7 +142,8 @@ def _metadata(placed: Iterable[_Placed]) -> MadeObject:
     for tensor, file in placed:
         spec = tensor.spec
         shape, origin = tuple(spec.shape), (0,) * len(spec.shape)
-        local = {"global_offset": origin, "local_shape": shape, "dtype": _DTYPES[spec.dtype][2], "global_shape": shape}
+        dtype = TORCH_NAMES[spec.dtype].removeprefix("torch.")  # Paddle calls them the same
+        local = {"global_offset": origin, "local_shape": shape, "dtype": dtype, "global_shape": shape}
         described[spec.name] = [_object("LocalTensorMetadata", {**local, **_NOT_FLAT})]
         index = {"tensor_key": spec.name, "global_offset": origin, **_NOT_FLAT, "replica_id": None, "local_shape": shape}
         stored.append((_object("LocalTensorIndex", index), file))

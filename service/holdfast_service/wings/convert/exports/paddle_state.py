@@ -18,7 +18,8 @@ from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.mapping.reading import elements
-from holdfast_formats.region import Box
+from holdfast_formats.programs import arrangement
+from holdfast_formats.programs.arrangement import Arrangement
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.exports import weights
 from holdfast_service.wings.convert.exports.ordered_tensors import Arranged, arrange, config_of
@@ -37,6 +38,8 @@ _USED = frozenset({"model", MASTER, optimizer_state.GROUP})
 _HINT = "`--as hf` exports the model alone, which PaddleFormers loads as well"
 # What an import from Paddle keeps of its trainer, which goes back as it came.
 TRAINER_KEYS = ("paddle_trainer_state", "paddle_scheduler")
+_KEPT = frozenset(f"extra/{key}" for key in TRAINER_KEYS)
+_NO_PLACE = "PaddleFormers' trainer has no place for it"
 
 Known = TypeVar("Known")
 
@@ -122,21 +125,14 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
         {**optimizer, **{alias: _tied_state(optimizer[t], alias) for alias, t in ties.items() if t in optimizer}},
         layout,
         tuple(notes),
-        (*chosen.left_out, *_left_out(source), *values_of_weights(source)),
+        (*chosen.left_out, *other_groups(source, _USED, _NO_PLACE, _KEPT), *values_of_weights(source)),
     )
 
 
 def transposed(mapped: MappedTensor) -> MappedTensor:
     spec = mapped.spec
-    moves = tuple(
-        move._replace(
-            target=Box(move.target.offset[::-1], move.target.shape[::-1]),
-            axes=move.axes[::-1],
-            target_step=move.target_step[::-1],
-        )
-        for move in mapped.moves
-    )
-    return MappedTensor(TensorSpec(spec.group, spec.name, spec.dtype, spec.shape[::-1]), moves, mapped.padded)
+    turned = arrangement.transposed(Arrangement(spec.shape, mapped.moves), range(len(spec.shape))[::-1])
+    return mapped._replace(spec=TensorSpec(spec.group, spec.name, spec.dtype, turned.shape), moves=turned.moves)
 
 
 def power_tensor(group: str, name: str, value: float) -> KnownTensor:
@@ -276,16 +272,3 @@ def _pair(value: Any) -> Betas | None:
 def _count(value: Any) -> int | None:
     """A group's step count, as fused optimizers have it."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= STEP_MAX else None
-
-
-def _left_out(source: ExportSource) -> list[LeftOut]:
-    left_outs = other_groups(source, _USED, "PaddleFormers' trainer has no place for it")
-    kept = {f"extra/{key}" for key in TRAINER_KEYS}
-    notes = []
-    for one in left_outs:
-        if not one.what.startswith("values "):
-            notes.append(one)
-            continue
-        names = [name for name in one.what.removeprefix("values ").split(", ") if name not in kept]
-        notes += [one._replace(what="values " + ", ".join(names))] if names else []
-    return notes

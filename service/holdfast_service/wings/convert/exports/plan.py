@@ -91,15 +91,16 @@ def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({
     return [*left_out, *(LeftOut(name, "it belongs to a value, or to one rank") for name in apart)]
 
 
-def other_groups(source: ExportSource, used: frozenset[str], reason: str) -> list[LeftOut]:
-    """Groups that an export cannot hold, and their values that are not tensors."""
+def other_groups(
+    source: ExportSource, used: frozenset[str], reason: str, kept: frozenset[str] = frozenset()
+) -> list[LeftOut]:
+    """Groups that an export cannot hold, and their values that are not tensors, except those `kept` (group/key)."""
     left_out = [
         LeftOut(f"group {group} ({len(named)} tensors)", reason)
         for group, named in ((group, source.group(group)) for group in sorted(source.groups))
         if group not in used and named
     ]
-    values = sorted(
-        {f"{group}/{key}" for group, held in source.listing.documents.items() for key in held if group not in used}
-        | {name for name in source.ranked if name.partition("/")[0] not in used}
-    )
-    return [*left_out, LeftOut("values " + ", ".join(values), reason)] if values else left_out
+    values = {f"{group}/{key}" for group, held in source.listing.documents.items() for key in held if group not in used}
+    values |= {name for name in source.ranked if name.partition("/")[0] not in used}
+    values -= kept
+    return [*left_out, LeftOut("values " + ", ".join(sorted(values)), reason)] if values else left_out

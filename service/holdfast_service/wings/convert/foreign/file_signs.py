@@ -1,14 +1,14 @@
-"""Detects what is in a file's place: nothing, a link, a pointer of Git LFS, a web page, or an archive."""
+"""Detects what is in a file's place: nothing, a link, a pointer of Git LFS, a web page, or an archive; and reads JSON."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import Any
 
-from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest
+from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded
+from holdfast_formats.files import Files
 
-if TYPE_CHECKING:
-    from holdfast_formats.files import Files
-
+CONFIG_BYTES_MAX = 2**24
 HEAD_BYTES = 64
 _POINTER = b"version https://git-lfs"
 _PAGES = (b"<!doctype html", b"<html")
@@ -39,6 +39,22 @@ def check_head(path: str, head: bytes) -> None:
         )
     if head.lstrip().lower().startswith(_PAGES):
         raise CorruptManifest(f"{path} is a web page and not the file itself", hint="download it again", file=path)
+
+
+def read_object(files: Files, path: str, bytes_max: int = CONFIG_BYTES_MAX) -> dict[str, Any]:
+    """A file's JSON object; `CorruptManifest` for anything else, `LimitExceeded` for one that is too large."""
+    size = files.size(path)
+    if size is None:
+        raise CorruptManifest(f"{path} is not a regular file", hint="copy the file that it links to", file=path)
+    if size > bytes_max:
+        raise LimitExceeded(f"{path} has {size} bytes, over the limit of {bytes_max}", file=path)
+    try:
+        document = json.loads(files.read(path, 0, bytes_max))
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {path}: {error}", file=path) from error
+    if not isinstance(document, dict):
+        raise CorruptManifest(f"{path} is not a JSON object", file=path)
+    return document
 
 
 def archive(name: str) -> str:

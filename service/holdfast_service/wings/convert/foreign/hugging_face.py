@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
-from holdfast_formats.disk import safetensors
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.layout.parts import strides
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.region import whole
+from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
-from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign import directories, file_signs, hugging_face_names, sixteen_bits
+from holdfast_service.wings.convert.foreign import directories, hugging_face_names, sixteen_bits
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
+from holdfast_service.wings.convert.foreign.stored_arrays import read_safetensors
 
 GROUP = "model"
 DIFFUSERS = "diffusion_pytorch_model"  # the group of a component of diffusers: files are called so, and loaded by that name
@@ -65,19 +62,35 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
             tensors[tensor.key] = tensor
     if weight_map is not None and index is not None:
         _check_index(index, weight_map, tensors.values())
-    copies = hugging_face_names.check_names(names, {*weights, index or INDEX})
     config = hugging_face_names.read_config(files)
     taken = as_bfloat16(tensors.values(), config, options)
-    tensors = {tensor.key: tensor for tensor in taken.tensors}
-    hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
-    assets = assets_of(files, names)
     uses = [FileUse(file, "tensors") for file in weights]
     if index is not None:
         uses.append(FileUse(index, "unused", "it names the same tensors as the headers; the import writes its own"))
-    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
+    return listed(KIND.name, files, taken, uses, config)
+
+
+def listed(
+    kind: str,
+    files: Files,
+    taken: TakenTensors,
+    used: Sequence[FileUse],
+    config: Mapping[str, Any],
+    again: Sequence[FileUse] = (),
+) -> ForeignListing:
+    """The listing of these tensors, with the use of every file: those `used`, and those with the same tensors `again`.
+
+    Raises `StateMismatch` for other files of a training, and for tensors that the model does not compute with.
+    """
+    names, known = files.list(""), {use.file for use in (*used, *again)}
+    copies = hugging_face_names.check_names(names, known)
+    hugging_face_names.check_tensors([(tensor.spec, tensor.pieces[0].file) for tensor in taken.tensors], config)
+    assets = assets_of(files, [name for name in names if name not in known])
+    uses = [*used, *copies, *(FileUse(name, "asset") for name in assets), *again]
     known = {use.file for use in uses}
     uses += [FileUse(name, "unused", why_unused(files, name)) for name in names if name not in known]
-    return ForeignListing(KIND.name, tensors, tuple(uses), assets=assets, notes=taken.notes)
+    tensors = {tensor.key: tensor for tensor in taken.tensors}
+    return ForeignListing(kind, tensors, tuple(uses), assets=assets, notes=taken.notes)
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[ForeignTensor]) -> None:
@@ -90,18 +103,23 @@ def _check_index(index: str, weight_map: Mapping[str, str], tensors: Iterable[Fo
 
 
 def _weight_map(files: Files, index: str) -> Mapping[str, str]:
-    if (files.size(index) or 0) > INDEX_BYTES_MAX:
-        raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
-    try:
-        weight_map = _decode_index(files.read(index)).weight_map
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {index}: {error}", hint=_HINT, file=index) from error
+    weight_map = read_index(files, index)
     for name, file in weight_map.items():
         if not naming.is_file_name(file) or not file.endswith(_ENDING):
             raise InvalidRequest(
                 f"{index} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
             )
     return weight_map
+
+
+def read_index(files: Files, index: str) -> dict[str, str]:
+    """Each tensor's file by an index; `CorruptManifest` for an invalid one, `LimitExceeded` beyond any model's size."""
+    if (files.size(index) or 0) > INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{index} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT, file=index)
+    try:
+        return _decode_index(files.read(index)).weight_map
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"cannot read {index}: {error}", hint=_HINT, file=index) from error
 
 
 class _Index(msgspec.Struct):
@@ -113,23 +131,11 @@ _decode_index = decoder(_Index)
 
 def in_file(files: Files, file: str, group: str = GROUP, why: str = "") -> list[ForeignTensor]:
     """The tensors of one safetensors file, from its header. `why` it is needed."""
-    size = files.size(file)
-    if size is None:
-        raise file_signs.absent(files, file, why)
-    first = files.read(file, 0, file_signs.HEAD_BYTES)
-    file_signs.check_head(file, first)
-    try:
-        length = safetensors.header_length(first[: safetensors.LENGTH_BYTES], size, file)
-        header = safetensors.decode(files.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
-    except CorruptManifest as error:
-        raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
-    hugging_face_names.check_metadata(file, header.metadata)
-    tensors = []
-    for tensor in header.tensors:
-        spec = TensorSpec(group, tensor.name, tensor.dtype, tensor.shape)
-        spec.check()
-        piece = ForeignPiece(file, header.header_bytes + tensor.start, whole(spec.shape), strides(spec.shape))
-        tensors.append(ForeignTensor(spec, (piece,)))
+    held = read_safetensors(files, file, why=why, hint=_HINT)
+    hugging_face_names.check_format(file, held.format)
+    tensors = [array.tensor(group, array.key) for array in held.arrays]
+    for tensor in tensors:
+        tensor.spec.check()
     return tensors
 
 

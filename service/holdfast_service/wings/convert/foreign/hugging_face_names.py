@@ -6,18 +6,17 @@ quantised weights, optimizer state and masters.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast_formats.errors import CorruptManifest, Refused, StateMismatch
+from holdfast_formats.errors import Refused, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse
 from holdfast_formats.tensors import TensorSpec
+from holdfast_service.wings.convert.foreign import file_signs
 
 CONFIG = "config.json"
-CONFIG_BYTES_MAX = 2**24
 _FORMATS = (None, "pt")  # what `__metadata__` may say of how the weights lie
 
 # The same weights once more, as other programs want them; a reader of the safetensors files needs none of these.
@@ -98,9 +97,8 @@ def check_shards(files: Sequence[str]) -> None:
         raise StateMismatch(what, hint=_ALONE, file=files[1])
 
 
-def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
+def check_format(file: str, written_format: str | None) -> None:
     """`StateMismatch` for weights in another framework's layout: Paddle, Flax and TensorFlow transpose them."""
-    written_format = (metadata or {}).get("format")
     if written_format not in _FORMATS:
         raise StateMismatch(
             f"{file} has format {written_format!r}: its matrices may be transposed compared to a Hugging Face model",
@@ -129,20 +127,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
 
 def read_config(source: Files) -> Mapping[str, Any]:
     """The model's config.json, empty without one; `CorruptManifest` if it cannot be read."""
-    size = source.size(CONFIG)
-    if size is None:
-        if CONFIG in source.list(""):
-            raise CorruptManifest(f"{CONFIG} is not a regular file", hint="copy the file that it links to", file=CONFIG)
-        return {}
-    if size > CONFIG_BYTES_MAX:
-        raise CorruptManifest(f"{CONFIG} has {size} bytes, over the limit of {CONFIG_BYTES_MAX}", file=CONFIG)
-    try:
-        document = json.loads(source.read(CONFIG, 0, CONFIG_BYTES_MAX))
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
-    if not isinstance(document, dict):
-        raise CorruptManifest(f"{CONFIG} is not a JSON object", file=CONFIG)
-    return document
+    return file_signs.read_object(source, CONFIG) if CONFIG in source.list("") else {}
 
 
 def _mismatch(name: str, file: str, what: str, hint: str) -> Refused:

@@ -16,7 +16,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_service.wings.convert.foreign import json_values, torch_values
-from holdfast_service.wings.convert.foreign.paddle.computed import scalar
+from holdfast_service.wings.convert.foreign.computed import scalar
 from holdfast_service.wings.convert.foreign.pickles import PickledArray
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"

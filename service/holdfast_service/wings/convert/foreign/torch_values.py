@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
-from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor
-from holdfast_formats.region import whole
-from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.mapping.listing import ForeignTensor
 from holdfast_service.wings.convert.foreign import json_values
 from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, PickledBytes
 
 
 def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
-    spec = TensorSpec(group, name, array.dtype, array.shape)
-    spec.check()
-    piece = ForeignPiece(array.file, array.offset, whole(array.shape), array.strides, array.member)
-    return ForeignTensor(spec, (piece,))
+    made = array.stored(name).tensor(group, name)
+    made.spec.check()
+    return made
 
 
 def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:

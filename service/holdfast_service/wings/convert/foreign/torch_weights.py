@@ -6,17 +6,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from holdfast_formats import naming
-from holdfast_formats.decoding import decoder
-from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_service.wings.convert.foreign import hugging_face, hugging_face_names, torch_optimizer, torch_values
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing, Unread, ValuePlace
+from holdfast_service.wings.convert.foreign.hugging_face import TakenTensors
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.pickles import read_torch
 
@@ -137,18 +135,11 @@ def _listing(
     kind: ForeignKind, files: Files, tensors: dict[TensorKey, ForeignTensor], used: Sequence[str]
 ) -> ForeignListing:
     """The listing, with the use of every file of the directory."""
-    names = files.list("")
-    copies = hugging_face_names.check_names(names, used)
-    placed = [(tensor.spec, tensor.pieces[0].file) for tensor in tensors.values()]
-    hugging_face_names.check_tensors(placed, hugging_face_names.read_config(files))
-    assets = hugging_face.assets_of(files, [name for name in names if name not in used])
     uses = [FileUse(file, "tensors") for file in used if file != INDEX]
     if INDEX in used:
         uses.append(FileUse(INDEX, "unused", "it names the same tensors as the files; the import writes its own"))
-    uses += [*copies, *(FileUse(name, "asset") for name in assets)]
-    known = {use.file for use in uses}
-    uses += [FileUse(name, "unused", hugging_face.why_unused(files, name)) for name in names if name not in known]
-    return ForeignListing(kind.name, tensors, tuple(uses), assets=assets)
+    taken = TakenTensors(tuple(tensors.values()), ())
+    return hugging_face.listed(kind.name, files, taken, uses, hugging_face_names.read_config(files))
 
 
 def _bare(names: Iterable[str]) -> list[str]:
@@ -169,20 +160,8 @@ def _check_numbers(weights: Sequence[str]) -> None:
         )
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-_decode_index = decoder(_Index)
-
-
 def _weight_map(files: Files) -> dict[str, str]:
-    if (files.size(INDEX) or 0) > hugging_face.INDEX_BYTES_MAX:
-        raise LimitExceeded(f"{INDEX} is over the limit of {hugging_face.INDEX_BYTES_MAX} bytes", file=INDEX)
-    try:
-        weight_map = dict(_decode_index(files.read(INDEX)).weight_map)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {INDEX}: {error}", file=INDEX) from error
+    weight_map = hugging_face.read_index(files, INDEX)
     wrong = next((file for file in weight_map.values() if not naming.is_file_name(file) or files.size(file) is None), None)
     if wrong is not None:
         raise torch_values.mismatch(INDEX, "", f"names {wrong!r}, which is not there", "download it again")

@@ -16,46 +16,14 @@ from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import pickle_writer
 from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, NamedGlobal, PersistentId
+from holdfast_service.wings.convert.foreign.pickled import dtypes
 
 ALIGNMENT_BYTES = 64
 ROOT = "archive"
 _LONG = 0xFFFFFFFF  # marks a size in a zip64 field
 _RECORDS = {"version": b"3\n", "byteorder": b"little"}
 
-_STORAGES = {
-    "BOOL": "BoolStorage",
-    "U8": "ByteStorage",
-    "I8": "CharStorage",
-    "I16": "ShortStorage",
-    "F16": "HalfStorage",
-    "BF16": "BFloat16Storage",
-    "I32": "IntStorage",
-    "F32": "FloatStorage",
-    "F64": "DoubleStorage",
-    "I64": "LongStorage",
-    "C64": "ComplexFloatStorage",
-}
-TORCH_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+_STORAGES = {dtype: f"torch.{name}" for name, dtype in dtypes.STORAGES.items()}
 
 
 class _Record(NamedTuple):
@@ -139,17 +107,17 @@ def of_value(value: Any) -> bytes:
 
 
 def _tensor(spec: TensorSpec) -> GlobalCall:
-    if spec.dtype not in TORCH_DTYPES:
+    if spec.dtype not in dtypes.TORCH_NAMES:
         raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, which torch has no dtype for", tensor=spec.name)
     known = spec.dtype in _STORAGES
-    kind = f"torch.{_STORAGES[spec.dtype]}" if known else "torch.storage.UntypedStorage"
+    kind = _STORAGES.get(spec.dtype, dtypes.UNTYPED)
     length = prod(spec.shape) if known else spec.nbytes
     storage = PersistentId(("storage", NamedGlobal(kind), "0", "cpu", length))
     hooks = GlobalCall(NamedGlobal("collections.OrderedDict"), ())
     arguments = (storage, 0, tuple(spec.shape), _steps(spec.shape), False, hooks)
     if known:
         return GlobalCall(NamedGlobal("torch._utils._rebuild_tensor_v2"), arguments)
-    dtype = NamedGlobal(f"torch.{TORCH_DTYPES[spec.dtype]}")
+    dtype = NamedGlobal(dtypes.TORCH_NAMES[spec.dtype])
     return GlobalCall(NamedGlobal("torch._utils._rebuild_tensor_v3"), (*arguments, dtype))
 
 

@@ -20,9 +20,7 @@ from holdfast_formats.mapping.listing import ForeignListing, ForeignPiece, Forei
 from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign.torch_zips import TORCH_DTYPES
-
-NAMES = {f"torch.{name}": dtype for dtype, name in TORCH_DTYPES.items()}
+from holdfast_service.wings.convert.foreign.pickled.dtypes import TORCH as NAMES
 
 
 class DirectoryFiles:

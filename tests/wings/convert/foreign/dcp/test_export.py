@@ -18,7 +18,7 @@ from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign.dcp import export, export_names
 from holdfast_service.wings.convert.foreign.dcp.export import DcpExport
-from holdfast_service.wings.convert.foreign.torch_zips import TORCH_DTYPES
+from holdfast_service.wings.convert.foreign.pickled.dtypes import TORCH
 from tests.wings.convert.foreign.dcp.directories import Held, bytes_of, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore:.*TypedStorage:UserWarning")
@@ -44,7 +44,7 @@ def _model(values: dict[str, torch.Tensor]) -> dict[TensorKey, torch.Tensor]:
 
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
     """Whatever the bits are, over several files; torch's own converter finds names and nesting."""
-    values = {f"layers.0.{name}": _random((3, 5), getattr(torch, name)) for name in TORCH_DTYPES.values()}
+    values = {f"layers.0.{name}": _random((3, 5), getattr(torch, name.removeprefix("torch."))) for name in TORCH}
     values |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(4, 0, 2), "long": _random((3000,))}
     made = _exported(tmp_path, _model(values), "plain", file_bytes_max=4000)
     assert made.left_out == ()

@@ -11,8 +11,8 @@ import pytest
 from holdfast.tensors import trees
 from holdfast_formats.errors import StateMismatch
 from holdfast_service.wings.convert.foreign.paddle import progress
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 from tests.kit.files import FilesInMemory
 from tests.wings.convert.foreign.directories import OnDisk
 from tests.wings.convert.foreign.paddle import written

@@ -10,8 +10,8 @@ import pytest
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.reading import fetched
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import joined, of_arrays, proportions, whole_shape
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 from tests.kit.files import FilesInMemory
 
 

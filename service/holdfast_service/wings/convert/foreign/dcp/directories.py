@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from holdfast_files.opened import join
 from holdfast_formats import naming
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.files import Files
@@ -23,7 +24,7 @@ _UNFINISHED = "it was left by a save that did not end"
 def walk(files: Files, directory: str = "", depth: int = 0) -> Iterator[str]:
     """The paths of all files. Raises `LimitExceeded` for too many or too deep directories."""
     for position, name in enumerate(files.list(directory)):
-        path = f"{directory}/{name}" if directory else name
+        path = join(directory, name)
         if position > FILES_MAX or depth > DEPTH_MAX:
             raise LimitExceeded(f"{path}: more than {FILES_MAX} files, or directories deeper than {DEPTH_MAX}", file=path)
         if files.size(path) is not None:
@@ -40,7 +41,7 @@ def uses(files: Files, saved: SavedState, directory: str, known: Mapping[str, Fi
     for path in walk(files):
         if path in of_tensors:
             listed.append(FileUse(path, "tensors"))
-        elif path in of_values or path == (f"{directory}/{METADATA}" if directory else METADATA):
+        elif path in of_values or path == join(directory, METADATA):
             listed.append(FileUse(path, "state"))
         else:
             listed.append(known[path] if path in known else _other(path))

@@ -14,7 +14,8 @@ from holdfast_service.wings.convert.foreign import pickle_writer, torch_zips
 from holdfast_service.wings.convert.foreign.dcp import export_names
 from holdfast_service.wings.convert.foreign.dcp.export_names import ExportedLeaf
 from holdfast_service.wings.convert.foreign.pickle_writer import GlobalCall, MadeObject, NamedGlobal, ObjectKeys
-from holdfast_service.wings.convert.foreign.torch_zips import ALIGNMENT_BYTES, TORCH_DTYPES, ZipAround
+from holdfast_service.wings.convert.foreign.pickled.dtypes import TORCH_NAMES
+from holdfast_service.wings.convert.foreign.torch_zips import ALIGNMENT_BYTES, ZipAround
 
 FILE_BYTES_MAX = 5_000_000_000  # a larger tensor has a file of its own
 METADATA = ".metadata"
@@ -51,9 +52,9 @@ def target_files(
     left_out = [
         (f"{group}/{name}", f"torch has no dtype for {tensor.spec.dtype}")
         for (group, name), tensor in held.items()
-        if tensor.spec.dtype not in TORCH_DTYPES
+        if tensor.spec.dtype not in TORCH_NAMES
     ]
-    held = {key: tensor for key, tensor in held.items() if tensor.spec.dtype in TORCH_DTYPES}
+    held = {key: tensor for key, tensor in held.items() if tensor.spec.dtype in TORCH_NAMES}
     named = export_names.names_of(held, documents, layout)
     writer = _Files(file_bytes_max)
     for leaf in named.leaves:
@@ -170,5 +171,5 @@ def _size(shape: Shape) -> GlobalCall:
 def _properties(dtype: str) -> MadeObject:
     layout = GlobalCall(NamedGlobal("torch.serialization._get_layout"), ("torch.strided",))
     contiguous = GlobalCall(NamedGlobal(f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING"), (0,))
-    state = (NamedGlobal(f"torch.{TORCH_DTYPES[dtype]}"), layout, False, contiguous, False)
+    state = (NamedGlobal(TORCH_NAMES[dtype]), layout, False, contiguous, False)
     return MadeObject(NamedGlobal(f"{_PACKAGE}.metadata.TensorProperties"), state)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from holdfast_formats.errors import InvalidRequest, Refused, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor, TensorKey
-from holdfast_formats.region import whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values, pickles
 from holdfast_service.wings.convert.foreign.dcp.metadata import StoredAt
@@ -101,7 +100,7 @@ class GatheredListing:
         if isinstance(value, PickledArray):
             self._placed += 1
             name = _name(place.prefix, trail)
-            piece = ForeignPiece(value.file, value.offset, whole(value.shape), value.strides, value.member)
+            piece = value.stored(name).all()
             self.add(TensorSpec(place.group, name, value.dtype, value.shape), (piece,) if piece.box.volume else ())
             return {"$tensor" if value.storage else "$array": name}
         if isinstance(value, PickledBytes | LatinBytes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from holdfast_files.opened import join
 from holdfast_formats.errors import NotCommitted, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse, ForeignListing
@@ -86,15 +87,15 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
     backend = _backend(files, directory)
     if backend is None:
         raise NotCommitted(
-            f"there is no {_below(directory, CONFIG)}, which Megatron-core writes last",
+            f"there is no {join(directory, CONFIG)}, which Megatron-core writes last",
             hint="import an iteration whose save ended",
         )
     if backend != _BACKEND:
         raise StateMismatch(f"its format is {backend!r}, and {_BACKEND} is read", hint="save with --ckpt-format torch_dist")
     saved = metadata.read(files, directory)
     gathered = GatheredListing(files, ALLOWED)
-    known = {_below(directory, CONFIG): FileUse(_below(directory, CONFIG), "state")}
-    common = _below(directory, COMMON)
+    known = {join(directory, CONFIG): FileUse(join(directory, CONFIG), "state")}
+    common = join(directory, COMMON)
     size, value = files.size(common), None
     if size is not None:
         value = gathered.value(StoredAt(common, 0, size))
@@ -111,7 +112,7 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
 
 def _backend(files: Files, directory: str) -> str | None:
     """The format in metadata.json of Megatron-core; None without this file."""
-    path = _below(directory, CONFIG)
+    path = join(directory, CONFIG)
     if files.size(path) is None:
         return None
     try:
@@ -146,10 +147,6 @@ def _number(gathered: GatheredListing, document: str, key: str, otherwise: int |
     values = gathered.documents.get(EXTRA, {}).get(document)
     number = values.get(key) if isinstance(values, dict) else None
     return number if type(number) is int and number >= 0 else otherwise
-
-
-def _below(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name
 
 
 KINDS = (

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from holdfast_formats import dtypes
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping import optimizer_state, reading
-from holdfast_formats.mapping.listing import FetchBox, ForeignPiece, ForeignTensor
-from holdfast_formats.region import Box, Shape, whole
+from holdfast_formats.mapping.listing import ForeignPiece
+from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import json_values
+from holdfast_service.wings.convert.foreign.computed import Number
 from holdfast_service.wings.convert.foreign.dcp.arrangement import EXTRA, MODEL
 from holdfast_service.wings.convert.foreign.dcp.gathering import PLAIN, GatheredListing, Unread, ValuePlace
 from holdfast_service.wings.convert.foreign.dcp.metadata import SavedState
@@ -58,19 +56,6 @@ _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?P<after>(?!\d+\.).
 _STACKED_EXPERTS = re.compile(r"(?P<before>.*\.experts)\.(?P<after>experts\..+)")
 _PREFIX = "module."
 _DEPTH_MAX = 6
-
-
-class Constant(NamedTuple):
-    """Decodes a number that the checkpoint has once, for all parameters."""
-
-    value: float
-
-    @property
-    def inputs(self) -> tuple[ForeignTensor, ...]:
-        return ()
-
-    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
-        return np.full(box.shape, self.value, np.float32)
 
 
 class MegatronArrangement:
@@ -216,9 +201,7 @@ class MegatronArrangement:
 
     def _note_step(self, step: Any) -> None:
         if isinstance(step, PickledArray) and not step.shape:
-            spec = TensorSpec(EXTRA, "step", step.dtype, ())
-            stored = ForeignTensor(spec, (ForeignPiece(step.file, step.offset, whole(()), ()),))
-            step = reading.fetched(self._gathered.files, stored).item()
+            step = reading.fetched(self._gathered.files, step.stored("step").tensor(EXTRA, "step")).item()
         if isinstance(step, int | float) and not isinstance(step, bool):
             self._steps.add(float(step))
 
@@ -230,7 +213,7 @@ class MegatronArrangement:
         if len(self._steps) == 1:
             step = self._steps.pop()
             for name in names:
-                self._gathered.add(TensorSpec(optimizer_state.GROUP, f"{name}/step", "F32", ()), (), Constant(step))
+                self._gathered.add(TensorSpec(optimizer_state.GROUP, f"{name}/step", "F32", ()), (), Number(step))
             self._gathered.notes.append(
                 f"the optimizer's step, {step:.0f}, is that of the common state, for every parameter"
             )

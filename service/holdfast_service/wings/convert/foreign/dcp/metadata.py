@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
+from holdfast_files.opened import join
 from holdfast_formats.errors import NotCommitted, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.region import Box, Shape, check_box, first_overlap
@@ -80,7 +81,7 @@ class SavedState(NamedTuple):
 
 def read(files: Files, directory: str = "") -> SavedState:
     """Read `.metadata`. Raises `NotCommitted` without one, `StateMismatch` by key and file for contradictions."""
-    path = _below(directory, METADATA)
+    path = join(directory, METADATA)
     if files.size(path) is None:
         raise NotCommitted(
             f"there is no {path}, which a save writes last: it did not end, or every rank wrote metadata of its own",
@@ -141,7 +142,7 @@ def _places(files: Files, directory: str, value: Any, path: str) -> Places:
         if not isinstance(fqn, str) or not isinstance(info, PickledRecord) or not (offset is None or _is_shape(offset)):
             raise StateMismatch(f"{path} has a place of what is no entry", file=path)
         key = EntryKey(fqn, offset)
-        at = _stored_at(info, fqn, path)._replace(file=_below(directory, _file_name(info, fqn, path)))
+        at = _stored_at(info, fqn, path)._replace(file=join(directory, _file_name(info, fqn, path)))
         if places.setdefault(key, at) != at:
             raise StateMismatch(f"{path} says twice where {fqn!r} at {offset} is", file=path, tensor=fqn)
         if at.file not in sizes:
@@ -256,7 +257,3 @@ def _list(value: Any, fqn: str, path: str) -> list[Any]:
     if not isinstance(value, list):
         raise StateMismatch(f"{path} has no chunks of {fqn!r}", file=path, tensor=fqn)
     return value
-
-
-def _below(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name

@@ -8,26 +8,24 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes
-from holdfast_formats.disk import safetensors
-from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.listing import ForeignPiece
-from holdfast_formats.region import Box, Shape, flat_boxes
-from holdfast_service.wings.convert.foreign import file_signs, pickles
+from holdfast_formats.region import Box, Shape, flat_boxes, whole
+from holdfast_service.wings.convert.foreign import pickles
 from holdfast_service.wings.convert.foreign.dcp.metadata import SavedChunk, SavedState, SavedTensor
 from holdfast_service.wings.convert.foreign.pickles import PickledArray
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray, read_safetensors
 
 SHARDING = "DCP_SHARDING_INFO"  # in the header of safetensors that DCP wrote: where each tensor's first element belongs
 _ZIP = b"PK"
 
 
 class SafetensorsPart(NamedTuple):
-    """The safetensors from a byte of a file to its end: tensors by name, with the place that DCP states for each."""
+    """The safetensors from a byte of a file to its end: arrays by name, with the place that DCP states for each."""
 
-    tensors: Mapping[str, FileTensor]
-    data: int
+    arrays: Mapping[str, StoredArray]
     offsets: Mapping[str, Shape] | None
 
 
@@ -63,27 +61,22 @@ class Payloads:
         if key not in self._parts:
             self._parts[key] = safetensors_part(self._files, at.file, at.start)
         part = self._parts[key]
-        entry = part.tensors.get(tensor.fqn)
-        if entry is None:
+        array = part.arrays.get(tensor.fqn)
+        if array is None:
             raise _unfit(tensor, chunk, "the safetensors there have no tensor of this name")
-        _check(tensor, chunk, entry.dtype, entry.shape)
+        _check(tensor, chunk, array.dtype, array.shape)
         if part.offsets is not None and part.offsets.get(tensor.fqn) != chunk.box.offset:
             raise _unfit(tensor, chunk, f"the tensor there is the part at {part.offsets.get(tensor.fqn)}")
-        return ForeignPiece(at.file, part.data + entry.start, chunk.box, strides(chunk.box.shape))
+        return array.piece(whole(array.shape), chunk.box.offset)
 
 
 def safetensors_part(files: Files, file: str, start: int = 0) -> SafetensorsPart:
     """The safetensors in a file from byte `start` on. `CorruptManifest` if they do not fill it."""
-    stored = files.size(file)
-    if stored is None:
-        raise file_signs.absent(files, file)
-    size, head = stored - start, files.read(file, start, file_signs.HEAD_BYTES)
-    file_signs.check_head(file, head)
-    length = safetensors.header_length(head[: safetensors.LENGTH_BYTES], size, file)
-    header = safetensors.decode(files.read(file, start, safetensors.LENGTH_BYTES + length), size, file)
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    sharding = (header.metadata or {}).get(SHARDING)
-    return SafetensorsPart(tensors, start + header.header_bytes, None if sharding is None else _offsets(sharding, file))
+    held = read_safetensors(files, file, start)
+    sharding = held.metadata.get(SHARDING)
+    return SafetensorsPart(
+        {array.key: array for array in held.arrays}, None if sharding is None else _offsets(sharding, file)
+    )
 
 
 def _offsets(text: str, file: str) -> dict[str, Shape]:

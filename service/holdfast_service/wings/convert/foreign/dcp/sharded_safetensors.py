@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
-from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignPiece
-from holdfast_formats.region import Box, Shape
+from holdfast_formats.region import Box, Shape, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign.dcp import directories
 from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing
@@ -33,7 +32,7 @@ def read(files: Files, shards: int | None) -> ForeignListing:
             continue
         known[file] = FileUse(file, "tensors")
         part = safetensors_part(files, file)
-        for name, stored in part.tensors.items():
+        for name, stored in part.arrays.items():
             offset = (part.offsets or {}).get(name)
             if offset is None or len(offset) != len(stored.shape):
                 raise StateMismatch(f"{file} does not say where the shard of {name!r} belongs", file=file, tensor=name)
@@ -41,8 +40,7 @@ def read(files: Files, shards: int | None) -> ForeignListing:
                 raise StateMismatch(
                     f"{name!r} is {stored.dtype} in {file}, and {dtypes[name]} before", file=file, tensor=name
                 )
-            piece = ForeignPiece(file, part.data + stored.start, Box(offset, stored.shape), strides(stored.shape))
-            pieces.setdefault(name, []).append(piece)
+            pieces.setdefault(name, []).append(stored.piece(whole(stored.shape), offset))
     gathered = GatheredListing(files)
     for name, held in pieces.items():
         shape = _extent([piece.box for piece in held])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast_files.opened import join
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import torch_values
@@ -38,7 +39,7 @@ class ZeroFiles(NamedTuple):
     optimizers: tuple[str, ...]
 
     def path(self, name: str) -> str:
-        return f"{self.directory}/{name}" if self.directory else name
+        return join(self.directory, name)
 
 
 def tag(files: Files) -> str | None:
@@ -63,7 +64,7 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
     optimizers: dict[int, str] = {}
     for name in files.list(directory):
         model, optimizer = _MODEL.fullmatch(name), _OPTIMIZER.fullmatch(name)
-        path = f"{directory}/{name}" if directory else name
+        path = join(directory, name)
         parallel = int((model or optimizer).group(2)) if model or optimizer else 0  # type: ignore[union-attr]
         if parallel:
             raise refused(path, "is of a model that was trained with tensor parallelism, which is not put together")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
-from holdfast_formats.region import Shape
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import torch_values
+from holdfast_service.wings.convert.foreign.computed import rounded
 from holdfast_service.wings.convert.foreign.deepspeed import files as zero_files
 from holdfast_service.wings.convert.foreign.deepspeed import unused_files, zero_partitions
 from holdfast_service.wings.convert.foreign.deepspeed.files import ZeroFiles, dict_in, flat, list_in, refused, shapes_in
@@ -27,9 +27,6 @@ from holdfast_service.wings.convert.foreign.deepspeed.optimizer import (
 )
 from holdfast_service.wings.convert.foreign.deepspeed.zero_partitions import FlatParameter
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
-from holdfast_service.wings.convert.foreign.paddle.computed import rounded
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
-from holdfast_service.wings.convert.foreign.pickles import PickledArray
 
 GROUP = "model"
 _LEFT_OUT = "ZeRO 3 keeps the hyper-parameters of one group only: they are not listed, and a trainer keeps its own"
@@ -225,16 +222,11 @@ def _frozen(saved: _Saved) -> dict[str, ForeignTensor]:
         for file, model in zip(saved.held.models, saved.models, strict=True):
             path = saved.held.path(file)
             part = dict_in(model, "frozen_param_fragments", path).get(name)
-            lanes.append([stored(array, name) for array in flat([part], name, path)])
+            lanes.append([array.stored(name) for array in flat([part], name, path)])
         (parameter,) = zero_partitions.by_rank({name: shape}, lanes)
         spec = TensorSpec(GROUP, name, lanes[0][0].dtype, shape)
         frozen[name] = ForeignTensor(spec, zero_partitions.pieces(parameter, lanes))
     return frozen
-
-
-def stored(array: PickledArray, key: str) -> StoredArray:
-    shape: Shape = array.shape
-    return StoredArray(array.file, key, array.dtype, shape, array.offset, array.strides, array.member)
 
 
 KIND = ForeignKind("deepspeed", IMPORT_KINDS["deepspeed"], recognises, read)

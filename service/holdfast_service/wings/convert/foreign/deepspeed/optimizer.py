@@ -13,13 +13,13 @@ from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import torch_values
+from holdfast_service.wings.convert.foreign.computed import scalar
 from holdfast_service.wings.convert.foreign.deepspeed import files as zero_files
 from holdfast_service.wings.convert.foreign.deepspeed import zero_partitions
 from holdfast_service.wings.convert.foreign.deepspeed.files import dict_in, flat, list_in
 from holdfast_service.wings.convert.foreign.deepspeed.zero_partitions import FlatParameter
-from holdfast_service.wings.convert.foreign.paddle.computed import scalar
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledRecord
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 STEP = "step"
 _NO_HYPER = ("params", STEP, "param_names")
@@ -81,10 +81,7 @@ def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
         path,
         stage,
         tuple(count) if isinstance(count, list | tuple) else (count,),
-        tuple(
-            StoredArray(a.file, f"{masters_key}[{n}]", a.dtype, a.shape, a.offset, a.strides, a.member)
-            for n, a in enumerate(masters)
-        ),
+        tuple(array.stored(f"{masters_key}[{number}]") for number, array in enumerate(masters)),
         _states(base, len(masters), path),
         tuple(group for group in list_in(base, "param_groups", path) if isinstance(group, dict)),
         _paddings(held.get("param_alignment_paddings"), path),
@@ -148,7 +145,7 @@ def _flat_kind(
     by_rank = []
     for rank in ranks:
         arrays = flat([state[kind] for state in rank.state], f"state/{kind}", rank.path)
-        by_rank.append([StoredArray(a.file, kind, a.dtype, a.shape, a.offset, a.strides, a.member) for a in arrays])
+        by_rank.append([array.stored(kind) for array in arrays])
         for group, (array, master) in enumerate(zip(by_rank[-1], rank.masters, strict=True)):
             last = stage < 3 and rank is ranks[-1]  # its masters are stored without the padding at the end
             if array.shape[0] < master.shape[0] or (array.shape != master.shape and not last):

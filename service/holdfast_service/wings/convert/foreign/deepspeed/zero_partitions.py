@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import ForeignPiece
 from holdfast_formats.region import Shape
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 Lanes = Sequence[Sequence[StoredArray]]  # arrays that follow each other, for each group (stages 1 and 2) or rank (3)
 

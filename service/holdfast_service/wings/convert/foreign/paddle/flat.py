@@ -12,8 +12,8 @@ from math import prod
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import ForeignPiece
 from holdfast_formats.region import Shape
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 
 def assembled(slices: Sequence[StoredArray], shape: Shape) -> LocalTensorParts:

@@ -22,9 +22,9 @@ from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 from holdfast_service.wings.convert.foreign.paddle import progress, unused_files
 from holdfast_service.wings.convert.foreign.paddle.gathering import Gathering, renamed
 from holdfast_service.wings.convert.foreign.paddle.pickled_dicts import RECORDS, read_dict, refuse_rest
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts, of_arrays
 from holdfast_service.wings.convert.foreign.pickles import PickledRecord, read_pickle
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 NAME = "paddle-flex"
 GROUPS = {"model_state": "model", "optimizer_state": "optim", "master_weight": "master", "ema_state": "ema"}
@@ -204,9 +204,7 @@ class StateReader:
         if shard.flat is None:
             moved = [shard.box.place(piece.box) for piece in array.pieces]
             return [piece._replace(box=box) for piece, box in zip(array.pieces, moved, strict=True)]
-        (piece,) = array.pieces
-        stored = StoredArray(array.file, key, array.dtype, array.shape, piece.start, piece.strides)
-        return [one._replace(box=shard.box.place(one.box)) for one in stored.run(0, *shard.flat, shard.box.shape)]
+        return [one._replace(box=shard.box.place(one.box)) for one in array.stored().run(0, *shard.flat, shard.box.shape)]
 
     def _odd(self, path: str, key: str, why: str) -> StateMismatch:
         return StateMismatch(f"{self._state}/{path}: {key!r} {why}", hint=_STALE, file=f"{self._state}/{path}", tensor=key)

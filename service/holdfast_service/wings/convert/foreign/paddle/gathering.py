@@ -9,14 +9,15 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping import optimizer_state
 from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import Shape, whole
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.wings.convert.foreign.paddle import computed, consistency, progress, unused_files
+from holdfast_service.wings.convert.foreign import computed, file_signs
+from holdfast_service.wings.convert.foreign.paddle import consistency, progress, unused_files
 from holdfast_service.wings.convert.foreign.paddle.quantised import FIRST, SECOND
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_service.wings.convert.foreign.paddle.transposition import Linears, linears, turned
@@ -192,19 +193,8 @@ def renamed(tensor: ForeignTensor, group: str, name: str) -> ForeignTensor:
 
 
 def read_json(files: Files, path: str) -> dict[str, Any]:
-    """A JSON object; `CorruptManifest` for anything else, `LimitExceeded` beyond the size of any model's."""
-    size = files.size(path)
-    if size is None:
-        raise CorruptManifest(f"{path} is not a regular file", hint="copy the file that it links to", file=path)
-    if size > JSON_BYTES_MAX:
-        raise LimitExceeded(f"{path} has {size} bytes, over the limit of {JSON_BYTES_MAX}", file=path)
-    try:
-        document = json.loads(files.read(path, 0, JSON_BYTES_MAX))
-    except (ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{path} is not JSON: {error}", file=path) from error
-    if not isinstance(document, dict):
-        raise CorruptManifest(f"{path} is not a JSON object", file=path)
-    return document
+    """A JSON object, of a model's index at most."""
+    return file_signs.read_object(files, path, JSON_BYTES_MAX)
 
 
 def where(tensor: ForeignTensor) -> str:

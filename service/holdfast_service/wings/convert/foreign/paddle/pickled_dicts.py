@@ -19,9 +19,9 @@ from holdfast_formats.files import Files
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape, byte_span, flat_boxes
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_service.wings.convert.foreign.pickles import LatinArray, PickledArray, read_pickle
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 BIG = "UnpackBigParamInfor@@"
 STATIC_NAMES = "StructuredToParameterName@@"
@@ -86,8 +86,7 @@ def _parts(key: str, array: PickledArray | LatinArray) -> LocalTensorParts:
     dtype = "BF16" if array.dtype == "U16" else array.dtype
     if isinstance(array, LatinArray):
         return LocalTensorParts(dtype, array.shape, (), (), array.file, key, Latin(array, dtype))
-    stored = StoredArray(array.file, key, dtype, array.shape, array.offset, array.strides)
-    return LocalTensorParts(dtype, array.shape, (stored.all(),), (), array.file, key)
+    return LocalTensorParts(dtype, array.shape, (array.stored(key).all(),), (), array.file, key)
 
 
 def _join_big(path: str, tensors: dict[str, LocalTensorParts], stated: Any) -> None:
@@ -119,9 +118,7 @@ def _joined(slices: list[LocalTensorParts], shape: Shape, key: str) -> LocalTens
         return LocalTensorParts(first.dtype, shape, (), (), first.file, key, Concatenated(tensors, shape))
     pieces, at = [], 0
     for one in slices:
-        (piece,) = one.pieces
-        stored = StoredArray(one.file, one.key, one.dtype, one.shape, piece.start, piece.strides)
-        pieces += stored.run(0, at, at + one.shape[0], shape)
+        pieces += one.stored().run(0, at, at + one.shape[0], shape)
         at += one.shape[0]
     return LocalTensorParts(first.dtype, shape, tuple(pieces), (), first.file, key)
 

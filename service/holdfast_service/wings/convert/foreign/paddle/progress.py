@@ -17,7 +17,6 @@ from holdfast_formats.errors import CheckpointError, LimitExceeded, StateMismatc
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.reading import fetched
 from holdfast_service.wings.convert.foreign import json_values
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
 from holdfast_service.wings.convert.foreign.pickles import PickledArray, PickledRecord, read_pickle
 
@@ -93,8 +92,7 @@ def _plain(files: Files, value: Any) -> Any:
 
 
 def small_values(files: Files, array: PickledArray) -> Any:
-    stored = StoredArray(array.file, "", array.dtype, array.shape, array.offset, array.strides)
-    return fetched(files, stored.tensor("extra", "value")).tolist()
+    return fetched(files, array.stored("value").tensor("extra", "value")).tolist()
 
 
 def betas(files: Files, powers: Iterable[LocalTensorParts], step: int) -> tuple[float, float] | None:

@@ -16,7 +16,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 FIRST, SECOND = "moment1_0", "moment2_0"
 SCALES, LOWEST, HIGHEST = "moment1_0@scales", "moment2_0@min_scales", "moment2_0@max_scales"

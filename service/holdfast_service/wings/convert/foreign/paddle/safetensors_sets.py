@@ -17,8 +17,8 @@ from holdfast_formats.files import Files
 from holdfast_service.wings.convert.foreign import sixteen_bits
 from holdfast_service.wings.convert.foreign.paddle.gathering import CONFIG, read_json
 from holdfast_service.wings.convert.foreign.paddle.static_names import every_place
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray, read_safetensors
 from holdfast_service.wings.convert.foreign.sixteen_bits import StoredDtype
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray, read_safetensors
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.safetensors")
 _OF_RANK = re.compile(r"((?:[._](?:tp|pp|shard|sharding|moe|ep)\d+)*)\.safetensors(?:_shard_(\d+))?")

@@ -17,13 +17,14 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.region import Shape
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
+from holdfast_service.wings.convert.foreign import computed
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
-from holdfast_service.wings.convert.foreign.paddle import computed, flat, progress, tensor_parallel, unused_files
+from holdfast_service.wings.convert.foreign.paddle import flat, progress, tensor_parallel, unused_files
 from holdfast_service.wings.convert.foreign.paddle.gathering import Gathering, read_json, renamed
 from holdfast_service.wings.convert.foreign.paddle.pickled_dicts import read_dict, refuse_rest
 from holdfast_service.wings.convert.foreign.paddle.static_names import META, RankPlace, StaticNames, every_place, place_of
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 NAME = "paddle-sharding-io"
 MASTERS, SCHEDULER = "master_weights", "LR_Scheduler"
@@ -201,8 +202,7 @@ def _all_equal(parts: Sequence[LocalTensorParts]) -> LocalTensorParts:
 def _stored(part: LocalTensorParts) -> StoredArray:
     if part.decoder is not None or len(part.pieces) != 1:
         raise part.odd("pickles of protocol 2 cannot be put together: save it again with a newer Paddle")
-    (piece,) = part.pieces
-    return StoredArray(part.file, part.key, part.dtype, part.shape, piece.start, piece.strides)
+    return part.stored()
 
 
 KIND = ForeignKind(NAME, IMPORT_KINDS[NAME], recognises, read)

@@ -15,7 +15,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import Decoder, ForeignPiece, ForeignTensor
 from holdfast_formats.region import Box, Shape, intersect
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.wings.convert.foreign.paddle.stored import StoredArray
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 # Layers that Paddle cuts along the last dimension and along the first one; a column's bias is cut, a row's is not.
 _COLUMNS = frozenset(
@@ -52,6 +52,11 @@ class LocalTensorParts(NamedTuple):
 
     def tensor(self, group: str, name: str) -> ForeignTensor:
         return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), self.pieces, self.copies, self.decoder)
+
+    def stored(self) -> StoredArray:
+        """The array of a part that is one piece."""
+        (piece,) = self.pieces
+        return StoredArray(self.file, self.key, self.dtype, self.shape, piece.start, piece.strides, piece.member)
 
     def odd(self, why: str) -> StateMismatch:
         return StateMismatch(

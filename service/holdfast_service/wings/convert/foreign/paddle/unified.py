@@ -14,13 +14,13 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.region import Shape
 from holdfast_formats.rest.jobs import IMPORT_KINDS, ReadOptions
-from holdfast_service.wings.convert.foreign import sixteen_bits
+from holdfast_service.wings.convert.foreign import computed, sixteen_bits
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
-from holdfast_service.wings.convert.foreign.paddle import computed, flat, progress, quantised, tensor_parallel, unused_files
+from holdfast_service.wings.convert.foreign.paddle import flat, progress, quantised, tensor_parallel, unused_files
 from holdfast_service.wings.convert.foreign.paddle.gathering import Gathering
 from holdfast_service.wings.convert.foreign.paddle.safetensors_sets import FileSet, find_set, is_of_set, is_paddles
-from holdfast_service.wings.convert.foreign.paddle.stored import SafetensorsFile, StoredArray, read_safetensors
 from holdfast_service.wings.convert.foreign.paddle.tensor_parallel import LocalTensorParts
+from holdfast_service.wings.convert.foreign.stored_arrays import SafetensorsFile, StoredArray, read_safetensors
 
 NAME = "paddle-uc"
 MODEL, MASTERS, OPTIMIZER = "model", "master_weights", "optimizer"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.layout.parts import strides
 from holdfast_formats.tensors import DIMENSIONS_MAX
-from holdfast_service.wings.convert.foreign.pickled.dtypes import ML_DTYPES, NUMPY, STORAGES, TORCH
+from holdfast_service.wings.convert.foreign.pickled.dtypes import ML_DTYPES, NUMPY, STORAGE_CLASSES, TORCH
 from holdfast_service.wings.convert.foreign.pickled.values import LatinArray, PickledArray, PickledBytes, PickledGlobal
 
 _SIZE_MAX = 2**63 - 1
@@ -181,7 +181,7 @@ def device_tensor(args: tuple[Any, ...]) -> PickledArray:
 NAMES = frozenset(
     (
         *TORCH,
-        *STORAGES,
+        *STORAGE_CLASSES,
         *ML_DTYPES,
         *_CLASSES,
         "numpy.ndarray",

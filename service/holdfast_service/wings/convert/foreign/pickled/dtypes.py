@@ -52,8 +52,10 @@ TORCH = {
     "torch.float8_e8m0fnu": "F8_E8M0",
 }
 
+TORCH_NAMES = {dtype: name for name, dtype in TORCH.items()}
+
 # By the names of torch's storage classes; an untyped one holds bytes, of which the tensor knows the type.
-_STORAGES = {
+STORAGES = {
     "BoolStorage": "BOOL",
     "ByteStorage": "U8",
     "CharStorage": "I8",
@@ -66,7 +68,8 @@ _STORAGES = {
     "DoubleStorage": "F64",
     "ComplexFloatStorage": "C64",
 }
-STORAGES = {
-    **{f"torch.{device}{name}": dtype for name, dtype in _STORAGES.items() for device in ("", "cuda.")},
-    "torch.storage.UntypedStorage": "U8",
+UNTYPED = "torch.storage.UntypedStorage"
+STORAGE_CLASSES = {
+    **{f"torch.{device}{name}": dtype for name, dtype in STORAGES.items() for device in ("", "cuda.")},
+    UNTYPED: "U8",
 }

@@ -11,7 +11,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import StoredMember
 from holdfast_service.wings.convert.foreign.pickled import zip_members
 from holdfast_service.wings.convert.foreign.pickled.calls import Unfit
-from holdfast_service.wings.convert.foreign.pickled.dtypes import STORAGES
+from holdfast_service.wings.convert.foreign.pickled.dtypes import STORAGE_CLASSES
 from holdfast_service.wings.convert.foreign.pickled.machine import PickleMachine
 from holdfast_service.wings.convert.foreign.pickled.stream import PickleStream
 from holdfast_service.wings.convert.foreign.pickled.values import PickledArray, PickledGlobal
@@ -45,13 +45,13 @@ def _storage_id(given: Any, parts: int) -> _StorageId:
     _, kind, key, location, elements = given[:5]
     if type(key) is not str:
         raise Unfit("has a storage without a key")
-    if kind.name not in STORAGES:
+    if kind.name not in STORAGE_CLASSES:
         raise Unfit(f"has a storage {kind.name}, of a type that no checkpoint can hold")
     if type(elements) is not int or not 0 <= elements < 2**60 or location == "meta":
         raise Unfit(f"has a storage {key[:40]!r} without data")
     if parts == 6 and given[5] is not None:
         raise Unfit(f"has a storage {key[:40]!r} that is a view of another")
-    return _StorageId(key, STORAGES[kind.name], elements)
+    return _StorageId(key, STORAGE_CLASSES[kind.name], elements)
 
 
 def _values(storage: _StorageId, offset: int, file: str, member: StoredMember | None = None) -> PickledArray:

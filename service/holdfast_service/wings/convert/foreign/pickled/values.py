@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast_formats.mapping.listing import StoredMember
+from holdfast_service.wings.convert.foreign.stored_arrays import StoredArray
 
 
 class PickledArray(NamedTuple):
@@ -22,6 +23,10 @@ class PickledArray(NamedTuple):
     offset: int
     file: str
     member: StoredMember | None = None
+
+    def stored(self, key: str) -> StoredArray:
+        """The same array under a key."""
+        return StoredArray(self.file, key, self.dtype, self.shape, self.offset, self.strides, self.member)
 
 
 class LatinArray(NamedTuple):

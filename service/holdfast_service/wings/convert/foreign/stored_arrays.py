@@ -1,8 +1,8 @@
-"""Arrays of Paddle's files, before they get our names and layouts."""
+"""Arrays of other programs' files, before they get our names and layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast_formats import dtypes
@@ -14,6 +14,8 @@ from holdfast_formats.mapping.listing import ForeignPiece, ForeignTensor, Stored
 from holdfast_formats.region import Box, Shape, flat_boxes, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.foreign import file_signs
+
+_AGAIN = "copy the file again, or import another step"
 
 
 class StoredArray(NamedTuple):
@@ -30,7 +32,7 @@ class StoredArray(NamedTuple):
     def piece(self, inner: Box, at: Sequence[int]) -> ForeignPiece:
         """The box `inner` of this array as a piece of a tensor, where its first corner is `at`."""
         first = sum(i * step for i, step in zip(inner.offset, self.strides, strict=True))
-        start = self.start + first * dtypes.to_numpy(self.dtype).itemsize
+        start = self.start + first * dtypes.bits(self.dtype) // 8
         return ForeignPiece(self.file, start, Box(tuple(at), inner.shape), self.strides, self.member)
 
     def all(self) -> ForeignPiece:
@@ -56,26 +58,34 @@ class StoredArray(NamedTuple):
 
 
 class SafetensorsFile(NamedTuple):
-    """A file's arrays in their order, and the format in its metadata."""
+    """A file's arrays in their order, and the metadata in its header."""
 
     arrays: tuple[StoredArray, ...]
-    format: str | None
+    metadata: Mapping[str, str]
+
+    @property
+    def format(self) -> str | None:
+        """How matrices lie, as libraries state it: `pt`, `np` …"""
+        return self.metadata.get("format")
 
 
-def read_safetensors(files: Files, path: str) -> SafetensorsFile:
-    """The arrays of a safetensors file; `CorruptManifest` for an invalid or missing one."""
-    size = files.size(path)
-    if size is None:
-        raise file_signs.absent(files, path)
-    head = files.read(path, 0, file_signs.HEAD_BYTES)
+def read_safetensors(files: Files, path: str, start: int = 0, why: str = "", hint: str = _AGAIN) -> SafetensorsFile:
+    """The arrays of the safetensors in a file from byte `start` on, to its end; `why` the file is needed.
+
+    `CorruptManifest`, with this hint, for an invalid header, and for a missing file.
+    """
+    stored = files.size(path)
+    if stored is None:
+        raise file_signs.absent(files, path, why)
+    size, head = stored - start, files.read(path, start, file_signs.HEAD_BYTES)
     file_signs.check_head(path, head)
     try:
         length = safetensors.header_length(head[: safetensors.LENGTH_BYTES], size, path)
-        header = safetensors.decode(files.read(path, 0, safetensors.LENGTH_BYTES + length), size, path)
+        header = safetensors.decode(files.read(path, start, safetensors.LENGTH_BYTES + length), size, path)
     except CorruptManifest as error:
-        raise CorruptManifest(error.detail, hint="copy the file again, or import another step", file=path) from error
+        raise CorruptManifest(error.detail, hint=hint, file=path) from error
+    data = start + header.header_bytes
     arrays = [
-        StoredArray(path, name, dtype, shape, header.header_bytes + start, strides(shape))
-        for name, dtype, shape, start, _ in header.tensors
+        StoredArray(path, name, dtype, shape, data + at, strides(shape)) for name, dtype, shape, at, _ in header.tensors
     ]
-    return SafetensorsFile(tuple(arrays), (header.metadata or {}).get("format"))
+    return SafetensorsFile(tuple(arrays), header.metadata or {})
