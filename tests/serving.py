@@ -24,7 +24,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
-from holdfast_service.control.jobs.runner import Progress
+from holdfast_service.control.jobs.runner import JobKind, Progress
 from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -135,4 +135,4 @@ def hold_up(service: Served) -> None:
             progress.report(1, 2)
             time.sleep(0.005)
 
-    service.services.runner.register("export", handler)
+    service.services.runner._kinds["export"] = JobKind(handler)  # type: ignore[index]

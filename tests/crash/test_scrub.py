@@ -44,7 +44,7 @@ def scrub(root: Checked) -> Iterator[Scrub]:
         closing(Saver(root.tier, root.control, "node", root.checker)) as saver,
         closing(Scrub(root.checker, root.control, saver, ScrubPlan(None, None))) as scrub,
     ):
-        root.control.watch.mend_by(saver.checks.suspect, lambda places: None)
+        root.control.watch.suspected.subscribe(saver.checks.suspect)
         yield scrub
 
 

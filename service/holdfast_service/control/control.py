@@ -13,7 +13,7 @@ from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.insight.known_lifecycles import KnownLifecycles
 from holdfast_service.control.launch_registry import LaunchRegistry
-from holdfast_service.control.launches.restore_choice import Known, Mending, RestoreSelector
+from holdfast_service.control.launches.restore_choice import Known, RestoreSelector
 from holdfast_service.control.launches.save_permits import SavePermits
 from holdfast_service.control.nodes import ONE_NODE, Nodes
 from holdfast_service.control.parts import CheckpointParts
@@ -48,8 +48,7 @@ class Control(CheckpointParts):
         super().__init__(tier, catalog, nodes, usual or RetentionPolicy(), trash_days)
         store, record_queue, events = self.store, self.record_queue, self.events
         attempts, lineage = self.attempts, self.lineage_index
-        self.mending = Mending()
-        known = Known(self.health, self.findings, self.readers, lineage, self.watch.relist, self.absences, self.mending)
+        known = Known(self.health, self.findings, self.readers, lineage, self.watch.relist, self.absences)
         self.restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, nodes)
         self.publishing = Publishing(self, self.restores)
         self.recovery = Recovery(self, claim)

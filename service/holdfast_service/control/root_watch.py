@@ -20,12 +20,11 @@ from holdfast_service.control.database.visible import ALL, limited_to
 from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
-Suspect = Callable[[str, int, Damaged], object]
-CheckSoon = Callable[[Collection[CheckpointId]], object]
 LOOK_S = 2.0
 IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, however many checkpoints there are
 
@@ -53,8 +52,9 @@ class RootWatch:
         self._store, self._catalog, self._rotation = store, catalog, rotation
         self._events, self._absences = events, absences
         self._thinned, self._replaced, self._is_mine = thinned, replaced, is_mine
-        self._suspect: Suspect = findings.damaged
-        self._check_soon: CheckSoon = lambda places: None
+        self._findings = findings
+        self.suspected: Signal[[str, int, Damaged]] = Signal()  # subscribers repair or record; without any it is recorded
+        self.unread: Signal[[Collection[CheckpointId]]] = Signal()  # checkpoints that are to be read back
         self._soon: set[str] = set()  # runs in which something is missing
         found = rotation.proofs.discoveries
         found.missing.subscribe(self.missing)
@@ -64,10 +64,6 @@ class RootWatch:
         self._unlisted: dict[str, set[int]] = {}  # what stood there and was not listed, at the last look
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-
-    def mend_by(self, suspect: Suspect, check_soon: CheckSoon) -> None:
-        """From now on `suspect` repairs damage, if possible, and `check_soon` reads back changed checkpoints."""
-        self._suspect, self._check_soon = suspect, check_soon
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="holdfast-root-watch", daemon=True)
@@ -87,7 +83,10 @@ class RootWatch:
     def damaged(self, run: str, step: int, error: Damaged, proven: str) -> None:
         """A sound checkpoint is incomplete: it counts no more, and is damaged unless it can be repaired."""
         self._catalog.doubt(run, step, proven)
-        self._suspect(run, step, error)
+        if self.suspected.subscribed:
+            self.suspected.publish(run, step, error)
+        else:
+            self._findings.damaged(run, step, error)
 
     def changed(self, run: str, step: int, proven: str) -> None:
         """A sound checkpoint has other files than those that were read back: these are read back too."""
@@ -97,7 +96,7 @@ class RootWatch:
             text = f"files of step {step} were written or replaced since they were verified: they are read back again"
             log.warning("%s: %s", run, text)
             self._events.add("checkpoint-changed", text, run, step, level="warning")
-            self._check_soon([CheckpointId(run, step)])
+            self.unread.publish([CheckpointId(run, step)])
 
     def put_back(self, run: str, step: int) -> None:
         """A replaced checkpoint was restored, since its replacement was damaged or is gone; it is read back."""
@@ -105,7 +104,7 @@ class RootWatch:
         log.error("%s: %s", run, text)
         self._replaced(run, step)
         self._events.add("checkpoint-put-back", text, run, step, level="error")
-        self._check_soon([CheckpointId(run, step)])
+        self.unread.publish([CheckpointId(run, step)])
 
     def scan(self) -> None:
         soon, self._soon = self._soon, set()
@@ -129,7 +128,7 @@ class RootWatch:
         for step in sorted(before - after):
             log.error("%s: %s", run, missing.tell(self._events, run, step))
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
-            self._check_soon(new)
+            self.unread.publish(new)
 
     def _look_at(self, run: str, listed: Mapping[int, str | None], steps: Collection[int]) -> None:
         unlisted = {step for step in steps if step not in listed}

@@ -19,6 +19,10 @@ class Signal(Generic[P]):
     def subscribe(self, subscriber: Callable[P, object]) -> None:
         self._subscribers = (*self._subscribers, subscriber)
 
+    @property
+    def subscribed(self) -> bool:
+        return bool(self._subscribers)
+
     def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for subscriber in self._subscribers:
             subscriber(*args, **kwargs)

@@ -182,7 +182,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(scrub.close)
     replication.start()
     stack.callback(replication.close)
-    RestoreRepair(control, checker, replication).begin()
+    RestoreRepair(checker, replication, control.repairs).serve(control.restores)
     about = Serving(config.node, str(path), mark, __version__, url)
     parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes))
     callers = Callers.of_group(config.socket_group)
@@ -321,10 +321,8 @@ def _trains(saver: Saver, control: Control, run: str) -> bool:
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:
     """Watch changes to the root's checkpoints by others, until `stack` unwinds; changed ones are repaired or checked."""
-    watch.mend_by(
-        saver.checks.suspect,
-        lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)]),
-    )
+    watch.suspected.subscribe(saver.checks.suspect)
+    watch.unread.subscribe(lambda places: scrub.check_soon([one for one in places if not saver.checks.awaits(*one)]))
     stack.callback(watch.close)
     watch.start()
 

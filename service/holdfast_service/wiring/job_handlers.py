@@ -14,7 +14,7 @@ from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.jobs.catalog import Jobs
-from holdfast_service.control.jobs.runner import JobRunner, Progress
+from holdfast_service.control.jobs.runner import JobKind, JobRunner, Progress
 from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.writing.priority import give_way
@@ -25,7 +25,6 @@ MOST_CHANGED = 100  # tensors that a comparison names
 
 def start_jobs(node: str, workers: Workers) -> JobRunner:
     catalog, control, repairer = workers.catalog, workers.control, workers.repairer
-    runner = JobRunner(Jobs(catalog.database, node, utc_now, control.nodes), control.events, begin=give_way)
 
     def exists(wanted: VerifyJob) -> None:
         if not (wanted.arguments.repair and repairer.has_copy(wanted.run, wanted.step)):
@@ -41,13 +40,15 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
         return consistency.rebuild(workers.control.store, catalog, {node, *control.writers()}, utc_now()).model_dump()
 
     comparison = Comparison(workers)
-    runner.register("verify", verify, exists)
-    runner.register("scrub", workers.checks.scrub)
-    runner.register("rebuild", rebuild)
-    runner.register("compare", comparison, comparison.check)
+    kinds = {
+        "verify": JobKind(verify, exists),
+        "scrub": JobKind(workers.checks.scrub),
+        "rebuild": JobKind(rebuild),
+        "compare": JobKind(comparison, comparison.check),
+    }
     for wing in installed():
-        for kind, job in wing.jobs(workers).items():
-            runner.register(kind, job.handler, job.check)
+        kinds |= wing.jobs(workers)
+    runner = JobRunner(Jobs(catalog.database, node, utc_now, control.nodes), control.events, kinds, begin=give_way)
     runner.start()
     return runner
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords
 from holdfast_service.control.control import Control
+from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.nodes import replica_duty
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
@@ -65,24 +67,25 @@ class MendedAtStart:
 class RestoreRepair:
     """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
 
-    def __init__(self, control: Control, checker: Checker, replication: Replication) -> None:
-        self._control, self._checker, self._replication = control, checker, replication
+    def __init__(self, checker: Checker, replication: Replication, records: RepairRecords) -> None:
+        self._checker, self._replication, self._records = checker, replication, records
 
-    def begin(self) -> None:
-        """Restores wait for repairs from now on."""
-        self._control.mending.begin(AwaitedRepairs(self.mend).settle, self.stands)
+    def serve(self, restores: RestoreSelector) -> None:
+        """Have restores wait for repairs from now on."""
+        restores.skipping.subscribe(AwaitedRepairs(self.mend).settle)
+        restores.copies_wanted.subscribe(self.add_copies)
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
         """Repair a checkpoint with this damage, or copy back a missing one."""
         self._await_first_tries()
         if error is None:
-            with self._control.repairs.repairing(run, step):
+            with self._records.repairing(run, step):
                 self._replication.repairer.run(run, step)
         elif self._checker.suspect(run, step, error) is None and self._checker.result_of(run, step) == "damaged":
             self._checker.check(run, step)  # it was mended: only now it counts
 
-    def stands(self, run: str) -> dict[str, list[int]]:
-        """The steps of a run in each reachable replica of this node."""
+    def add_copies(self, run: str, copies: dict[str, Collection[int]]) -> None:
+        """Add the steps of a run in each reachable replica of this node, by replica."""
         self._await_first_tries()
         steps_by_tier: dict[str, list[int]] = {}
 
@@ -96,7 +99,7 @@ class RestoreRepair:
         looking = threading.Thread(target=look, name="holdfast-replicas-of-a-run", daemon=True)
         looking.start()
         looking.join(FIRST_TRY_S)
-        return dict(steps_by_tier)
+        copies.update(dict(steps_by_tier))  # the thread may still add some
 
     def _await_first_tries(self) -> None:
         limit = time.monotonic() + FIRST_TRY_S

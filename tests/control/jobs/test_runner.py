@@ -16,7 +16,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
-from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted, JobRunner, Progress
+from holdfast_service.control.jobs.runner import Cancelled, Handler, Interrupted, JobKind, JobRunner, Progress
 from tests.daemons import wait_until
 from tests.databases import sqlite_database
 
@@ -36,9 +36,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_runner(database: Database, handler: Handler, **options: Any) -> JobRunner:
     jobs = Jobs(database, "node-1", utc_now)
-    runner = JobRunner(jobs, Events(database, "node-1", utc_now))
-    runner.register("verify", handler, **options)
-    return runner
+    return JobRunner(jobs, Events(database, "node-1", utc_now), {"verify": JobKind(handler, **options)})
 
 
 def ended(runner: JobRunner, job: Job) -> Job:

@@ -179,7 +179,7 @@ def test_what_a_look_finds_is_called_damaged_only_if_nothing_can_mend_it(root: C
     root.checker.repair = Copies(root).repair if has_copy else None
     goes_on = threading.Event()
     checks = Checks(root.checker, recorded=lambda wait_s: goes_on.wait(wait_s))
-    root.control.watch.mend_by(checks.suspect, lambda places: None)
+    root.control.watch.suspected.subscribe(checks.suspect)
     (root.path(3) / name).unlink()
     root.control.watch.scan()
     assert root.known(3).state == "committed"

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
@@ -78,19 +78,28 @@ Check = Callable[[Any], None]  # of a request of the kind
 
 
 class JobKind(NamedTuple):
-    """How jobs of a kind are done. `check` refuses a request by a named error before it becomes a job."""
+    """How jobs of a kind are done. `check` refuses by a named error, before anything is stored, what the handler could
+    only fail at.
+    """
 
     handler: Handler
     check: Check = lambda request: None
 
 
 class JobRunner:
-    """Runs jobs of the registered kinds. Thread-safe. `begin` is called first in each of its threads."""
+    """Runs jobs of some kinds, by name. Thread-safe. `begin` is called first in each of its threads."""
 
-    def __init__(self, jobs: Jobs, events: Events, workers: int = 1, begin: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        events: Events,
+        kinds: Mapping[str, JobKind],
+        workers: int = 1,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         self.jobs = jobs
         self._events, self._begin = events, begin
-        self._kinds: dict[str, JobKind] = {}
+        self._kinds = kinds
         self._running: dict[int, Progress] = {}
         self._changed = threading.Condition()
         self._closing = self._recovered = False
@@ -99,14 +108,8 @@ class JobRunner:
         self._threads = [threading.Thread(target=self._work, name="holdfast-job", daemon=True) for _ in range(workers)]
         self._threads.append(threading.Thread(target=self._keep_alive, name="holdfast-job-alive", daemon=True))
 
-    def register(self, kind: str, handler: Handler, check: Check = lambda request: None) -> None:
-        """Have jobs of this kind done by `handler`. `check` refuses by a named error, before anything is stored, what the
-        handler could only fail at.
-        """
-        self._kinds[kind] = JobKind(handler, check)
-
     def start(self) -> None:
-        """Requeue interrupted jobs, and begin; register all handlers before."""
+        """Requeue interrupted jobs, and begin."""
         try:
             self._put_back()
         except CatalogUnavailable as away:

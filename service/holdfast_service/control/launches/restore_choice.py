@@ -21,6 +21,7 @@ from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.lineage_index import LineageIndex
 from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
 from holdfast_service.control.nodes import Nodes
+from holdfast_service.control.signals import Signal
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Store
 
@@ -30,9 +31,6 @@ RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parte
 SEEN_POLL_S = 0.5
 MENDED_MAX = 8  # damaged checkpoints that a restore has mended first
 ANSWER_S = 10.0  # after this wait for the catalog the directories are read
-
-Mend = Callable[[tuple[str, int, int], int, Damaged | None], object]
-Copies = Callable[[str], Mapping[str, Collection[int]]]
 
 
 class RestoreQuestion(NamedTuple):
@@ -48,25 +46,6 @@ class RestoreQuestion(NamedTuple):
     healthy: bool = False
 
 
-class Mending:
-    """Repairs a checkpoint that a restore would skip. Before `begin` it does nothing and knows no replica."""
-
-    def __init__(self) -> None:
-        self._mend: Mend = lambda question, step, error: None
-        self._copies: Copies = lambda run: {}
-
-    def begin(self, mend: Mend, copies: Copies) -> None:
-        self._mend, self._copies = mend, copies
-
-    def mend(self, asked: RestoreQuestion, step: int, error: Damaged | None) -> None:
-        """Repair a checkpoint that is damaged in this way, or gone, and wait for that."""
-        self._mend((asked.run, asked.attempt, asked.turn), step, error)
-
-    def copies(self, run: str) -> Mapping[str, Collection[int]]:
-        """The steps of a run in reachable replicas, by replica."""
-        return self._copies(run)
-
-
 class Known(NamedTuple):
     """Sources of facts. `relist` compares the list of a run with its directories."""
 
@@ -76,7 +55,6 @@ class Known(NamedTuple):
     lineage_index: LineageIndex
     relist: Callable[[str], object]
     absences: roots.NegativeCache
-    mending: Mending
 
 
 class RestoreSelector:
@@ -97,10 +75,13 @@ class RestoreSelector:
         self._record_queue, self._events, self._nodes = record_queue, events, nodes
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
         self._lineage_index, self._relist, self._absences = known.lineage_index, known.relist, known.absences
-        self._mending = known.mending
+        # A run, attempt and turn would skip a checkpoint that is damaged in this way, or gone. Subscribers repair it and
+        # wait for that, or raise.
+        self.skipping: Signal[[tuple[str, int, int], int, Damaged | None]] = Signal()
+        self.copies_wanted: Signal[[str, dict[str, Collection[int]]]] = Signal()  # of a run, by replica; subscribers add
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
-        self.lost = LostCheckpoints(catalog, known.mending.copies)
+        self.lost = LostCheckpoints(catalog, self._copies)
 
     def choose(
         self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
@@ -128,6 +109,12 @@ class RestoreSelector:
                 hint="every rank must call restore() with the same step",
             )
         return chosen
+
+    def _copies(self, run: str) -> Mapping[str, Collection[int]]:
+        """The steps of a run in reachable replicas, by replica."""
+        copies: dict[str, Collection[int]] = {}
+        self.copies_wanted.publish(run, copies)
+        return copies
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt read what they restored no more."""
@@ -195,7 +182,7 @@ class RestoreSelector:
             if found is None:
                 return
             tried.add(found[0])
-            self._mending.mend(asked, *found)
+            self.skipping.publish((asked.run, asked.attempt, asked.turn), *found)
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
         """What to repair first, and its damage; None as damage for one that is gone."""
