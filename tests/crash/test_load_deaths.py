@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.link import unix_socket
+from holdfast.link.exchange import connect
 from holdfast.link.unix_socket import SocketLink
 from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import Overwriting
@@ -84,7 +87,17 @@ def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon
 
 
 def test_the_daemon_is_killed_before_ranks_say_how_it_went(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank has all of the step, and nobody is there to be told: each one's restore succeeds."""
+    """Every rank has all of the step, and nobody is there to be told: each one's restore succeeds. Meanwhile the next daemon
+    is looked for with pauses.
+    """
+    dialled: list[Path] = []
+
+    def counted(path: Path) -> socket.socket:
+        dialled.append(path)
+        return connect(path)
+
+    monkeypatch.setattr(unix_socket, "MEND_WAIT_S", 2.0)
+    monkeypatch.setattr(unix_socket, "connect", counted)
     restored = threading.Barrier(RANKS, daemon.kill)
     states = [{"model": {"w": torch.zeros(SIZE, dtype=torch.uint8)}, "loader": Position(restored)} for _ in range(RANKS)]
     checkpointers = ranks(daemon, states, monkeypatch)
@@ -94,6 +107,7 @@ def test_the_daemon_is_killed_before_ranks_say_how_it_went(daemon: RunningDaemon
         assert np.array_equal(state["model"]["w"].numpy(), content()) and state["loader"].position == 7
     for checkpointer in checkpointers:
         checkpointer.close(wait=False)
+    assert RANKS < len(dialled) < RANKS * 2 * unix_socket.MEND_S / unix_socket.MEND_PAUSE_S
 
 
 def ranks(daemon: RunningDaemon, states: Sequence[dict], monkeypatch: pytest.MonkeyPatch) -> list[Checkpointer]:

@@ -223,7 +223,8 @@ class SocketLink:
             goal = self._dialled + 2  # one whole try that begins from now on, though others went before
             limit = time.monotonic() + MEND_WAIT_S
             while self._mender is not None and self.alive:
-                self._hurry.set()
+                if self._dialled < goal:  # from then on the mender pauses: each failed try wakes all that wait
+                    self._hurry.set()
                 now = time.monotonic()
                 if now >= limit or (now >= self._broken_at + MEND_WAIT_S and self._dialled >= goal):
                     raise DaemonGone(f"the daemon at {self.path} is gone and has not been restarted yet", hint=HINT)
