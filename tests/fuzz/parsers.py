@@ -207,4 +207,3 @@ PARSERS = (
     Parser("problem", _problem, (b'{"code": "no-space", "detail": "d", "hint": "h", "needed": 5, "type": "t"}',)),
     Parser("token", lambda data: tokens.well_formed(_text(data)), (tokens.PREFIX.encode() + b"A" * 48,), bytes_changed),
 )
-BY_NAME = {parser.name: parser for parser in PARSERS}

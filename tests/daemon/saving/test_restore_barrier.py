@@ -157,9 +157,16 @@ def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
         assert [one.result(30) for one in (first, second, waiting)] == [GO_ON] * 3
 
 
-def test_what_is_well_again_is_read_again_and_then_believed() -> None:
-    """Repaired, or sound when the daemon looks: once more. Who still cannot read it ends it for all."""
-    restores, known = made(lambda run, step, error: None)
+@pytest.mark.parametrize("fails", [False, True], ids=["well again", "cannot be read"])
+def test_what_the_daemon_does_not_find_is_read_again_and_then_believed(fails: bool) -> None:
+    """Repaired, or sound when the daemon looks, or it cannot read: once more. What the rank then says ends it for all."""
+
+    def look(run: str, step: int, error: Damaged) -> Damaged | None:
+        if fails:
+            raise StorageFailed("the disk is gone")
+        return None
+
+    restores, known = made(look)
     assert restores.judge(rank(1), 0, ILL, 0.0) == RestoreVerdict(again=True)
     assert known.marked == {}
     assert restores.judge(rank(1), 0, ILL, 0.0).problem == BAD.problem()
@@ -210,18 +217,6 @@ def test_what_an_earlier_daemon_was_told_counts() -> None:
     known.marked[500] = BAD
     assert restores.judge(rank(0), 0, WELL, 0.0) == RestoreVerdict(problem=BAD.problem())
     assert restores.choose(rank(0), 1, StepQuestion()) == Answer(step=400, notes=("step 500 is damaged",))
-
-
-def test_a_look_that_fails_believes_the_rank_at_last() -> None:
-    """Where the daemon itself cannot read, the rank tries once more, and is believed then."""
-
-    def fails(run: str, step: int, error: Damaged) -> Damaged | None:
-        raise StorageFailed("the disk is gone")
-
-    restores, known = made(fails)
-    assert restores.judge(rank(1), 0, ILL, 0.0) == RestoreVerdict(again=True)
-    assert restores.judge(rank(1), 0, ILL, 0.0).problem == BAD.problem()
-    assert known.marked[500].problem() == BAD.problem()
 
 
 def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
