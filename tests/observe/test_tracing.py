@@ -113,7 +113,7 @@ def test_jobs(catalog: Catalog, exported: InMemorySpanExporter) -> None:
     assert exported.get_finished_spans() == ()
     with catalog.database.write() as session:
         for row in session.query(JobRow):
-            row.state, row.ended, row.problem = "failed", ENDED, {"code": "corrupt-extent"}
+            row.end("failed", ENDED, problem={"code": "corrupt-extent"})
     jobs.update()
     jobs.update()
     (span,) = exported.get_finished_spans()

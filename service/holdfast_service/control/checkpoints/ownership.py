@@ -60,7 +60,7 @@ def claim(store: Store, catalog: Catalog, root: Root, now: str) -> None:
     with catalog.database.write() as session:
         row = _locked(session, root, now)
         _refuse_another(row, root.id, catalog.database)
-        row.serve(*root.told, row.since)
+        row.move_to(*root.told, row.since)
 
 
 def check(database: Database, root_id: str, path: Path) -> None:
@@ -79,7 +79,7 @@ def adopt(catalog: Catalog, root: Root, now: str) -> str | None:
         row = _locked(session, root, now)
         before = None if row.root == root.id else row.path
         if (row.root, row.path, row.node) != root.told:
-            row.serve(*root.told, now)
+            row.move_to(*root.told, now)
         return before
 
 

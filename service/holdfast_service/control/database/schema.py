@@ -27,7 +27,7 @@ class OwnerRow(CatalogTable):
     node: Mapped[str] = mapped_column(String(64))
     since: Mapped[str] = mapped_column(TIME)
 
-    def serve(self, root: str, path: str, node: str, since: str) -> None:
+    def move_to(self, root: str, path: str, node: str, since: str) -> None:
         """It is the catalog of this root, which is served there since then."""
         self.root, self.path, self.node, self.since = root, path, node, since
 
@@ -194,13 +194,13 @@ class CheckpointRow(CatalogTable):
     compacted: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
     small_bytes: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
-    def verify(self, now: str, proof: str, check: Mapping[str, Any] | None, same_as: int | None) -> None:
+    def mark_verified(self, now: str, proof: str, check: Mapping[str, Any] | None, same_as: int | None) -> None:
         """It was read back whole and is sound. `check` None: the numbers of an earlier check stay."""
         self.verified, self.damage, self.checked, self.proven = True, None, now, proof
         self.check = dict(check) if check is not None else self.check
         self.same_as = same_as
 
-    def damaged(self, problem: dict[str, Any], checked: str | None) -> None:
+    def mark_damaged(self, problem: dict[str, Any], checked: str | None) -> None:
         """`checked`: when it was read back whole; None where a part was read."""
         self.verified, self.damage = False, problem
         self.checked = checked or self.checked

@@ -85,7 +85,7 @@ class Findings:
             self.made(run, step)
             news = not row.verified
             frozen = same_as is not None and row.same_as != same_as
-            row.verify(self._now(), proof, check, same_as)
+            row.mark_verified(self._now(), proof, check, same_as)
         if news:
             self._events.add("checkpoint-verified", f"step {step} was read back and verified", run, step)
         if frozen:
@@ -121,7 +121,7 @@ class Findings:
             if row is None:
                 return
             news = row.damage is None or _place(row.damage) != _place(problem)
-            row.damaged(problem, checked)
+            row.mark_damaged(problem, checked)
         if news:
             log.error("%s@%s is damaged: %s", run, step, problem["detail"])
             text = f"step {step} is damaged: {problem['detail']}"

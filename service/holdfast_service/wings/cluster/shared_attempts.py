@@ -206,7 +206,7 @@ class SharedAttempts(Attempts):
                 _refuse_busy(run, node_ranks, member)
                 while attempt is None:
                     attempt = self._give_out(run, launch, max(row.attempt, self.newest(run)), self._claims(run))
-                row.attempt = attempt
+                row.raise_attempt(attempt)
                 attempt_row = AttemptRow(run=run, launch=launch, attempt=attempt, world=member.world, declared=utc_now())
                 session.merge(attempt_row)
                 old = (SpeakerRow.run == run, SpeakerRow.attempt <= attempt - SPOKEN_ATTEMPTS_MAX)
