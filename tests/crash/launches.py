@@ -111,7 +111,8 @@ def holders(directory: Path) -> list[int]:
 def check_sound(root: Path, visible: Sequence[int], size: int) -> None:
     """These steps and no others are visible, hold what the ranks saved, and nothing else stands beside them."""
     assert sorted(committed_steps(root, RUN)) == sorted(visible)
-    assert len(os.listdir(root / RUN / naming.CHECKPOINTS)) == len(visible)
+    directory = root / RUN / naming.CHECKPOINTS  # which the first commit makes
+    assert len(os.listdir(directory) if directory.is_dir() else ()) == len(visible)
     for step in sorted(visible)[-4:]:
         with open_checkpoint(root, None, RUN, step) as reader:
             assert reader.verify() == []
