@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import (
@@ -248,19 +249,25 @@ class RankConnection:
 
     def _attach(self, request: wire.Attach) -> wire.Reply:
         who, plane = self._known(), self._plane
-        if not self._fds:
-            raise InvalidRequest("attaching a segment needs its file descriptor")
-        fd = self._fds.pop(0)
-        try:
+        with self._received_fd("a segment") as fd:
             segment, taken = plane.arena.attach(fd, who.owner, self._asker.tenant)
-        finally:
-            os.close(fd)
         self._use(segment)
         refused = plane.adoption.take_up(segment, taken, who).refused
         turns = dict.fromkeys(request.open, 0) | dict(zip(request.open, request.turns, strict=False))
         plane.saver.take_over(who, turns, refused)
         plane.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
+
+    @contextmanager
+    def _received_fd(self, what: str) -> Iterator[int]:
+        """The next descriptor that came, for the length of a block."""
+        if not self._fds:
+            raise InvalidRequest(f"attaching {what} needs its file descriptor")
+        fd = self._fds.pop(0)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _use(self, segment: ArenaSegment) -> None:
         segment.used_by(self, PeerProcess(self._connection))
@@ -329,13 +336,8 @@ class RankConnection:
         self._send(reply, (segment.fd,))
 
     def _attach_average(self, request: wire.AttachAverage) -> wire.Reply:
-        if not self._fds:
-            raise InvalidRequest("attaching an average needs its file descriptor")
-        fd = self._fds.pop(0)
-        try:
+        with self._received_fd("an average") as fd:
             self._plane.averages.attach(fd, self._known().owner, self, self._asker.tenant)
-        finally:
-            os.close(fd)
         return wire.Done(reply_to=request.id)
 
     def _lend(self, request: wire.Request, parts: tuple[wire.HeldPart, ...], fds: tuple[int, ...]) -> None:

@@ -71,9 +71,7 @@ class Adoption:
         """Make the saver continue the saves in these slots of a segment."""
         adopted_saves = AdoptedSaves(set(), {})
         headers = [(arena.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
-        for header, slot in sorted(
-            headers, key=lambda adopted_saves: adopted_saves[0].step
-        ):  # older steps are saved before newer ones
+        for header, slot in sorted(headers, key=lambda one: one[0].step):  # older steps are saved before newer ones
             sealed = find_sealed(segment, slot)
             try:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):

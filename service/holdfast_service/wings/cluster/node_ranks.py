@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -43,8 +43,7 @@ class ConnectedNodes:
         its lease ends.
         """
         me, late_s = self._membership.me, self._membership.lease_s - self._membership.beat_s - LATE_S
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
-        query = select(NodeRanksRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, live)
+        query = select(NodeRanksRow, func.extract("epoch", NodeRow.until - now())).join(NodeRow, _live())
         node_ranks = {}
         for row, lease_s in session.execute(
             query.where(NodeRanksRow.run == run, NodeRanksRow.node != me.name, NodeRanksRow.ranks > 0)
@@ -56,8 +55,7 @@ class ConnectedNodes:
 
     def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
         """The number of connected ranks of an attempt per member node, and all ranks that ever were connected."""
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
-        query = select(NodeRanksRow.node, NodeRanksRow.ranks).join(NodeRow, live)
+        query = select(NodeRanksRow.node, NodeRanksRow.ranks).join(NodeRow, _live())
         with self._database.apart() as session:
             rows = session.execute(query.where(NodeRanksRow.run == run, NodeRanksRow.attempt == attempt))
             spoken = select(SpeakerRow.rank).where(SpeakerRow.run == run, SpeakerRow.attempt == attempt)
@@ -74,9 +72,8 @@ class ConnectedNodes:
 
     def connected(self) -> set[str]:
         """The runs with ranks connected to a member node."""
-        live = (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())
         with self._database.read() as session:
-            return set(session.scalars(select(NodeRanksRow.run).join(NodeRow, live).where(NodeRanksRow.ranks > 0)))
+            return set(session.scalars(select(NodeRanksRow.run).join(NodeRow, _live()).where(NodeRanksRow.ranks > 0)))
 
     def arrive(self, session: Session, run: str, rank_set: NodeRanks) -> None:
         """Record a new rank of this run at this node. Until the next heartbeat has its state, other nodes ask again."""
@@ -106,3 +103,8 @@ class ConnectedNodes:
         values = {"boot": me.boot, **rank_set._asdict()}
         statement = insert(NodeRanksRow).values({"run": run, "node": me.name} | values)
         session.execute(statement.on_conflict_do_update(index_elements=[NodeRanksRow.run, NodeRanksRow.node], set_=values))
+
+
+def _live() -> ColumnElement[bool]:
+    """Whether the node of a row is a member, and was not started again since."""
+    return (NodeRow.name == NodeRanksRow.node) & (NodeRow.boot == NodeRanksRow.boot) & (NodeRow.until > now())

@@ -166,22 +166,19 @@ class MegatronArrangement:
             self._gathered.notes.append(f"{empty} extra states have no content")
 
     def _common(self) -> int | None:
-        if self._common_value is None:
+        value, place = self._common_value, ValuePlace(self._common_file, EXTRA, "common")
+        if value is None:
             return None
-        local_tensors = (
-            self._common_value
-            if isinstance(self._common_value, Unread)
-            else self._gathered.json(self._common_value, ValuePlace(self._common_file, EXTRA, "common"))
-        )
-        if isinstance(local_tensors, Unread):
-            self._gathered.notes.append(f"the common state was left out: {local_tensors.reason}")
+        document = value if isinstance(value, Unread) else self._gathered.json(value, place)
+        if isinstance(document, Unread):
+            self._gathered.notes.append(f"the common state was left out: {document.reason}")
             return None
-        self._gathered.document(EXTRA, "common", local_tensors)
-        self._note_steps(self._common_value.get("optimizer") if isinstance(self._common_value, dict) else None)
+        self._gathered.document(EXTRA, "common", document)
+        self._note_steps(value.get("optimizer") if isinstance(value, dict) else None)
         for key in ("iteration", "global_step"):
-            value = local_tensors.get(key) if isinstance(local_tensors, dict) else None
-            if type(value) is int and value >= 0:
-                return value
+            number = document.get(key) if isinstance(document, dict) else None
+            if type(number) is int and number >= 0:
+                return number
         return None
 
     def _note_steps(self, value: Any, depth: int = 0) -> None:
