@@ -24,7 +24,7 @@ from tests.crash import ledger
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.in_memory import in_memory
 
-FLIPS, FLIPS_SLOW = 50, 200
+FLIPS_OF_A_FILE, FLIPS_SLOW = 2, 200
 LANE = "flips under a scrub"
 UNLISTED = (naming.COMMIT, naming.MANIFEST)
 FAST = ("--scrub-bytes-per-second", "1000000000", "--scrub-every", "0.2")
@@ -48,24 +48,20 @@ def scrub(root: Checked) -> Iterator[Scrub]:
         yield scrub
 
 
-def places(root: Checked, count: int) -> Iterator[tuple[str, int, int]]:
-    """Random bits of the newest checkpoint: file, byte, bit."""
+def places(root: Checked, more: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Random bits of the newest checkpoint, some of each file and `more` of all: file, byte, bit."""
     chance = random.Random(7)
-    files = {path.name: path.stat().st_size for path in root.path(2).iterdir() if path.stat().st_size}
-    for _ in range(count):
-        position = chance.randrange(sum(files.values()))
-        for name, size in files.items():
-            if position < size:
-                yield name, position, chance.randrange(8)
-                break
-            position -= size
+    files = {path.name: path.stat().st_size for path in sorted(root.path(2).iterdir()) if path.stat().st_size}
+    names = [*files] * FLIPS_OF_A_FILE + chance.choices([*files], [*files.values()], k=more)
+    for name in names:
+        yield name, chance.randrange(files[name]), chance.randrange(8)
 
 
-@pytest.mark.parametrize("flips", [FLIPS, pytest.param(FLIPS_SLOW, marks=pytest.mark.crash_slow)])
-def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: Scrub, flips: int) -> None:
-    """Bits at random places: each is named, with tensor and range; mended, the newest is the newest again."""
+@pytest.mark.parametrize("more", [0, pytest.param(FLIPS_SLOW, marks=pytest.mark.crash_slow)])
+def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: Scrub, more: int) -> None:
+    """Bits at random places of every file: each is named, with tensor and range; mended, the newest is the newest again."""
     pieces = verification.pieces(root.built[RUN, 2].manifest)
-    for name, offset, bit in places(root, flips):
+    for name, offset, bit in places(root, more):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)
         assert scrub.scrub(RUN).damaged == (f"{RUN}@2",), (name, offset, bit)
@@ -87,7 +83,7 @@ def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: 
 def test_every_flip_is_repaired_where_there_is_a_copy(root: Checked, scrub: Scrub) -> None:
     """With somebody who has the bytes, nothing is ever marked."""
     root.checker.repair = Copies(root).repair
-    for name, offset, bit in places(root, FLIPS):
+    for name, offset, bit in places(root):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)
         assert scrub.scrub(RUN).damaged == ()
