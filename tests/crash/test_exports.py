@@ -299,7 +299,7 @@ import signal, sys
 from holdfast.rest import service_jobs
 from holdfast_formats.rest.offline import DirectoryConversion
 signal.signal(signal.SIGINT, signal.default_int_handler)
-service_jobs.COMMAND = (sys.executable, "-m", "tests.crash.offline_program", sys.argv[1])
+service_jobs.command = lambda: [sys.executable, "-m", "tests.crash.offline_program", sys.argv[1]]
 try:
     service_jobs.offline(DirectoryConversion.model_validate_json(sys.argv[2]), on_bytes=lambda done, total: None)
 except KeyboardInterrupt:

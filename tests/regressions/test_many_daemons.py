@@ -192,7 +192,7 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
     assert refused.returncode == 4 and "wrong-root" in refused.stderr, refused.stderr
     assert "catalog adopt" in refused.stderr and "secret" not in refused.stderr and "postgresql" in refused.stderr
     asked = CatalogWork(act="adopt", root=str(site.root)).model_dump_json().encode()
-    assert subprocess.run(service_jobs.COMMAND, input=asked, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(service_jobs.command(), input=asked, capture_output=True, timeout=120).returncode == 0
     assert started(site.root).returncode == 0
 
 

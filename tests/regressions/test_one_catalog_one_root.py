@@ -51,7 +51,7 @@ def started(root: Path, url: str) -> subprocess.CompletedProcess[str]:
 
 def tool(work: str, root: Path, url: str) -> subprocess.CompletedProcess[str]:
     asked = CatalogWork(act=work, root=str(root), catalog=url).model_dump_json()
-    return subprocess.run(service_jobs.COMMAND, input=asked, capture_output=True, text=True, timeout=120)
+    return subprocess.run(service_jobs.command(), input=asked, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

@@ -19,8 +19,13 @@ from holdfast_formats.rest.operations import Job
 
 ENDED = ("done", "failed", "cancelled")
 WAIT_S = 20.0
-COMMAND = (sys.executable, "-m", "holdfast_service.offline")
+PROGRAM = "holdfast_service.offline"
 OnBytes = Callable[[int, int], None]
+
+
+def command() -> list[str]:
+    """What starts the offline program, in the interpreter that runs now."""
+    return [sys.executable, "-m", PROGRAM]
 
 
 def as_job(api: Api, wanted: JobRequest, on_bytes: OnBytes) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def offline(work: OfflineWork, on_bytes: OnBytes | None = None) -> dict[str, Any
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         seen = None if on_bytes is None else errors
-        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=seen, text=True)
+        process = subprocess.Popen(command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=seen, text=True)
         try:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as asked:  # it may have ended, and says why
@@ -62,7 +67,7 @@ def offline(work: OfflineWork, on_bytes: OnBytes | None = None) -> dict[str, Any
         why = (errors.read().strip().splitlines() or ["see its output above, if there is any"])[-1]
     if problem is None:
         raise CheckpointError(
-            f"{COMMAND[-1]} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
+            f"{PROGRAM} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
         )
     if status:
         raise from_problem(problem)
