@@ -256,10 +256,8 @@ class RestoreSelector:
         sound = {checkpoint.step: checkpoint.groups for checkpoint in listed if checkpoint.damage is None}
         if sound and not any(set(groups) <= set(checkpoint.groups) for checkpoint in found):
             raise lacking(run, sound, groups)
-        damage = as_damage(found[0].damage) if found else None
+        hint = f"no sound checkpoint of {run} is left; remove the damaged ones (`holdfast rm`) to start from scratch"
+        damage = as_damage({**(found[0].damage or {}), "hint": hint}) if found else None
         if damage is not None:
-            damage.hint = (
-                f"no sound checkpoint of {run} is left; remove the damaged ones (`holdfast rm`) to start from scratch"
-            )
             raise damage
         self.lost.refuse(run)
