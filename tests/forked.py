@@ -1,7 +1,8 @@
 """Python processes for tests that begin where all is imported already, which is most of what starting one costs.
 
-They are forks of processes that have done nothing but import: one of torch and the client, one of the service. In every
-other respect they are as if they had been started: their own pid, memory, descriptors, environment and end.
+They are forks of two processes: one has imported torch and the client, the other one the service, of which it has also
+prepared what every daemon has, such as routes. In every other respect they are as if they had been started: their own pid,
+memory, descriptors, environment and end.
 """
 
 from __future__ import annotations
