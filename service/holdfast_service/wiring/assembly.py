@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -31,7 +30,7 @@ from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership, roots
 from holdfast_service.control.control import Control
-from holdfast_service.control.database.database import Database, Trouble
+from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.database.visible import matches
 from holdfast_service.control.insight.facts import RunActivity
@@ -133,7 +132,7 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
             ) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog, rebuilt = Catalog(Database.at(config.catalog_url), config.node), None
-        catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
+        catalog.database.away(away.detail, reads=True)
     stack.callback(catalog.close)
     settle(tier, shared_by)
     serving = nodes_of(config, catalog.database)

@@ -12,7 +12,6 @@ import pytest
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_formats.staging.joint import Votes
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.control.database.database import Trouble
 from holdfast_service.daemon.saving import restore_barrier
 from holdfast_service.daemon.saving.restore_barrier import RestoreBarrier
 from holdfast_service.daemon.saving.rounds import Participant
@@ -114,11 +113,11 @@ def test_damage_is_told_to_other_nodes_once_the_catalog_is_back(nodes: Nodes, mo
     monkeypatch.setattr(restore_barrier, "REPEAT_S", 0.05)
     a, b = nodes.add("a"), nodes.add("b")
     here, there = barrier(a), barrier(b)
-    a.database.trouble = Trouble(0.0, "the catalog is away", reads=True)
+    a.database.away("the catalog is away", reads=True)
     assert here.judge(rank(0), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem())
     with pytest.raises(DeadlineExceeded):
         there.judge(rank(1), 0, WELL, 0.5)
-    a.database.trouble = None
+    a.database.back()
     assert there.judge(rank(1), 0, WELL, 30.0) == RestoreVerdict(problem=BAD.problem())
     here.close()
 

@@ -60,7 +60,8 @@ class RecordQueue:
         self._awaited = 0  # callers that wait until the queue is empty
         self._lost = 0
         self._thread: threading.Thread | None = None
-        database.settle, database.missed = self.flush, self._miss
+        database.entering.subscribe(self.flush)
+        database.missed.subscribe(self._miss)
 
     @property
     def pending(self) -> int:
@@ -177,7 +178,6 @@ class RecordQueue:
     def _begin(self) -> None:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=Context().run, args=(self._loop,), name="holdfast-book", daemon=True)
-            self.database.keeper = self._thread
             self._thread.start()
 
     @contextmanager
@@ -192,6 +192,7 @@ class RecordQueue:
                 self._awaited -= 1
 
     def _loop(self) -> None:
+        self.database.keep()
         lingers = True
         while not self._closed:
             with self._changed:
@@ -240,13 +241,12 @@ class RecordQueue:
             log.exception("cannot record in the catalog: %s", record.what)
         if self.database.trouble is not None:
             log.warning("the catalog answers again; %d records are waiting", len(self._waiting))
-            self.database.trouble = None
+            self.database.back()
         return True
 
     def _away(self, error: CheckpointError) -> None:
         self._known = False
-        before = self.database.trouble
-        if before is None:
+        if self.database.trouble is None:
             log.error("%s; saves continue and are recorded when it answers again", error.detail)
         reads = True
         try:
@@ -255,7 +255,7 @@ class RecordQueue:
         except CheckpointError:
             pass
         with self._changed:
-            self.database.trouble = Trouble(time.time() if before is None else before.since, error.detail, reads)
+            self.database.away(error.detail, reads)
             self._changed.notify_all()
 
     def _idle(self) -> None:

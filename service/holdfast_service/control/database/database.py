@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
 from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, plain, without_password
 from holdfast_service.control.database.migrations import migrate
 from holdfast_service.control.database.visible import restrict
+from holdfast_service.control.signals import Signal
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class Trouble(NamedTuple):
 class Database:
     """The tables at one URL. Thread-safe: a session per transaction.
 
-    While it is known to be away, `trouble` is the reason, and every query is refused at once; only the `keeper` thread
-    retries. Other threads first `settle`, so that they read what the keeper had queued before.
+    While it is known to be away, `trouble` is the reason, and every query is refused at once; only the keeper's thread
+    retries.
     """
 
     def __init__(self, engine: Engine, prepared: bool = True) -> None:
@@ -75,11 +76,11 @@ class Database:
         self._plain_lock = threading.Lock()
         self._prepared = prepared
         self._file = self._identity() if prepared else None
-        self.keeper: threading.Thread | None = None
         self.keeper_since: float | None = None  # time.monotonic(), while the keeper is in a transaction
         self.trouble: Trouble | None = None
-        self.settle: Callable[[], object] = lambda: None
-        self.missed: Callable[[], object] = lambda: None  # a lost write that the keeper restores from storage
+        self.entering: Signal[[]] = Signal()  # before a transaction of another thread: the keeper writes what is queued
+        self.missed: Signal[[]] = Signal()  # a write was lost: the keeper restores it from storage
+        self._keeper: threading.Thread | None = None
 
     @classmethod
     def at(cls, url: str) -> Database:
@@ -134,6 +135,18 @@ class Database:
                 return status.st_dev, status.st_ino
         return None
 
+    def keep(self) -> None:
+        """The calling thread is the keeper from now on."""
+        self._keeper = threading.current_thread()
+
+    def away(self, why: str, reads: bool) -> None:
+        """It does not answer, perhaps since an earlier call."""
+        self.trouble = Trouble(time.time() if self.trouble is None else self.trouble.since, why, reads)
+
+    def back(self) -> None:
+        """It answers again."""
+        self.trouble = None
+
     @property
     def url(self) -> str:
         return self.engine.url.render_as_string(hide_password=True)
@@ -175,7 +188,7 @@ class Database:
             yield
         except (CatalogUnavailable, NoSpace) as error:
             log.warning("%s: recorded when the catalog can be written again: %s", what, error.detail)
-            self.missed()
+            self.missed.publish()
 
     @contextmanager
     def apart(self, hopeful: bool = False) -> Iterator[Session]:
@@ -213,8 +226,8 @@ class Database:
 
     @contextmanager
     def _entered(self, reads: bool) -> Iterator[None]:
-        if threading.current_thread() is not self.keeper:
-            self.settle()
+        if threading.current_thread() is not self._keeper:
+            self.entering.publish()
             trouble = self.trouble
             if trouble is not None and (trouble.reads or not reads):
                 raise CatalogUnavailable(trouble.why, hint=_HINT)

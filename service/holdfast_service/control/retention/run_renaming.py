@@ -110,7 +110,7 @@ class RunRenaming:
             try:
                 self._finish(run, name)
             except (CatalogUnavailable, NoSpace) as error:
-                self._catalog.database.missed()
+                self._catalog.database.missed.publish()
                 hint = f"do not train {run} now: it is renamed when the catalog can be written again"
                 raise type(error)(error.detail, hint=hint) from error
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
