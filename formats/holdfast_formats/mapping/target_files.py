@@ -27,6 +27,9 @@ class StreamedTensor(NamedTuple):
     start: int
 
 
+Sealing = Callable[[Mapping[TensorKey, int]], tuple[LiteralBytes, ...]]
+
+
 class TargetFile(NamedTuple):
     """A file of `bytes` bytes; its name is a path below the target directory.
 
@@ -38,7 +41,37 @@ class TargetFile(NamedTuple):
     bytes: int
     literals: tuple[LiteralBytes, ...]
     tensors: tuple[StreamedTensor, ...] = ()
-    sealed: Callable[[Mapping[TensorKey, int]], tuple[LiteralBytes, ...]] | None = None
+    sealed: Sealing | None = None
+
+
+class GrowingFile:
+    """A target file that is put together from its first byte on; `bytes` is its length so far."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._literals = [(0, bytearray())]  # a new one after each tensor
+        self._tensors: list[StreamedTensor] = []
+
+    @property
+    def has_tensors(self) -> bool:
+        return bool(self._tensors)
+
+    def put(self, data: bytes) -> None:
+        self._literals[-1][1].extend(data)
+        self.bytes += len(data)
+
+    def stream(self, mapped: MappedTensor) -> None:
+        self._tensors.append(StreamedTensor(mapped, self.bytes))
+        self.skip(mapped.spec.nbytes)
+
+    def skip(self, count: int) -> None:
+        """Leave bytes out that are written otherwise, such as sealed ones."""
+        self.bytes += count
+        self._literals.append((self.bytes, bytearray()))
+
+    def made(self, name: str, sealed: Sealing | None = None) -> TargetFile:
+        literals = tuple(LiteralBytes(start, bytes(data)) for start, data in self._literals if data)
+        return TargetFile(name, self.bytes, literals, tuple(self._tensors), sealed)
 
 
 def check(file: TargetFile) -> None:

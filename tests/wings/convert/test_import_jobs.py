@@ -162,7 +162,7 @@ def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path)
     with pytest.raises(InvalidRequest, match="no COMMIT"):
         importer.bring(own, an_import("mine", 1, kind="holdfast"), Quiet())
     committed = PosixTier(tmp_path / "root" / naming.checkpoint_path(RUN, 5))
-    with pytest.raises(InvalidRequest, match="copied as it is"):
+    with pytest.raises(InvalidRequest, match="read as it is"):
         importer.bring(committed, an_import("mine", 1, as_is=True), Quiet())
     assert importer.bring(committed, an_import("mine", 1, dry_run=True), Quiet())["source"]["kind"] == "holdfast"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast_files.opened import open_checkpoint
-from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ConvertArguments
@@ -16,8 +16,6 @@ from holdfast_service.wings.convert.exports.source import of_listing
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind, choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign_export import PlannedExport
-
-OURS = "holdfast"
 
 
 class Conversion(NamedTuple):
@@ -40,16 +38,9 @@ def plan_conversion(source: Files, wanted: ConvertArguments) -> Conversion:
     Raises what reading a kind and planning an export raise.
     """
     watched = WatchedSource(read_once(source))
-    if wanted.kind == OURS or (wanted.kind is None and importing.is_checkpoint(source)):
-        if wanted.chosen:
-            raise InvalidRequest(
-                "a Holdfast checkpoint is read as it is", hint="leave --as-is, --assemble-flat, --int16 and --shards out"
-            )
-        return Conversion(
-            foreign_export.plan_export(source, "", open_checkpoint(source, "").manifest, wanted), watched, None
-        )
-    if wanted.kind is None:
-        importing.refuse_uncommitted(source)
+    if importing.is_ours(source, wanted.kind, wanted.chosen):
+        manifest = open_checkpoint(source, "").manifest
+        return Conversion(foreign_export.plan_export(source, "", manifest, wanted), watched, None)
     foreign_kind: ForeignKind = choose(watched, wanted.kind, KINDS)
     listing = foreign_kind.read(watched, wanted)
     if not listing.tensors:
@@ -61,7 +52,7 @@ def report(conversion: Conversion) -> dict[str, Any]:
     """The report of the export, and every file of the source with its use."""
     listing = conversion.listing
     if listing is None:
-        source: dict[str, Any] = {"kind": OURS, "files": [], "notes": []}
+        source: dict[str, Any] = {"kind": importing.OURS, "files": [], "notes": []}
     else:
         source = import_report.listed_files(conversion.watched, listing)
     written = [{"file": file.name, "bytes": file.bytes} for file in conversion.export.plan.files]

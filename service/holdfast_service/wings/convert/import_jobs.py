@@ -10,9 +10,9 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NotFound
+from holdfast_formats.errors import AlreadyCommitted, Damaged, NotFound
 from holdfast_formats.files import Files
-from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeJob
+from holdfast_formats.rest.jobs import ImportJob, MergeJob
 from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
@@ -24,6 +24,7 @@ from holdfast_service.wings.convert import import_report, importing
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 
 Planner = Callable[[Goal], PlannedImport]
+_OF_OURS: dict[str, Any] = {"kind": importing.OURS, "files": [], "notes": []}
 
 
 class Importer:
@@ -37,7 +38,7 @@ class Importer:
 
         `again`: an earlier start of the service has begun the job.
         """
-        ours = _is_ours(source, wanted.arguments)
+        ours = importing.is_ours(source, wanted.arguments.kind, wanted.arguments.chosen)
         if wanted.arguments.dry_run:
             self._control.imports.attempt(wanted.run, wanted.step)
             return foretold(source, wanted)
@@ -123,42 +124,20 @@ class Importer:
             self._tier.remove_tree(place.path)
             raise
         self._control.findings.sound(run, step, made=manifest)
-        return {"run": run, "step": step, "source": {"kind": OURS, "files": [], "notes": []}, **_counts(manifest)}
+        return {"run": run, "step": step, "source": _OF_OURS, **_counts(manifest)}
 
     def _verified(self, run: str, step: int) -> Manifest:
         with self._control.readers.reading(run, step):
             return verify(self._tier, naming.checkpoint_path(run, step))
 
 
-OURS = "holdfast"
-
-
 def foretold(source: Files, wanted: ImportJob) -> dict[str, Any]:
     """A dry run of an import. Names and headers are read, and nothing is written; raises what the import would."""
-    if _is_ours(source, wanted.arguments):
-        step = {"source": {"kind": OURS, "files": [], "notes": []}, **_counts(open_checkpoint(source, "").manifest)}
-        return {"run": wanted.run, "step": wanted.step, "dry_run": True, **step}
+    if importing.is_ours(source, wanted.arguments.kind, wanted.arguments.chosen):
+        counts = _counts(open_checkpoint(source, "").manifest)
+        return {"run": wanted.run, "step": wanted.step, "dry_run": True, "source": _OF_OURS, **counts}
     planned = importing.plan_import(source, Goal(wanted.run, wanted.step, 0), wanted.arguments)
     return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
-
-
-def _is_ours(source: Files, options: ImportArguments) -> bool:
-    """Whether a source is a Holdfast checkpoint, which is copied. Raises for an incomplete one, and for options that do not
-    apply to it.
-    """
-    if options.kind not in (None, OURS):
-        return False
-    if not importing.is_checkpoint(source):
-        if options.kind == OURS:
-            raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
-        importing.refuse_uncommitted(source)
-        return False
-    if options.chosen:
-        raise InvalidRequest(
-            "a Holdfast checkpoint is copied as it is",
-            hint="leave out the options that change names, layouts or tensors",
-        )
-    return True
 
 
 def _counts(manifest: Manifest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from holdfast_formats.disk.packing import natural_key
@@ -15,24 +16,24 @@ NAMED = 3  # tensors of a group, as examples
 
 def source_of(planned: PlannedImport, read: bool = True) -> dict[str, Any]:
     """The `source` object of state.json; digests of files are known once everything is `read`."""
-    listing = planned.listing
-    files = [_listed_file(planned.source, use, read) for use in listing.files]
-    step = {} if listing.step is None else {"step": listing.step}
-    summary = {"kind": listing.kind, "job": planned.job, "files": files, "notes": _notes(planned)}
-    return {**summary, **planned.chosen, **step, **planned.about}
+    summary = _summary(planned.source, planned.listing, _notes(planned), read)
+    return {"kind": summary.pop("kind"), "job": planned.job, **summary, **planned.chosen, **planned.about}
 
 
 def listed_files(source: WatchedSource, listing: ForeignListing) -> dict[str, Any]:
     """The kind of a source, and the use of each of its files, without digests."""
-    files = [_listed_file(source, use, read=False) for use in listing.files]
+    return _shortened(_summary(source, listing, list(listing.notes), read=False))
+
+
+def _summary(source: WatchedSource, listing: ForeignListing, notes: Iterable[str], read: bool) -> dict[str, Any]:
+    files = [_listed_file(source, use, read) for use in listing.files]
     step = {} if listing.step is None else {"step": listing.step}
-    summary = {
-        "kind": listing.kind,
-        "files": files[:FILES_LISTED],
-        "notes": [_unicode(note) for note in listing.notes],
-        **step,
-    }
-    return {**summary, "more_files": len(files) - FILES_LISTED} if len(files) > FILES_LISTED else summary
+    return {"kind": listing.kind, "files": files, "notes": list(map(_unicode, notes)), **step}
+
+
+def _shortened(source: dict[str, Any]) -> dict[str, Any]:
+    more = len(source["files"]) - FILES_LISTED
+    return {**source, "files": source["files"][:FILES_LISTED], "more_files": more} if more > 0 else source
 
 
 def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +52,6 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
         group["names"] = sorted(group["names"], key=natural_key)[:NAMED]
     for name, values in planned.wanted.documents.items():
         groups.setdefault(name, {"tensors": 0, "bytes": 0, "dtypes": [], "names": []})["values"] = sorted(values)
-    told = {**source, "files": source["files"][:FILES_LISTED]}
-    if len(source["files"]) > FILES_LISTED:
-        told["more_files"] = len(source["files"]) - FILES_LISTED
     written = [{"file": file.name, "bytes": file.bytes} for file in planned.files]
     return {
         "run": planned.plan.run,
@@ -61,7 +59,7 @@ def report(planned: PlannedImport, source: dict[str, Any]) -> dict[str, Any]:
         "tensors": sum(len(file.tensors) for file in planned.plan.files),
         "groups": groups,
         "written": written[:FILES_LISTED],
-        "source": told,
+        "source": _shortened(source),
     }
 
 
@@ -79,7 +77,7 @@ def _notes(planned: PlannedImport) -> list[str]:
     notes, listing = [*planned.listing.notes, *planned.wanted.notes], planned.listing
     if listing.step is not None and listing.step != planned.plan.step:
         notes.append(f"the training was at step {listing.step}; the checkpoint is imported as step {planned.plan.step}")
-    return [_unicode(note) for note in notes]
+    return notes
 
 
 def _unicode(text: str) -> str:

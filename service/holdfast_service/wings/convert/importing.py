@@ -18,7 +18,7 @@ from holdfast_formats.digest import digest, running
 from holdfast_formats.disk import manifests, state_json
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack
-from holdfast_formats.errors import CorruptManifest, StateMismatch
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.lineage import Way
 from holdfast_formats.mapping import equality
@@ -40,6 +40,7 @@ from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.mapping import Documents, MappedListing
 
 _WEIGHTS_ALONE = ({hugging_face.GROUP}, {hugging_face.DIFFUSERS})
+OURS = "holdfast"  # the kind of a checkpoint that Holdfast committed
 _BESIDE = "extra"  # the group of a trainer's other state, which it expects to exist
 
 
@@ -84,14 +85,16 @@ class PlannedImport(NamedTuple):
         return self.plan.bytes + sum(asset.blob.length for asset in self.plan.assets)
 
 
-def is_checkpoint(source: Files) -> bool:
-    """Whether the source is a Holdfast checkpoint."""
-    return source.size(naming.COMMIT) is not None
+def is_ours(source: Files, kind: str | None, chosen: Mapping[str, Any]) -> bool:
+    """Whether a source is a Holdfast checkpoint, which is read as it is.
 
-
-def refuse_uncommitted(source: Files) -> None:
-    """`StateMismatch` for a Holdfast checkpoint without COMMIT."""
+    Raises `StateMismatch` for one without COMMIT, `InvalidRequest` for options that do not apply to it.
+    """
+    if kind not in (None, OURS):
+        return False
     present = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
+    if not present[2] and kind == OURS:
+        raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
     if present == [True, True, False]:
         raise StateMismatch(
             f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
@@ -99,6 +102,10 @@ def refuse_uncommitted(source: Files) -> None:
             hint="copy the whole directory of a committed checkpoint",
             file=naming.COMMIT,
         )
+    if present[2] and chosen:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise InvalidRequest("a Holdfast checkpoint is read as it is", hint=f"leave {options} out")
+    return present[2]
 
 
 def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedImport:

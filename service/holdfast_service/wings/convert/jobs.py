@@ -21,7 +21,8 @@ from holdfast_service.wings.convert.foreign import file_signs
 from holdfast_service.wings.convert.foreign.kinds import kind_named
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign_export import check_terms
-from holdfast_service.wings.convert.import_jobs import OURS, Importer
+from holdfast_service.wings.convert.import_jobs import Importer
+from holdfast_service.wings.convert.importing import OURS
 
 
 def jobs(workers: Workers) -> dict[str, JobKind]:

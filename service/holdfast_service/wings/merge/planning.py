@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.mapping.box_moves import same
-from holdfast_formats.mapping.listing import FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
+from holdfast_formats.mapping.listing import FetchBox, FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
+from holdfast_formats.region import Box
+from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert import importing
 from holdfast_service.wings.convert.exports import hugging_face
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 from holdfast_service.wings.convert.mapping import MappedListing
 from holdfast_service.wings.merge import lora, lora_config
-from holdfast_service.wings.merge.identical import identical
 from holdfast_service.wings.merge.merged_tensor import merged
 from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe, ModelName
 from holdfast_service.wings.merge.recipe_document import nearest
@@ -29,6 +33,37 @@ NAMED_MAX = 3
 _ADAPTER_GROUPS = ("adapter", "adapter_model")
 _CALLED = {safe: name for name, safe in DTYPES.items()}
 _INTEGERS = frozenset({"BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"})
+
+
+class Identical(NamedTuple):
+    """Values that are not merged, such as masks and counters: equal in every model, which is compared while copying."""
+
+    sources: tuple[ForeignTensor, ...]
+    names: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[ForeignTensor, ...]:
+        return self.sources
+
+    def decode(self, box: Box, fetch: FetchBox) -> NDArray[Any]:
+        """`StateMismatch` with tensor and model if one has other values."""
+        values = fetch(self.sources[0], box)
+        for name, other in zip(self.names[1:], self.sources[1:], strict=True):
+            if not np.array_equal(values.view(np.uint8), fetch(other, box).view(np.uint8)):
+                spec = other.spec
+                raise StateMismatch(
+                    f"tensor {spec.name!r} of {spec.dtype} is not merged but copied, and differs between {self.names[0]} "
+                    f"and {name}",
+                    hint="make it equal in all models first",
+                    tensor=spec.name,
+                )
+        return values
+
+
+def identical(key: TensorKey, names: Sequence[str], sources: Sequence[ForeignTensor]) -> ForeignTensor:
+    first = sources[0].spec
+    spec = TensorSpec(key.group, key.name, first.dtype, first.shape)
+    return ForeignTensor(spec, (), decoder=Identical(tuple(sources), tuple(names)))
 
 
 class Model(NamedTuple):
@@ -70,24 +105,22 @@ def plan_merge(recipe: MergeRecipe, sources: MergeSources, goal: Goal) -> Planne
 
 
 def _model(name: ModelName, sources: MergeSources, group: str) -> Model:
-    source = sources.source(name.model)
     asked = _ADAPTER_GROUPS if group in _ADAPTER_GROUPS else (group,)
-    tensors = {key: one for key, one in source.tensors(*asked).items() if not is_of_rank(key)}
-    if not tensors:
-        groups = sorted({key.group for key in source.listing.tensors})
-        raise NoSuchResource(f"{name.model} has no group {group!r}", hint=f"groups: {', '.join(groups) or 'none'}")
+    tensors = _tensors(sources.source(name.model), asked, f"group {group!r}")
     stored = {key: one.spec.dtype for key, one in tensors.items()}
     if name.adapter is not None:
         adapter = sources.source(name.adapter)
-        tensors = lora.adapted(tensors, _adapter(adapter), _config(adapter, sources), name.adapter)
+        held = _tensors(adapter, _ADAPTER_GROUPS, "adapter")
+        tensors = lora.adapted(tensors, held, _config(adapter, sources), name.adapter)
     return Model(str(name), tensors, stored)
 
 
-def _adapter(source: MergeSource) -> dict[str, ForeignTensor]:
-    tensors = {key: one for key, one in source.tensors(*_ADAPTER_GROUPS).items() if not is_of_rank(key)}
+def _tensors(source: MergeSource, groups: Sequence[str], wanted: str) -> dict[str, ForeignTensor]:
+    """The weights of the first of these groups that a source has."""
+    tensors = {key: one for key, one in source.tensors(*groups).items() if not is_of_rank(key)}
     if not tensors:
-        groups = sorted({key.group for key in source.listing.tensors})
-        raise NoSuchResource(f"{source.name} has no adapter", hint=f"groups: {', '.join(groups) or 'none'}")
+        present = sorted({key.group for key in source.listing.tensors})
+        raise NoSuchResource(f"{source.name} has no {wanted}", hint=f"groups: {', '.join(present) or 'none'}")
     return tensors
 
 

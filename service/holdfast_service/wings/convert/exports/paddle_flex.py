@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, natural_key
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.box_moves import MappedTensor
-from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping.target_files import GrowingFile, TargetFile
 from holdfast_formats.rest.jobs import EXPORT_KINDS
 from holdfast_service.wings.convert.exports import paddle_state
 from holdfast_service.wings.convert.exports.hugging_face import configured
@@ -55,65 +55,43 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
 
 def array_files(directory: str, tensors: Iterable[Held], file_bytes_max: int = FILE_BYTES_MAX) -> list[TargetFile]:
     """The arrays of a set in files of about `file_bytes_max` bytes, and the metadata with their places."""
-    writer = _ArrayFiles(directory, file_bytes_max)
+    made: list[TargetFile] = []
+    placed: list[_Placed] = []
+    file = _begun()
     for tensor in sorted(tensors, key=lambda one: natural_key(one.spec.name)):
-        writer.add(tensor)
-    return writer.finish()
+        before, after = _around(tensor)
+        if file.has_tensors and file.bytes + len(before) + tensor.spec.nbytes > file_bytes_max:
+            made.append(_ended(file, directory, len(made)))
+            file = _begun()
+        file.put(before)
+        if isinstance(tensor, KnownTensor):
+            file.put(tensor.data)
+        else:
+            file.stream(tensor)
+        file.put(after)
+        placed.append(_Placed(tensor, _name(len(made))))
+    metadata = pickle_writer.dumps(_metadata(placed))
+    return [*made, _ended(file, directory, len(made)), small_file(f"{directory}/{METADATA}", metadata)]
+
+
+def _begun() -> GrowingFile:
+    file = GrowingFile()
+    file.put(b"\x80\x04}")  # protocol 4, and an empty dict
+    return file
+
+
+def _ended(file: GrowingFile, directory: str, number: int) -> TargetFile:
+    file.put(b".")
+    return file.made(f"{directory}/{_name(number)}")
+
+
+def _name(number: int) -> str:
+    return f"{number}_0.distcp"
 
 
 class _Placed(NamedTuple):
     tensor: Held
     file: str
-
-
-class _ArrayFiles:
-    def __init__(self, directory: str, file_bytes_max: int) -> None:
-        self._directory, self._file_bytes_max = directory, file_bytes_max
-        self._made: list[TargetFile] = []
-        self._placed: list[_Placed] = []
-        self._open()
-
-    def add(self, tensor: Held) -> None:
-        """Add an array; `StateMismatch` for a dtype that Paddle does not have."""
-        before, after = _around(tensor)
-        if self._tensors and self._at + len(self._literal) + len(before) + tensor.spec.nbytes > self._file_bytes_max:
-            self._close()
-        self._literal += before
-        if isinstance(tensor, KnownTensor):
-            self._literal += tensor.data
-        else:
-            self._put()
-            self._tensors.append(StreamedTensor(tensor, self._at))
-            self._at += tensor.spec.nbytes
-        self._literal += after
-        self._placed.append(_Placed(tensor, self._name))
-
-    def finish(self) -> list[TargetFile]:
-        self._close()
-        metadata = pickle_writer.dumps(_metadata(self._placed))
-        return [*self._made, small_file(f"{self._directory}/{METADATA}", metadata)]
-
-    @property
-    def _name(self) -> str:
-        return f"{len(self._made)}_0.distcp"
-
-    def _open(self) -> None:
-        self._literals: list[LiteralBytes] = []
-        self._tensors: list[StreamedTensor] = []
-        self._literal, self._at = bytearray(b"\x80\x04}"), 0
-
-    def _put(self) -> None:
-        if self._literal:
-            self._literals.append(LiteralBytes(self._at, bytes(self._literal)))
-            self._at += len(self._literal)
-            self._literal = bytearray()
-
-    def _close(self) -> None:
-        self._literal += b"."
-        self._put()
-        name = f"{self._directory}/{self._name}"
-        self._made.append(TargetFile(name, self._at, tuple(self._literals), tuple(self._tensors)))
-        self._open()
 
 
 def _around(tensor: Held) -> tuple[bytes, bytes]:

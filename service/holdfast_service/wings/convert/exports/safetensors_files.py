@@ -10,7 +10,7 @@ from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, FilePlan, pack
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.mapping.box_moves import MappedTensor
-from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping.target_files import GrowingFile, TargetFile
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert.exports.plan import small_file
 
@@ -64,11 +64,12 @@ def _file(name: str, plan: FilePlan, held: Mapping[str, MappedTensor | KnownTens
         for spec, start in plan.tensors
     ]
     header = safetensors.encode(listed, {"format": form})
-    literals, streamed = [LiteralBytes(0, header)], []
-    for placed in listed:
-        one, start = held[placed.name], len(header) + placed.start
+    file = GrowingFile()
+    file.put(header)
+    for placed in listed:  # one after the other
+        one = held[placed.name]
         if isinstance(one, KnownTensor):
-            literals.append(LiteralBytes(start, one.data))
+            file.put(one.data)
         else:
-            streamed.append(StreamedTensor(one, start))
-    return TargetFile(name, len(header) + plan.bytes - first, tuple(literals), tuple(streamed))
+            file.stream(one)
+    return file.made(name)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast_formats.errors import Refused, StateMismatch
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.files import Files
 from holdfast_formats.mapping.listing import FileUse
 from holdfast_formats.tensors import TensorSpec
@@ -120,15 +120,14 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
     for spec, file in specs:
         name = spec.name
         if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
-            raise _mismatch(
-                name, file, f"looks like quantised weights ({spec.dtype})", "import the model in its own precision"
+            raise StateMismatch(
+                f"tensor {name!r} in {file} looks like quantised weights ({spec.dtype})",
+                hint="import the model in its own precision",
+                tensor=name,
+                file=file,
             )
 
 
 def read_config(source: Files) -> Mapping[str, Any]:
     """The model's config.json, empty without one; `CorruptManifest` if it cannot be read."""
     return file_signs.read_object(source, CONFIG) if CONFIG in source.list("") else {}
-
-
-def _mismatch(name: str, file: str, what: str, hint: str) -> Refused:
-    return StateMismatch(f"tensor {name!r} in {file} {what}", hint=hint, tensor=name, file=file)

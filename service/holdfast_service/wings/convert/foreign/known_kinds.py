@@ -6,7 +6,7 @@ from holdfast_service.wings.convert.foreign import hugging_face, peft_adapter, t
 from holdfast_service.wings.convert.foreign.dcp import kinds as dcp
 from holdfast_service.wings.convert.foreign.deepspeed import kinds as deepspeed
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
-from holdfast_service.wings.convert.foreign.paddle.kinds import PADDLE_KINDS
+from holdfast_service.wings.convert.foreign.paddle import flex, lora, sharding_io, unified
 
 KINDS: tuple[ForeignKind, ...] = (
     hugging_face.KIND,
@@ -14,6 +14,9 @@ KINDS: tuple[ForeignKind, ...] = (
     deepspeed.KIND,
     torch_weights.DIRECTORY_KIND,
     torch_weights.FILE_KIND,
-    *PADDLE_KINDS,
+    unified.KIND,
+    flex.KIND,
+    sharding_io.KIND,
+    lora.KIND,
     *dcp.KINDS,
 )

@@ -41,17 +41,18 @@ class StoredArray(NamedTuple):
     def run(self, first: int, start: int, stop: int, shape: Shape) -> list[ForeignPiece]:
         """Elements from `first` on of this one-dimensional array as the elements [start, stop) of a row-major tensor."""
         if len(self.shape) != 1 or first + stop - start > self.shape[0]:
-            raise StateMismatch(
-                f"{self.file}: {self.key!r} of shape {list(self.shape)} lacks {stop - start} elements from {first} on",
-                file=self.file,
-                tensor=self.key,
-            )
+            raise self.odd(f"there are no {stop - start} elements from {first} on")
         (step,), width, pieces = self.strides, dtypes.to_numpy(self.dtype).itemsize, []
         for box in flat_boxes(start, stop, shape):
             steps = tuple(step * outer for outer in strides(box.shape))
             pieces.append(ForeignPiece(self.file, self.start + first * step * width, box, steps, self.member))
             first += box.volume
         return pieces
+
+    def odd(self, why: str) -> StateMismatch:
+        """The error for an array that does not fit."""
+        what = f"{self.file}: {self.key!r} is {self.dtype} of shape {list(self.shape)}: {why}"
+        return StateMismatch(what, file=self.file, tensor=self.key)
 
     def tensor(self, group: str, name: str) -> ForeignTensor:
         return ForeignTensor(TensorSpec(group, name, self.dtype, self.shape), (self.all(),))

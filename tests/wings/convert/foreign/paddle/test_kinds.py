@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_service.wings.convert.foreign.kinds import choose
-from holdfast_service.wings.convert.foreign.paddle.kinds import PADDLE_KINDS
+from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from tests.wings.convert.foreign.directories import OnDisk
 from tests.wings.convert.foreign.paddle.written import GOLDEN
 
@@ -22,5 +22,5 @@ from tests.wings.convert.foreign.paddle.written import GOLDEN
     ],
 )
 def test_one_kind(name: str, kind: str) -> None:
-    """By its files, without an option."""
-    assert choose(OnDisk(GOLDEN / name / "checkpoint-2"), None, PADDLE_KINDS).name == kind
+    """By its files, without an option, of all kinds that are known."""
+    assert choose(OnDisk(GOLDEN / name / "checkpoint-2"), None, KINDS).name == kind

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
-from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
+from holdfast_formats.mapping.target_files import GrowingFile, LiteralBytes, Sealing, TargetFile
 from holdfast_formats.region import Shape
 from holdfast_service.wings.convert.foreign import pickle_writer, torch_zips
 from holdfast_service.wings.convert.foreign.dcp import export_names
@@ -81,18 +81,20 @@ class _Files:
 
     def add_value(self, leaf: ExportedLeaf) -> None:
         data = torch_zips.of_value(leaf.value)
-        start = self._begin(leaf, len(data))
-        self._literals.append(LiteralBytes(start, data))
+        self._begin(leaf, len(data))
+        self._file.put(data)
 
     def add_tensor(self, leaf: ExportedLeaf, tensor: MappedTensor) -> None:
         around = torch_zips.of_tensor(tensor.spec)
-        start = self._begin(leaf, around.total_bytes)
-        self._literals.append(LiteralBytes(start, around.head))
-        self._tensors.append(StreamedTensor(tensor, start + len(around.head)))
-        self._tails[tensor.key] = start + len(around.head) + around.data_bytes, around
+        self._begin(leaf, around.total_bytes)
+        self._file.put(around.head)
+        self._file.stream(tensor)
+        self._tails[tensor.key] = self._file.bytes, around
+        self._file.skip(around.tail_bytes)
 
     def finish(self) -> list[TargetFile]:
-        self._close()
+        if self._file.bytes:
+            self._made.append(self._file.made(self._name, _sealing(self._tails) if self._tails else None))
         return self._made
 
     @property
@@ -100,33 +102,20 @@ class _Files:
         return f"__0_{len(self._made)}.distcp"
 
     def _open(self) -> None:
-        self._at = 0
-        self._literals: list[LiteralBytes] = []
-        self._tensors: list[StreamedTensor] = []
+        self._file = GrowingFile()
         self._tails: dict[TensorKey, tuple[int, ZipAround]] = {}
 
-    def _close(self) -> None:
-        sealed = _sealing(self._tails) if self._tails else None
-        if self._at:
-            self._made.append(TargetFile(self._name, self._at, tuple(self._literals), tuple(self._tensors), sealed))
-        self._open()
-
-    def _begin(self, leaf: ExportedLeaf, length: int) -> int:
-        padding = -self._at % ALIGNMENT_BYTES
-        if self._at and self._at + padding + length > self._file_bytes_max:
-            self._close()
+    def _begin(self, leaf: ExportedLeaf, length: int) -> None:
+        padding = -self._file.bytes % ALIGNMENT_BYTES
+        if self._file.bytes and self._file.bytes + padding + length > self._file_bytes_max:
+            self.finish()
+            self._open()
             padding = 0
-        if padding:
-            self._literals.append(LiteralBytes(self._at, bytes(padding)))
-        start = self._at + padding
-        self._at = start + length
-        self.entries.append(_Entry(leaf, self._name, start, length))
-        return start
+        self._file.put(bytes(padding))
+        self.entries.append(_Entry(leaf, self._name, self._file.bytes, length))
 
 
-def _sealing(
-    tails: Mapping[TensorKey, tuple[int, ZipAround]],
-) -> Callable[[Mapping[TensorKey, int]], tuple[LiteralBytes, ...]]:
+def _sealing(tails: Mapping[TensorKey, tuple[int, ZipAround]]) -> Sealing:
     return lambda crcs: tuple(LiteralBytes(start, around.tail(crcs[key])) for key, (start, around) in tails.items())
 
 

@@ -67,6 +67,14 @@ class GatheredListing:
             raise StateMismatch(f"two values would be stored as {group}/{key}")
         held[key] = value
 
+    def keep(self, value: Any, group: str, key: str, what: str) -> bool:
+        """Add a JSON value as a document, or for an `Unread` a note that `what` was left out; whether it was added."""
+        if isinstance(value, Unread):
+            self.notes.append(f"{what} was left out: {value.reason}")
+            return False
+        self.document(group, key, value)
+        return True
+
     def value(self, at: StoredAt) -> Any:
         """A pickled value; `Unread` with the reason if it is not plain. Damaged files are errors."""
         try:
@@ -81,14 +89,15 @@ class GatheredListing:
         if data and data in self._known:
             return self._known[data]
         before = self._placed
-        value = self.value(at)
-        made = value if isinstance(value, Unread) else self.json(value, ValuePlace(at.file, group, prefix))
+        made = self.json(self.value(at), ValuePlace(at.file, group, prefix))
         if data and self._placed == before:  # nothing in it refers to its place in the file
             self._known[data] = made
         return made
 
     def json(self, value: Any, place: ValuePlace) -> Any:
-        """A value as JSON; `Unread` if something in it has no plain form."""
+        """A value as JSON; `Unread` if something in it has no plain form, or for one that is unread."""
+        if isinstance(value, Unread):
+            return value
         held = dict(self.tensors)
         try:
             return json_values.encode(value, lambda trail, other: self._other(trail, other, place))

@@ -126,11 +126,8 @@ def _backend(files: Files, directory: str) -> str | None:
 def _of_lightning(files: Files, gathered: GatheredListing) -> FileUse:
     """Lightning's counters, schedulers, callbacks and hyper-parameters, as a document."""
     encoded = gathered.encoded(StoredAt(LIGHTNING, 0, files.size(LIGHTNING) or 0), EXTRA, "lightning")
-    if isinstance(encoded, Unread):
-        gathered.notes.append(f"{LIGHTNING} was left out: {encoded.reason}")
-        return FileUse(LIGHTNING, "unused", f"it cannot be read without running code: {encoded.reason}")
-    gathered.document(EXTRA, "lightning", encoded)
-    return FileUse(LIGHTNING, "state")
+    gathered.keep(encoded, EXTRA, "lightning", LIGHTNING)
+    return _unread(LIGHTNING, encoded) or FileUse(LIGHTNING, "state")
 
 
 def _unread(path: str, value: Any) -> FileUse | None:

@@ -150,11 +150,7 @@ class MegatronArrangement:
             self._note_steps(value)
             match = _OBJECT.fullmatch(fqn)
             key, place = (match["key"], match["at"]) if match is not None else (fqn, "")
-            encoded = (
-                value
-                if isinstance(value, Unread)
-                else self._gathered.json(value, ValuePlace(at.file, EXTRA, f"{key}/{place}".rstrip("/")))
-            )
+            encoded = self._gathered.json(value, ValuePlace(at.file, EXTRA, f"{key}/{place}".rstrip("/")))
             if isinstance(encoded, Unread):
                 self._gathered.notes.append(f"{fqn} was left out: {encoded.reason}")
             else:
@@ -169,11 +165,9 @@ class MegatronArrangement:
         value, place = self._common_value, ValuePlace(self._common_file, EXTRA, "common")
         if value is None:
             return None
-        document = value if isinstance(value, Unread) else self._gathered.json(value, place)
-        if isinstance(document, Unread):
-            self._gathered.notes.append(f"the common state was left out: {document.reason}")
+        document = self._gathered.json(value, place)
+        if not self._gathered.keep(document, EXTRA, "common", "the common state"):
             return None
-        self._gathered.document(EXTRA, "common", document)
         self._note_steps(value.get("optimizer") if isinstance(value, dict) else None)
         for key in ("iteration", "global_step"):
             number = document.get(key) if isinstance(document, dict) else None

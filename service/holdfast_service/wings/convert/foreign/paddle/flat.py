@@ -25,11 +25,7 @@ def assembled(slices: Sequence[StoredArray], shape: Shape) -> LocalTensorParts:
     pieces: list[ForeignPiece] = []
     for one in slices:
         if len(one.shape) != 1 or one.dtype != first.dtype:
-            raise StateMismatch(
-                f"{one.file}: {one.key!r} is {one.dtype} of shape {list(one.shape)}, not a flat slice of {first.dtype}",
-                file=one.file,
-                tensor=one.key,
-            )
+            raise one.odd(f"that is not a flat slice of {first.dtype}")
         length = min(one.shape[0], wanted - at)
         if length > 0:
             pieces += one.run(0, at, at + length, shape)

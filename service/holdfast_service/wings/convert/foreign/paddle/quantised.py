@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
@@ -96,17 +95,17 @@ def decoded(name: str, held: Mapping[str, StoredArray], shape: Shape | None) -> 
     """
     second = held[SECOND]
     if shape is not None and second.shape != shape:
-        raise _odd(second, f"the parameter has shape {list(shape)}")
+        raise second.odd(f"the parameter has shape {list(shape)}")
     packed = FIRST not in held
     for kind, dtype in ((FIRST, "I8"), (SECOND, "I8" if packed else "U8")):
         if kind in held and (held[kind].dtype != dtype or held[kind].shape != second.shape):
-            raise _odd(held[kind], f"codes would be {dtype} of shape {list(second.shape)}")
+            raise held[kind].odd(f"codes would be {dtype} of shape {list(second.shape)}")
     wanted = _shape_of_scales(second, packed)
     for kind in (SCALES, LOWEST, HIGHEST):
         if kind not in held:
-            raise _odd(second, f"{name}/{kind} is missing")
+            raise second.odd(f"{name}/{kind} is missing")
         if held[kind].dtype != "F32" or held[kind].shape != wanted:
-            raise _odd(held[kind], f"scales would be F32 of shape {list(wanted)}")
+            raise held[kind].odd(f"scales would be F32 of shape {list(wanted)}")
     stored = {kind: array.tensor("optim", array.key) for kind, array in held.items()}
     codes, form = stored[SECOND if packed else FIRST], HalfBytes if packed else Bytes
     parts = {FIRST: (codes, (stored[SCALES],)), SECOND: (stored[SECOND], (stored[LOWEST], stored[HIGHEST]))}
@@ -120,13 +119,5 @@ def _shape_of_scales(codes: StoredArray, packed: bool) -> Shape:
     if not packed:
         return codes.shape[1:2]
     if len(codes.shape) != 2 or codes.shape[0] % GROUP_ROWS:
-        raise _odd(codes, f"only matrices whose rows are a multiple of {GROUP_ROWS} have four bits a value")
+        raise codes.odd(f"only matrices whose rows are a multiple of {GROUP_ROWS} have four bits a value")
     return (codes.shape[0] // GROUP_ROWS, codes.shape[1])
-
-
-def _odd(array: StoredArray, why: str) -> StateMismatch:
-    return StateMismatch(
-        f"{array.file}: {array.key!r} is {array.dtype} of shape {list(array.shape)}, but {why}",
-        file=array.file,
-        tensor=array.key,
-    )

@@ -69,12 +69,7 @@ def of_arrays(arrays: Sequence[StoredArray]) -> LocalTensorParts:
     first = arrays[0]
     for array in arrays[1:]:
         if (array.dtype, array.shape) != (first.dtype, first.shape):
-            raise StateMismatch(
-                f"{first.key!r} is {first.dtype} of shape {list(first.shape)} in {first.file}, and {array.dtype} of shape "
-                f"{list(array.shape)} in {array.file}",
-                file=array.file,
-                tensor=first.key,
-            )
+            raise array.odd(f"it is {first.dtype} of shape {list(first.shape)} in {first.file}")
     copies = tuple(array.all() for array in arrays[1:])
     return LocalTensorParts(first.dtype, first.shape, (first.all(),), copies, first.file, first.key)
 
