@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests import structure
@@ -11,7 +9,7 @@ from tests.structure import Source
 
 
 def source(path: str, text: str) -> Source:
-    return Source(path, ast.parse(text), len(text.splitlines()))
+    return structure.parsed(path, text)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +38,15 @@ def test_a_full_folder_is_named() -> None:
 def test_a_class_name_for_two_things_is_named(first: str, second: str, found: list[str]) -> None:
     """A protocol and what implements it are one thing, and a private name is nobody else's."""
     assert structure.homonyms([source("a.py", first), source("b.py", second)]) == found
+
+
+def test_a_file_and_a_class_with_much_code_are_named() -> None:
+    """Comments, blank lines and docstrings do not count."""
+    body = '    """Text."""\n' + "    # why\n\n    x = 1\n" * (structure.CLASS_CODE_MAX - 1)
+    small, large = source("a.py", f"class A:\n{body}"), source("b.py", f"class B:\n{body}    y = 1\n")
+    assert structure.large([small, large]) == ["b.py:1: class B has 251 lines of code"]
+    assert structure.large([source("c.py", "x = 1\n" * 401)]) == ["c.py has 401 lines of code"]
+    assert structure.large([source("service/holdfast_service/storage/posix.py", "x = 1\n" * 401)]) == []
 
 
 @pytest.mark.parametrize("name", ["environ", "getenv"])

@@ -67,6 +67,41 @@ class _Patience:
         self._delay_s = min(2 * self._delay_s, BACKOFF_MAX_S)
 
 
+class _Contact:
+    """Whether the daemon answers, and since when it has not."""
+
+    def __init__(self) -> None:
+        self._heard_at = time.monotonic()
+        self.silent = False  # it has not answered so far
+        self._unmet: str | None = None  # why the last request did not reach it
+
+    def answered(self) -> None:
+        self._heard_at, self.silent, self._unmet = time.monotonic(), False, None
+
+    def tried(self, error: CheckpointError) -> None:
+        """A short try has failed."""
+        self.silent = was_reached(error)
+
+    def failed(self, error: CheckpointError) -> None:
+        if isinstance(error, ArenaFull | DeadlineExceeded):
+            self.answered()
+        elif was_reached(error):  # it may be frozen, and will answer: what is staged waits for it
+            self.silent, self._heard_at = True, time.monotonic()
+        elif isinstance(error, DaemonGone):
+            self._unmet = error.detail
+
+    @property
+    def lost(self) -> bool:
+        return time.monotonic() - self._heard_at > LOST_AFTER_S
+
+    def awaited(self, url: str) -> Awaited | None:
+        """What saves wait for if the daemon does not answer; None if it does."""
+        if not self.silent and self._unmet is None:
+            return None
+        why = f"the daemon at {url} does not answer{f' ({self._unmet})' if self._unmet else ''}"
+        return Awaited(why, "look whether it runs, and at its log; what is staged is uploaded once it answers")
+
+
 class Uploader:
     """One rank's uploads to a daemon. One thread uploads the saves in order, one polls for their outcomes."""
 
@@ -83,9 +118,7 @@ class Uploader:
         self._segment: OwnSegment | None = None
         self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
-        self._heard = time.monotonic()
-        self._silent = False  # it has not answered so far
-        self._unmet: str | None = None  # why the last request did not reach it
+        self._contact = _Contact()
         self._closing = threading.Event()
         self._threads = [
             own_threads.begin(partial(self._guard, loop), name, self._end_loops)
@@ -113,7 +146,7 @@ class Uploader:
 
     def ask(self, number: int, wanted: messages.SlotRequest) -> bool:
         """Begin an upload at the daemon, where the policy decides if no slot is free. False if the daemon is silent."""
-        if self._silent:
+        if self._contact.silent:
             return False
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
@@ -121,7 +154,7 @@ class Uploader:
             # A restarted daemon may not know this rank yet.
             if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
                 raise
-            self._silent = was_reached(error)
+            self._contact.tried(error)
             log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
             return False
         return True
@@ -139,9 +172,8 @@ class Uploader:
     def awaited(self) -> Awaited:
         """What the oldest save that holds a slot of this rank waits for."""
         url = self._api.url
-        if self._silent or self._unmet is not None:
-            why = f"the daemon at {url} does not answer{f' ({self._unmet})' if self._unmet else ''}"
-            return Awaited(why, "look whether it runs, and at its log; what is staged is uploaded once it answers")
+        if (silence := self._contact.awaited(url)) is not None:
+            return silence
         oldest = self.saves.oldest()
         if oldest is None or not oldest.delivered:
             of = "earlier steps" if oldest is None else f"step {oldest.step}"
@@ -186,7 +218,7 @@ class Uploader:
 
     def waits(self, waiting: messages.Waiting) -> None:
         """Report that this rank begins no other save, once it has begun all of them there. The report may be lost."""
-        if self._silent or not self.saves.all_open:
+        if self._contact.silent or not self.saves.all_open:
             return
         try:
             self._api.waits(self._rank_id, waiting, OPEN_TIMEOUT_S)
@@ -197,7 +229,7 @@ class Uploader:
         """Disconnect; saves that the daemon has not completely received are given up."""
         self._end_loops()
         self.saves.lose()
-        if self.lost is None and not self._silent:
+        if self.lost is None and not self._contact.silent:
             try:
                 self._api.leave(self._rank_id, CLOSE_TIMEOUT_S)
             except CheckpointError as error:
@@ -262,19 +294,10 @@ class Uploader:
                 return
             except _PASSING as failure:
                 error = failure
-        if isinstance(error, ArenaFull | DeadlineExceeded):
-            self._has_answered()
-        elif was_reached(error):  # it may be frozen, and will answer: what is staged waits for it
-            self._silent, self._heard = True, time.monotonic()
-        elif isinstance(error, DaemonGone):
-            self._unmet = error.detail
-        silent_s = time.monotonic() - self._heard
-        if not isinstance(error, _PASSING) or self._closing.is_set() or silent_s > LOST_AFTER_S:
+        self._contact.failed(error)
+        if not isinstance(error, _PASSING) or self._closing.is_set() or self._contact.lost:
             raise error
         patience.wait(self._closing)
-
-    def _has_answered(self) -> None:
-        self._heard, self._silent, self._unmet = time.monotonic(), False, None
 
     def _rejoin(self, seen: int) -> None:
         """Register again with a new daemon that does not know this rank, and upload every save whose outcome is unknown."""
@@ -303,7 +326,7 @@ class Uploader:
                 self._recover(error, seen, patience)
                 after = after if self._generation == seen else 0
                 continue
-            self._has_answered()
+            self._contact.answered()
             patience = _Patience()
             if outcomes.stop:
                 self._on_stop()
@@ -330,7 +353,7 @@ class Uploader:
 
     def _give_up_soon(self, save: OwnSave, error: CheckpointError) -> None:
         """Inform the other ranks; once the daemon answers, if it is silent."""
-        if self._silent:
+        if self._contact.silent:
             problem = messages.AbandonRequest(problem=error.problem())
             own_threads.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
         else:
@@ -356,7 +379,7 @@ class Uploader:
             seen = self._generation
             try:
                 reached = sender.bring(save)
-                self._has_answered()
+                self._contact.answered()
             except InvalidRequest as error:
                 resumes += 1
                 if resumes > RESUMES_MAX or not _may_go_on(error):
