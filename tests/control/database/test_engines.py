@@ -29,7 +29,8 @@ from tests.control.published import a_row
 from tests.databases import Postgres
 
 NOW = "2030-01-01T00:00:00.000Z"
-SPAWN = multiprocessing.get_context("spawn")
+PROCESS = multiprocessing.get_context("forkserver")
+PROCESS.set_forkserver_preload([__name__])  # imported once for all processes
 PROCESSES, THREADS, LAUNCHES = 3, 4, 3
 
 
@@ -50,7 +51,7 @@ def declare_and_open(url: str) -> list[tuple[str, int, int]]:
 
 def test_processes_and_threads_get_one_answer(database_url: str) -> None:
     """I6: however many nodes ask at once, a launch has one attempt, and a step one round."""
-    with SPAWN.Pool(PROCESSES) as pool:
+    with PROCESS.Pool(PROCESSES) as pool:
         given = [answer for answers in pool.map(declare_and_open, [database_url] * PROCESSES) for answer in answers]
     assert len(given) == PROCESSES * 4 * LAUNCHES
     attempts = {(launch, attempt) for launch, attempt, _ in given}
@@ -69,7 +70,7 @@ def open_and_close(url: str) -> str:
 def test_nodes_that_start_at_once_migrate_once(postgres: Postgres) -> None:
     """Whoever comes first makes the tables, the others wait for it."""
     url = postgres.make()
-    with SPAWN.Pool(4) as pool:
+    with PROCESS.Pool(4) as pool:
         assert pool.map(open_and_close, [url] * 4) == [""] * 4
     postgres.drop(url)
 
