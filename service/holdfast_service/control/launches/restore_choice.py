@@ -70,7 +70,6 @@ class RestoreSelector:
         known: Known,
         nodes: Nodes,
     ) -> None:
-        """`tell` records an event asynchronously."""
         self._store, self._catalog, self._attempts = store, catalog, attempts
         self._record_queue, self._events, self._nodes = record_queue, events, nodes
         self._health, self._findings, self._readers = known.health, known.findings, known.readers
