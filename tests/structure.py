@@ -38,7 +38,6 @@ LARGE = {
     "service/holdfast_service/daemon/saving/saver.py:Saver": _TO_CUT,
     "client/holdfast/link/unix_socket.py:SocketLink": _TO_CUT,
     "client/holdfast/integrations/lightning/positions.py:EpochPosition": _TO_CUT,
-    "client/holdfast/integrations/lightning/training.py:LightningRun": _TO_CUT,
     "service/holdfast_service/control/catalog/catalog.py:Catalog": _TO_CUT,
     "service/holdfast_service/daemon/arena/arena.py:Arena": _TO_CUT,
     "service/holdfast_service/daemon/averaging/averages.py:Averages": _TO_CUT,

@@ -234,21 +234,8 @@ class LightningRun:
 
         Raises `InvalidRequest` for a checkpoint of another run, `NoSuchCheckpoint` for a missing one.
         """
-        if isinstance(path, int):
-            return AskedStep(naming.check_step(path))
-        text = os.fspath(path)
-        if text.isascii() and text.isdigit() and not os.path.lexists(text):
-            return AskedStep(naming.check_step(int(text)))
-        if not os.path.lexists(text) or (os.path.isfile(text)):
-            return None
-        with Checkpointer(self.run, {}, at=self._options.get("at")) as asked:
-            step = asked.step_at(text)
-        if step is None and is_checkpoint(text):
-            raise InvalidRequest(
-                f"{text} is a checkpoint of another run or another root than {self.run}",
-                hint="give HoldfastCheckpoint that run, or read its weights with load_from_checkpoint()",
-            )
-        return None if step is None else AskedStep(step)
+        step = path if isinstance(path, int) else _step_at(os.fspath(path), self.run, self._options)
+        return None if step is None else AskedStep(naming.check_step(step))
 
     def is_own_link(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path is a link to a checkpoint of this run, existing or not."""
@@ -359,6 +346,21 @@ class LightningRun:
     def _go_on(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.restore_random()
+
+
+def _step_at(path: str, run: str, options: Options) -> int | None:
+    if path.isascii() and path.isdigit() and not os.path.lexists(path):
+        return int(path)
+    if not os.path.lexists(path) or os.path.isfile(path):
+        return None
+    with Checkpointer(run, {}, at=options.get("at")) as asked:
+        step = asked.step_at(path)
+    if step is None and is_checkpoint(path):
+        raise InvalidRequest(
+            f"{path} is a checkpoint of another run or another root than {run}",
+            hint="give HoldfastCheckpoint that run, or read its weights with load_from_checkpoint()",
+        )
+    return step
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
