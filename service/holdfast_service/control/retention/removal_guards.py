@@ -1,4 +1,4 @@
-"""What keeps a checkpoint from being removed, thinned or replaced now: pins, labels, links, readers and files of others."""
+"""What keeps a checkpoint from being removed, thinned or replaced (I4): pins, labels, links, readers and files of others."""
 
 from __future__ import annotations
 
