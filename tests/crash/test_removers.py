@@ -7,5 +7,9 @@ from hypothesis import settings
 
 from tests.control.removers import Removers
 
-TestRemovers = pytest.mark.crash_slow(Removers.TestCase)
-TestRemovers.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+@pytest.mark.crash_slow
+class TestRemovers(Removers.TestCase):
+    """A class of its own: `Removers.TestCase` is one class, whose settings another module sets too."""
+
+    settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -36,7 +36,14 @@ class Workers:
 
     def die(self) -> None:
         self._dead = True
-        os.kill(os.getpid(), signal.SIGCHLD)
+        send_to_main_thread(signal.SIGCHLD)
+
+
+def send_to_main_thread(number: int) -> None:
+    """Any thread may get what a process is sent, also while the main one has it blocked."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)
 
 
 @pytest.fixture
@@ -128,7 +135,7 @@ def test_a_death_that_is_pending_when_a_save_begins_does_not_keep_it_from_beginn
     try:
         with pytest.raises(RuntimeError, match="killed by signal"):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGCHLD})
-            os.kill(os.getpid(), signal.SIGUSR1)
+            send_to_main_thread(signal.SIGUSR1)
             workers.die()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGCHLD})
     finally:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -83,11 +85,22 @@ class Temporaries:
         if not asked:
             return
         stored = _as_they_are(state, plain)
-        for owner in gc.get_objects():
-            kinds = type(owner).__mro__  # not isinstance: an object may answer for its class, and do anything then
-            if (nn.Module in kinds or Optimizer in kinds) and id(owner) not in stored:
+        for owner in _live():
+            if id(owner) not in stored:
                 _refuse_made_by(owner, shared, stored)
         self._own |= asked
+
+
+def _live() -> list[object]:
+    """All modules and optimizers of the process.
+
+    No list of all objects is held between two instructions: if another thread builds a tuple from an iterator meanwhile, it
+    gets a `SystemError`, since Python resizes no tuple that something else holds.
+    """
+    kinds = set(map(type, chain.from_iterable(map(methodcaller("get_objects"), [gc]))))
+    # By the order of bases, not isinstance: an object may answer for its class, and do anything then.
+    made_of = {kind for kind in kinds if not {nn.Module, Optimizer}.isdisjoint(kind.__mro__)}
+    return [one for one in gc.get_referrers(*made_of) if type(one) in made_of]
 
 
 def _is_plain(key: str, value: object) -> bool:

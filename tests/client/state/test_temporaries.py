@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -137,6 +139,33 @@ def test_memory_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.state.temporaries.gc.get_objects", lambda: pytest.fail("looked again"))
     temporaries.refuse({"half": base[:2]})
     temporaries.refuse({"alone": torch.randn(3)})
+
+
+def test_other_threads_build_tuples_during_a_search() -> None:
+    """Python resizes no tuple that something else holds: not while `gc.get_objects()` is looked through, either."""
+    trained, stop, failed = nn.Linear(2, 2), threading.Event(), []
+
+    def build() -> None:
+        while not stop.is_set():
+            try:
+                assert len(tuple(number for number in range(200))) == 200
+            except SystemError as error:
+                failed.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    builder = threading.Thread(target=build)
+    builder.start()
+    try:
+        state = {"copy": trained.weight.detach()}
+        for _ in range(20):
+            with pytest.raises(InvalidRequest, match="live Linear"):
+                Temporaries().refuse(state)
+    finally:
+        stop.set()
+        builder.join()
+        sys.setswitchinterval(interval_s)
+    assert not failed
 
 
 def test_what_an_adapter_saves_by_itself_may_be_live() -> None:

@@ -163,5 +163,7 @@ def test_where_the_storage_cannot_be_looked_at_nothing_is_removed(world: World) 
     assert world.steps == [4]
 
 
-TestRemovers = Removers.TestCase
-TestRemovers.settings = settings(max_examples=12, stateful_step_count=25, deadline=None, derandomize=True)
+class TestRemovers(Removers.TestCase):
+    """In short; tests/crash/test_removers.py does the same at length."""
+
+    settings = settings(max_examples=12, stateful_step_count=25, deadline=None, derandomize=True)
