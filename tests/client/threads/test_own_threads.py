@@ -120,6 +120,7 @@ def test_a_process_ends_though_its_daemon_is_frozen(daemon: RunningDaemon, at: s
 def test_threads_are_told_to_end_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hears it ends; one that computes is waited for; one that does neither is left."""
     monkeypatch.setattr(own_threads, "END_WAIT_S", 0.0)
+    monkeypatch.setattr(own_threads, "_running", {})  # not those of checkpointers that other tests left open
     told, never, computed = threading.Event(), threading.Event(), threading.Event()
     begun = threading.Event()
 
