@@ -21,6 +21,7 @@ from holdfast_formats.errors import (
     StaleAttempt,
     StateMismatch,
 )
+from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging.arena import SlotState
 from holdfast_formats.staging.messages import Policy
 from holdfast_service.daemon.saving import saver
@@ -181,7 +182,7 @@ class Rounds(RuleBasedStateMachine):
         self.queue: list[int] = []  # complete; the first one is being written
         self.given_up: dict[int, tuple[set[int], str]] = {}  # ranks that know, code
         self.gone: set[int] = set()
-        self.before = frozenset(self.expected)  # committed by earlier launches
+        self.intent = Intent(restored=max(self.expected)) if self.expected else NO_INTENT
 
     @rule(rank=st.integers(0, WORLD - 1), step=st.integers(1, 12), policy=st.sampled_from(get_args(Policy)))
     def lease(self, rank: int, step: int, policy: Policy) -> None:
@@ -197,7 +198,7 @@ class Rounds(RuleBasedStateMachine):
             self.open.setdefault(step, {})[rank] = self.granted
 
     def _lease(self, rank: int, step: int, policy: Policy) -> None:
-        self.granted = self.ranks[rank].lease(step, policy)
+        self.granted = self.ranks[rank].lease(step, policy, self.intent)
 
     def _expected_of_lease(self, rank: int, step: int, policy: Policy) -> tuple[str | None, int | None]:
         """The code of the refusal, if any, and the step that is dropped, if any."""
@@ -205,9 +206,8 @@ class Rounds(RuleBasedStateMachine):
         if code and rank not in known:
             known.add(rank)
             return code, None
-        behind = self.expected == self.before and any(step < other for other in self.before)
-        if step in self.expected or (behind and step not in self.open and step not in self.queue):
-            return "already-committed", None  # nothing was restored, so it may not go back behind what is there either
+        if step in self.expected:
+            return "already-committed", None
         taken = [s for s, ranks in self.open.items() if rank in ranks]
         full = len(taken) + len(self.queue) == SLOTS
         if full and policy == "wait":
@@ -227,7 +227,7 @@ class Rounds(RuleBasedStateMachine):
         """A seal of a held lease is taken; the last one of the world sets the round going."""
         leases = [(s, r) for s, ranks in self.open.items() for r, slot in ranks.items() if slot is not None]
         step, rank = data.draw(st.sampled_from(leases))
-        self.ranks[rank].fill_and_seal(step, self.open[step][rank])
+        self.ranks[rank].fill_and_seal(step, self.open[step][rank], self.intent)
         self.open[step][rank] = None
         if list(self.open[step].values()) != [None] * WORLD:
             return
@@ -288,7 +288,7 @@ class Rounds(RuleBasedStateMachine):
             assert self.ranks[rank].wait(step).problem["code"] == code
             del self.ranks[rank].outcomes[step]
             if slot is not None and self.ranks[rank].segment.state(slot) is SlotState.FREE:
-                error = refused(self.ranks[rank].fill_and_seal, step, slot)
+                error = refused(self.ranks[rank].fill_and_seal, step, slot, self.intent)
                 assert error is not None and error.code == code
                 self.ranks[rank].segment.disown(slot)  # as the conversation does
 
