@@ -87,7 +87,7 @@ def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon
 
 
 def test_the_daemon_is_killed_before_ranks_say_how_it_went(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank has all of the step, and nobody is there to be told: each one's restore succeeds. Meanwhile the next daemon
+    """Every rank has all of the step, and no daemon hears of it: the restore of each succeeds. Meanwhile the next daemon
     is looked for with pauses.
     """
     dialled: list[Path] = []

@@ -10,6 +10,8 @@ from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 
+_OTHER_PROGRAM = "the program does not fit this checkpoint: choose another one"
+
 
 class DtypeChange(NamedTuple):
     """A tensor whose dtype changes; `lossless` if every value can be recovered."""
@@ -64,6 +66,7 @@ class CompiledProgram(NamedTuple):
                     raise StateMismatch(
                         f"program {self.program!r} takes {first.name!r} and {other.name!r} of group {first.group} "
                         "for equal, and they differ",
+                        hint=_OTHER_PROGRAM,
                         tensor=other.name,
                     )
         for key in self.zeros:
@@ -71,6 +74,7 @@ class CompiledProgram(NamedTuple):
                 raise StateMismatch(
                     f"program {self.program!r} takes {key.name!r} of group {key.group} for zeros, and it holds something "
                     "else",
+                    hint=_OTHER_PROGRAM,
                     tensor=key.name,
                 )
 

@@ -49,6 +49,9 @@ class _Round:
     def seal(self, ranks: int) -> None:
         self.sealed = max(self.sealed, ranks)
 
+    def end(self, ended: EndedRound) -> None:
+        self.ended = ended
+
     def known_as(self, id: int | None, opened: str) -> None:
         """The catalog has it under this ID, or None: not any more."""
         self.id, self.opened = id, opened
@@ -162,7 +165,7 @@ class Rounds:
                 round.known_as(None, round.opened)
 
     def _ended(self, save: _Round, ended: EndedRound) -> EndedRound:
-        save.ended = ended
+        save.end(ended)
         self._open.pop(save.key, None)
         return ended
 

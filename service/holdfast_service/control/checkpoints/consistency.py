@@ -23,7 +23,7 @@ from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, 
 from holdfast_service.storage import Store
 
 LOOK_AGAIN_S = (0.2, 1.0)  # a commit is listed, and a removal forgotten, within this
-NOBODY = "no daemon writes it any more"
+NO_WRITER = "no daemon writes it any more"
 # Sums by layer outlive their checkpoint, for plots; what was known of its tensors does not.
 _WITHOUT_CHECKPOINT = (
     StatisticsRow.data != b"",
@@ -168,7 +168,7 @@ def _look_at_rows(catalog: Catalog, writers: Collection[str]) -> Iterable[Contra
                 yield _one("fence-too-low", run, None, f"has attempt {used}, but the newest declared attempt is {declared}")
         for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id)):
             if _is_orphan(row.node, writers):
-                yield _one("round-nobody-writes", row.run, row.step, f"has save {row.id} in state {row.state}: {NOBODY}")
+                yield _one("round-nobody-writes", row.run, row.step, f"has save {row.id} in state {row.state}: {NO_WRITER}")
         for job in session.scalars(select(JobRow).where(JobRow.state == "running").order_by(JobRow.id)):
             if job.node not in writers:
                 text = f"has job {job.id} running on {job.node}, which is gone"
@@ -192,7 +192,7 @@ def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
             if listed is not None and listed.attempt == row.attempt:  # its daemon ended before it recorded that
                 row.end("committed", now)
             else:
-                row.end("aborted", now, "round-aborted", NOBODY)
+                row.end("aborted", now, "round-aborted", NO_WRITER)
         for job in session.scalars(select(JobRow).where(JobRow.state == "running").with_for_update()):
             if job.node not in writers:
                 job.requeue()
