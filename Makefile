@@ -60,7 +60,7 @@ attack: $(READY) ## every route attacked by everybody who may not, and random de
 	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
 
 CLUSTER ?=
-cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on two, killed in every round: under five minutes
+cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on two, killed in every round: about eight minutes
 	$(BIN)/python -m pytest -m "cluster and not cluster_slow" -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions
 
 # An hour and a half on two cores, most of which stopped daemons take: half an hour with CLUSTER="--frozen-s 45". Longer, and with
