@@ -125,7 +125,7 @@ def homonyms(modules: list[Source]) -> list[str]:
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
-    return any("Protocol" in ast.unparse(base) for base in node.bases)
+    return any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
 
 
 def tuple_parameters(modules: list[Source]) -> list[str]:

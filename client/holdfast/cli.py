@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from holdfast.terminal.lazy_group import Entry, LazyGroup
+from holdfast.terminal.lazy_group import LazyCommand, LazyGroup
 from holdfast_formats import model_building
 
 EXIT_STATUSES = (
@@ -17,8 +17,8 @@ EXIT_STATUSES = (
 )
 
 
-def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> Entry:
-    return Entry(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, settings)
+def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> LazyCommand:
+    return LazyCommand(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, settings)
 
 
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.

@@ -39,7 +39,7 @@ from holdfast.layout.rank_view import (
     OPTIM,
     LayoutPart,
     Live,
-    View,
+    RankCheckpoint,
     inward_texts,
     owner_of,
     through_program,
@@ -143,7 +143,7 @@ class DeclaredLayout:
             self._counts.check()
         return () if self._saved is None else tuple(text for text, of in self._saved.notes.items() if of in groups)
 
-    def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
+    def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> RankCheckpoint:
         """These groups of the checkpoint as this rank alone would have saved them.
 
         Raises `StateMismatch` or `InvalidRequest` naming a tensor that cannot be cut as the layout says.
@@ -179,7 +179,7 @@ class DeclaredLayout:
             notes += [note for note in holdings.notes if note not in notes]
         sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()}
         values = {**stored.values, OPTIM: inward_texts(stored, sources_of)} if OPTIM in stored.values else stored.values
-        return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
+        return RankCheckpoint(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
 
     def _declare(self, group: str, content: Content, live: Live) -> Group:
         given = named_specs(group, content)

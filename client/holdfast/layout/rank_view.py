@@ -52,7 +52,7 @@ class Live(NamedTuple):
         return leaf.plain and (0 in leaf.shape or any(key in self.empty for key in owners))
 
 
-class View(NamedTuple):
+class RankCheckpoint(NamedTuple):
     """A checkpoint as this rank would have saved it, and the local tensors behind its names."""
 
     stored: OfferedLeaves
@@ -133,7 +133,7 @@ class _Tied:
 
 def through_program(
     compiled: CompiledProgram, stored: OfferedLeaves, wanted: LayoutPart, live: Live, ties: Mapping[str, str]
-) -> View:
+) -> RankCheckpoint:
     """The view of what a program makes of the checkpoint, including tied names (`with_tied`).
 
     Raises `InvalidRequest` for live DTensors and Fragments that the program pads.
@@ -161,7 +161,7 @@ def through_program(
     sources_of = {key: [part.tensor for part in local.parts] for key, local in held.items()}
     sources_of |= {key: [move.source.name for move in moves] for key, moves in wholes.items()}
     values = {**stored.values, OPTIM: inward_texts(stored, sources_of)} if OPTIM in stored.values else stored.values
-    return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), wholes)
+    return RankCheckpoint(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes), wholes)
 
 
 def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[MappedTensor]:

@@ -82,7 +82,7 @@ class Api(JobsApi):
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            transport=bounded.Bounded(RateLimitRetry(httpx.HTTPTransport(limits=limits, trust_env=False))),
+            transport=bounded.BoundedTransport(RateLimitRetry(httpx.HTTPTransport(limits=limits, trust_env=False))),
             headers={"User-Agent": AGENT, "Accept-Encoding": "identity"}
             | ({} if shown is None else {"Authorization": f"Bearer {shown}"}),
             auth=own,

@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _values = decoder(Any)
 
 
-class Bounded(httpx.BaseTransport):
+class BoundedTransport(httpx.BaseTransport):
     """Refuses a response that is longer than its request allows, and a compressed one."""
 
     def __init__(self, transport: httpx.BaseTransport) -> None:

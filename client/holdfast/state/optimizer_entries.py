@@ -13,12 +13,12 @@ from holdfast.state.hyper_parameters import FirstRates
 from holdfast.state.modules import EMA, MODEL, NamedTensors, is_tensor, parameter_names, tied
 from holdfast.state.named import refuse_left_out
 from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
-from holdfast.state.optimizers import OptimizerState
+from holdfast.state.optimizers import KeyedOptimizers
 from holdfast.state.state_tensors import MASTER_GROUP as MASTER
 from holdfast.tensors.fragments import Storable
 from holdfast_formats.errors import InvalidRequest
 
-OptimizerEntry = OptimizerState | ShardedOptimizer
+OptimizerEntry = KeyedOptimizers | ShardedOptimizer
 
 
 def optimizers_of(
@@ -50,7 +50,7 @@ def optimizers_of(
 
 def _torch_optimizers(
     key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors], rates: FirstRates
-) -> OptimizerState:
+) -> KeyedOptimizers:
     if type(value).__name__ == "ZeroRedundancyOptimizer":
         raise InvalidRequest(
             f"{key}: ZeroRedundancyOptimizer does not expose its shards", hint="shard with fully_shard (FSDP2)"
@@ -61,7 +61,7 @@ def _torch_optimizers(
     stored = [tensor for part in collections for tensor in part.tensors()]
     innermost = optimizer_wrappers.check(key, value, state, stored).optimizers
     refuse_left_out(key, innermost, names, state)
-    optimizer_state = OptimizerState(key, innermost, names, rates)
+    optimizer_state = KeyedOptimizers(key, innermost, names, rates)
     rates.look(optimizer_state.groups_of_parameters())
     return optimizer_state
 

@@ -103,7 +103,7 @@ class Parameter(NamedTuple):
         return plain, False
 
 
-class OptimizerState(NamedTuple):
+class KeyedOptimizers(NamedTuple):
     """The torch optimizers under one key in the state, usually one, with the names of all their possible parameters. Several
     share one document: the state of a parameter does not depend on which of them steps it.
     """

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-class Entry(NamedTuple):
+class LazyCommand(NamedTuple):
     """Where a command or group (a `Typer`) is; its line in the list; and arguments of `Typer.command`."""
 
     module: str
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 class LazyGroup(TyperGroup):
     """Subclasses list the commands. Each line equals the beginning of the command's own help, which a test checks."""
 
-    entries: ClassVar[Mapping[str, Entry]] = {}
+    entries: ClassVar[Mapping[str, LazyCommand]] = {}
     epilog_of_each: ClassVar[str | None] = None
 
     def __init__(self, **attributes: Any) -> None:

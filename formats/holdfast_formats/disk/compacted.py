@@ -16,7 +16,7 @@ from holdfast_formats.tensors import TensorSpec
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class StoredTensor(Protocol):
+class DtypeAndShape(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
@@ -60,7 +60,7 @@ class Compacted(msgspec.Struct, frozen=True):
         return max((one.error for held in self.tensors.values() for one in held.values()), default=0.0)
 
 
-def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, StoredTensor]], size: int) -> None:
+def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, DtypeAndShape]], size: int) -> None:
     """`StateMismatch` for contradictions with the listed tensors, or the bytes of all files."""
     if compacted.bytes < size or not _SHA256.fullmatch(compacted.manifest_sha256) or not compacted.tensors:
         raise StateMismatch("it does not say what was stored in fewer bytes")
@@ -78,7 +78,7 @@ def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, StoredTensor]
                 raise StateMismatch(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
 
 
-def _check_parts(name: str, one: CodedTensor, held: Mapping[str, StoredTensor]) -> None:
+def _check_parts(name: str, one: CodedTensor, held: Mapping[str, DtypeAndShape]) -> None:
     for part in codings.PARTS.get(one.coding, {}).values():  # what is of a later version is refused when it is read
         stored, known = held.get(name + part.suffix), one.dtype == "F32" and one.shape
         shape = codings.part_shape(part, one.shape) if known else ()

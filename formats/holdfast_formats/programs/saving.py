@@ -28,10 +28,10 @@ from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
 from holdfast_formats.programs.environment import Environment
 from holdfast_formats.programs.following import FollowingTensors, Plane
+from holdfast_formats.programs.inverse_names import Counts, StoredName, lenient, shapes_back, stored_names, way_back
 from holdfast_formats.programs.operations import Ranks
 from holdfast_formats.programs.remade import RemadeTensors
 from holdfast_formats.programs.statements import ProgramStatement
-from holdfast_formats.programs.stored_names import Counts, StoredName, lenient, shapes_back, stored_names, way_back
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 

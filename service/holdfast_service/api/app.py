@@ -18,7 +18,7 @@ from holdfast_service.api.access.middleware import AccessMiddleware
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.api.content.shard_plans import PlannedShards
 from holdfast_service.api.content.shard_streams import ShardStreams
-from holdfast_service.api.read_protection import HeldWhileSending
+from holdfast_service.api.read_protection import ReadProtection
 from holdfast_service.api.request_metrics import Observed, Requests
 from holdfast_service.api.routes import events, uploads
 from holdfast_service.wing import RunningWing, installed
@@ -100,7 +100,7 @@ class RestApi(FastAPI):
             }
         )
         self.add_middleware(StallLimit)
-        self.add_middleware(HeldWhileSending)
+        self.add_middleware(ReadProtection)
         # The last one added is the outermost. What is refused is measured as well.
         self.add_middleware(AccessMiddleware, declarations, access, services.tokens, services.refusals, trail)
         self.add_middleware(Observed, requests)

@@ -24,7 +24,7 @@ class _Held(ExitStack):
         self.enter_context(readers.reading(run, step, OPENED, LINGER_S))
 
 
-class HeldWhileSending:
+class ReadProtection:
     """Middleware: every request has a stack of holds, which ends with its response, however that ends.
 
     Damage found while answering is checked in the background.

@@ -29,7 +29,7 @@ from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, ShareHolder, ShareRequester
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.saving.adoption import Adoption
-from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, PeerSlots
+from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, RemoteSlots
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import ConnectedRank, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
@@ -50,7 +50,7 @@ class DataPlane(NamedTuple):
     control: Control
     adoption: Adoption
     averages: Averages
-    peers: PeerSlots = NO_OTHER_NODES  # what other nodes hold
+    peers: RemoteSlots = NO_OTHER_NODES  # what other nodes hold
 
 
 class _Unsent(OSError):

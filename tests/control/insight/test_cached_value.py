@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from holdfast_formats.errors import StorageFailed
-from holdfast_service.control.insight.cached_value import Remembered
+from holdfast_service.control.insight.cached_value import CachedValue
 
 
 def test_made_once_while_it_is_fresh() -> None:
     """Who asks again gets the same value."""
     made: list[int] = []
-    remembered = Remembered(lambda: made.append(0) or len(made), 1000, 1000)  # type: ignore[func-returns-value]
+    remembered = CachedValue(lambda: made.append(0) or len(made), 1000, 1000)  # type: ignore[func-returns-value]
     assert [remembered.get() for _ in range(3)] == [1, 1, 1]
 
 
@@ -27,7 +27,7 @@ def test_made_anew_behind_the_back() -> None:
             done.set()
         return len(makers)
 
-    remembered = Remembered(make, 0, 1000)
+    remembered = CachedValue(make, 0, 1000)
     assert remembered.get() == 1
     assert remembered.get() == 1
     assert done.wait(60)
@@ -44,7 +44,7 @@ def test_too_old_is_not_given() -> None:
         except StopIteration:
             raise StorageFailed("gone") from None
 
-    remembered = Remembered(make, 0, 0)
+    remembered = CachedValue(make, 0, 0)
     assert [remembered.get(), remembered.get()] == [1, 2]
     with pytest.raises(StorageFailed):
         remembered.get()
@@ -60,7 +60,7 @@ def test_failure_behind_the_back_is_asked_again() -> None:
             raise StorageFailed("gone")
         return 1
 
-    remembered = Remembered(make, 0, 1000)
+    remembered = CachedValue(make, 0, 1000)
     for _ in range(3):
         failed.clear()
         for _ in range(1000):  # one that is asked while the thread before still ends starts none
@@ -80,7 +80,7 @@ def test_renewed_while_it_is_made() -> None:
             remembered.renew()
         return len(made)
 
-    remembered = Remembered(make, 1000, 1000)
+    remembered = CachedValue(make, 1000, 1000)
     assert [remembered.get() for _ in range(3)] == [1, 2, 2]
     remembered.renew()
     assert remembered.get() == 3

@@ -18,7 +18,7 @@ STEP = "step"
 _COUNTS = frozenset({"DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion", "FusedLamb"})
 
 
-class _Views:
+class _FlatFragments:
     """Fragments of a flat tensor, one for each part of a unit, cached while its memory stays the same."""
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ def _fragment(part: MasterPart, line: torch.Tensor) -> Fragment:
 class _UnitState:
     def __init__(self, unit: Unit, base: torch.optim.Optimizer) -> None:
         self.unit, self.base = unit, base
-        self._views: dict[str, _Views] = {}
+        self._views: dict[str, _FlatFragments] = {}
         # A number for each part, of values that the inner optimizer has once; and views of each of them.
         self._numbers: dict[str, torch.Tensor] = {}
         self._scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -102,7 +102,7 @@ class _UnitState:
     def _viewed(self, key: str, tensor: torch.Tensor) -> dict[str, Fragment]:
         views = self._views.get(key)
         if views is None or not views.are_of(tensor):
-            views = self._views[key] = _Views(self.unit, tensor)
+            views = self._views[key] = _FlatFragments(self.unit, tensor)
         return views.fragments
 
     def _number(self, key: str, value: Any) -> dict[str, torch.Tensor]:

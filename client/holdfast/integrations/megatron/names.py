@@ -18,8 +18,8 @@ from holdfast_formats.layout.rules.expressions import sizes_for
 from holdfast_formats.mapping.box_moves import BoxMove, drawn
 from holdfast_formats.programs.choice import load
 from holdfast_formats.programs.environment import Environment
+from holdfast_formats.programs.inverse_names import lenient
 from holdfast_formats.programs.operations import Ranks
-from holdfast_formats.programs.stored_names import lenient
 from holdfast_formats.region import Box, Shape
 
 _VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})

@@ -46,7 +46,7 @@ class TrainerOptions(TypedDict, total=False):
     file_bytes_max: int
 
 
-class Source(NamedTuple):
+class ResumePoint(NamedTuple):
     """A training's resume point: a step of the run, and a directory with its trainer_state.json."""
 
     step: int
@@ -71,7 +71,7 @@ class TrainerRun:
         self.streams = DataStreams(trainer.args.world_size, self._install_streams)
         self.saved_step: int | None = None
         self._checkpointer: Checkpointer | None = None
-        self._source: Source | None = None
+        self._source: ResumePoint | None = None
         self._anew = False
         self._trained = False
         self._saves: dict[int, SaveTicket] = {}
@@ -180,7 +180,7 @@ class TrainerRun:
     def _links(self) -> bool:
         return bool(self.trainer.is_world_process_zero()) and not refusals.is_remote(self._options)
 
-    def _choose(self, wanted: Wanted, place: str) -> tuple[Source | None, str | None]:
+    def _choose(self, wanted: Wanted, place: str) -> tuple[ResumePoint | None, str | None]:
         """The resume point, and the directory in which transformers reads trainer_state.json."""
         if wanted.directory is not None or wanted.anew:
             return None, wanted.directory
@@ -204,7 +204,7 @@ class TrainerRun:
             directory = Path(place, f"checkpoint-{step}")
             directory.mkdir()
             (directory / STATE_FILE).write_bytes(probe.read_asset(step, STATE_FILE))
-        return Source(step, str(directory), wanted.step is not None, wanted.healthy), str(directory)
+        return ResumePoint(step, str(directory), wanted.step is not None, wanted.healthy), str(directory)
 
     @contextmanager
     def _probe(self) -> Iterator[Checkpointer]:
@@ -215,7 +215,7 @@ class TrainerRun:
         finally:
             probe.close(wait=False)
 
-    def _train(self, source: Source | None, anew: bool, start: Callable[[], Any]) -> Any:
+    def _train(self, source: ResumePoint | None, anew: bool, start: Callable[[], Any]) -> Any:
         self._source, self._anew, self._saves = source, anew, {}
         done = False
         try:

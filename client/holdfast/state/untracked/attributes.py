@@ -18,7 +18,7 @@ from holdfast.state.untracked.ownership import (
     names_of_frameworks,
     own_class,
 )
-from holdfast.state.untracked.traces import UNKNOWN, Tracer, is_data, is_plain
+from holdfast.state.untracked.traces import UNKNOWN, ForwardTracer, is_data, is_plain
 from holdfast.tensors.fragments import is_dtensor
 
 STORED = frozenset({bool, int, float, str, type(None)})  # kinds whose values are reported
@@ -65,7 +65,7 @@ class Attributes:
 
     AT_ONCE, OF_TRACE = 512, 8  # looks at each save, and as how many a trace counts
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: ForwardTracer) -> None:
         self._tracer = tracer
         self._known: dict[int, object] = {}
         self._places: dict[_Place, int] = {}  # of looks

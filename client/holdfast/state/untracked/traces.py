@@ -47,7 +47,7 @@ class _Tensor:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Tracer(NamedTuple):
+class ForwardTracer(NamedTuple):
     """Makes traces. Saved values and results of a forward pass have none."""
 
     is_saved: Callable[[object], bool]

@@ -20,7 +20,7 @@ from holdfast.state.untracked.gradients import Gradients
 from holdfast.state.untracked.optimizer_numbers import NamedOwner, is_number, owners
 from holdfast.state.untracked.settings import Settings
 from holdfast.state.untracked.stored import AlreadyStored
-from holdfast.state.untracked.traces import Tracer, is_object
+from holdfast.state.untracked.traces import ForwardTracer, is_object
 from holdfast.tensors import json_values
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import CorruptManifest
@@ -36,7 +36,7 @@ class Unsaved:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state, self._stored = state, AlreadyStored(state)
-        self._attributes, self._buffers = Attributes(Tracer(self._stored.has)), Buffers()
+        self._attributes, self._buffers = Attributes(ForwardTracer(self._stored.has)), Buffers()
         self._settings = Settings()
         self.gradients = Gradients(state)
         self.last: Mapping[str, Any] = {}  # what the last save left out

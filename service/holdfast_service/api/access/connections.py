@@ -62,7 +62,7 @@ def server(app: ASGIApp, log_level: str = "warning") -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             FromOutside(app),
-            http=Bounded,
+            http=LimitedConnection,
             ws="none",
             lifespan="off",
             log_level=log_level,
@@ -80,7 +80,7 @@ def connections_max() -> int:
     return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-class Bounded(H11Protocol):
+class LimitedConnection(H11Protocol):
     """One connection. It ends when it waits too long for the head of a request."""
 
     _late: asyncio.TimerHandle | None = None
@@ -95,7 +95,11 @@ class Bounded(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the longest waiting connection of the address that has the most."""
-        waiting = [one for one in self.connections if isinstance(one, Bounded) and one is not self and one._late is not None]
+        waiting = [
+            one
+            for one in self.connections
+            if isinstance(one, LimitedConnection) and one is not self and one._late is not None
+        ]
         counts = Counter(one._address for one in waiting)
         if not waiting:
             return False

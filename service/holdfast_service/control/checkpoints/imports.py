@@ -21,7 +21,7 @@ from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
 
-class Room(Protocol):
+class SpaceCheck(Protocol):
     """Checks whether a checkpoint fits, before it is written and after."""
 
     def admit(self, plan: WritePlan) -> None: ...
@@ -38,7 +38,7 @@ class Imports:
         store: Store,
         catalog: Catalog,
         events: Events,
-        room: Room,
+        room: SpaceCheck,
         way: Callable[[str], Way],
         published: Signal[[Manifest]],
     ) -> None:

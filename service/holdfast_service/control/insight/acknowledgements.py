@@ -13,7 +13,7 @@ from holdfast_formats.timestamps import later, utc_now
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AcknowledgementRow
 from holdfast_service.control.database.visible import sees_all, visible
-from holdfast_service.control.insight.cached_value import Remembered
+from holdfast_service.control.insight.cached_value import CachedValue
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Acknowledgements:
     def __init__(self, database: Database, now: Callable[[], str] = utc_now) -> None:
         self._database, self._now = database, now
         self._last: dict[AlertKey, Acknowledgement] = {}
-        self._read = Remembered(self._look, FRESH_S, FRESH_S)
+        self._read = CachedValue(self._look, FRESH_S, FRESH_S)
 
     def known(self, runs: Collection[str] | None = None) -> Mapping[AlertKey, Acknowledgement]:
         """The present ones, of some runs or of all, as far as the request may see them."""

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-class Remembered(Generic[Value]):
+class CachedValue(Generic[Value]):
     """Thread-safe. A value older than `fresh_s` is returned once more while a new one is computed; one older than `old_s`
     never.
     """

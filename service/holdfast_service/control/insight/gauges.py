@@ -13,7 +13,7 @@ from holdfast_formats.rest.operations import JobState
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RoundRow
-from holdfast_service.control.insight.cached_value import Remembered
+from holdfast_service.control.insight.cached_value import CachedValue
 from holdfast_service.control.insight.facts import Facts
 from holdfast_service.control.insight.run_lifecycle import state_of
 from holdfast_service.control.insight.summary import exposure, failing, interval
@@ -42,7 +42,7 @@ class Gauges:
 
     def __init__(self, catalog: Catalog, summaries: Summaries, clock: Callable[[], float] = time.time) -> None:
         self._database, self._summaries, self._clock = catalog.database, summaries, clock
-        self._overall = Remembered(self._look, OVERALL_FRESH_S, OVERALL_OLD_S)
+        self._overall = CachedValue(self._look, OVERALL_FRESH_S, OVERALL_OLD_S)
 
     def now(self) -> dict[str, Samples]:
         overall, now = self._overall.get(), self._clock()

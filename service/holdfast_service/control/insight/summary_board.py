@@ -12,7 +12,7 @@ from typing import NamedTuple
 from holdfast_formats.rest.measurements import Acknowledgement, Attention, RunSummary
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
-from holdfast_service.control.insight.cached_value import Remembered
+from holdfast_service.control.insight.cached_value import CachedValue
 from holdfast_service.control.insight.facts import Facts
 from holdfast_service.control.insight.run_orders import ATTENTION, RunOrder, WantedRuns
 from holdfast_service.control.insight.summary import age_s, summarise, training
@@ -73,7 +73,7 @@ class SummaryBoard:
         """`facts` returns the facts of all runs."""
         self._facts, self._acknowledgements, self._kept = facts, acknowledgements, kept
         self._marked: _Marked | None = None
-        self._summaries = Remembered(self._look, FRESH_S, OLD_S)
+        self._summaries = CachedValue(self._look, FRESH_S, OLD_S)
 
     def all(self) -> list[RunSummary]:
         """Runs that need attention first, then active ones, then the others by age. Acknowledgements are less than half a

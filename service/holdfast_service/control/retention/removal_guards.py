@@ -6,7 +6,7 @@ from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
-from holdfast_service.control.retention import links
+from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.replaced_checkpoints import ReplacedCheckpoints
 from holdfast_service.storage import Store
 
@@ -24,7 +24,7 @@ class RemovalGuards:
         if self._replaced.is_replacing(run, step):
             raise InUse(f"{run}@{step} is being replaced", hint="try again in a moment")
         self.refuse_pinned(run, step)
-        if held := links.standing(self._files.read(run), run).holds(step):
+        if held := protecting_links.standing(self._files.read(run), run).holds(step):
             raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")
         if left_s := self._readers.held(run).get(step):
             raise InUse(

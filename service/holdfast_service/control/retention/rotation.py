@@ -33,7 +33,7 @@ from holdfast_service.control.checkpoints import removal, replicas, run_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
-from holdfast_service.control.retention import links
+from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.proven_decisions import RemovalProbe
 from holdfast_service.control.retention.removal_guards import RemovalGuards
@@ -157,9 +157,9 @@ class Rotation:
         """Links in this directory keep checkpoints of the run from now on.
 
         When this returns, no removal is in progress that looked before: a checkpoint with a link stays. Raises the errors of
-        `links.watch`.
+        `protecting_links.watch`.
         """
-        links.watch(self.files, naming.check_run(run), directory)
+        protecting_links.watch(self.files, naming.check_run(run), directory)
         with self.deciding(run, without=True):
             pass
 

@@ -22,7 +22,7 @@ from holdfast_service.control.database.schema import (
     RoundRow,
     StatisticsRow,
 )
-from holdfast_service.control.retention import links
+from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import PosixStore, Tier
 
@@ -39,7 +39,7 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
             f"{len(steps)} checkpoints of {run} are pinned or labelled: {_some(steps)}",
             hint="unpin them, or delete them too: --pinned (marked=true)",
         )
-    linked = links.standing(file, run)
+    linked = protecting_links.standing(file, run)
     if linked.by_step or linked.unseen:
         where = _some([*linked.by_step.values(), *linked.unseen])
         raise Pinned(

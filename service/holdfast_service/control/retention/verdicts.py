@@ -13,7 +13,7 @@ from holdfast_service.control.catalog.catalog import Catalog, CommitProof
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
-from holdfast_service.control.retention import links
+from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
 from holdfast_service.control.retention.proven_decisions import UNKNOWN, ProvenDecisions, RemovalProbe
 from holdfast_service.control.retention.replaced_checkpoints import ReplacedCheckpoints
@@ -75,7 +75,7 @@ class Verdicts:
         file, read = self._files.read(run), self._readers.held(run)
         fresh = self._replaced.fresh(run)  # before the catalog is read
         busy = dict.fromkeys(read, _READ) | dict.fromkeys(fresh, _FRESH)
-        linked = links.standing(file, run)
+        linked = protecting_links.standing(file, run)
         for path in linked.unseen:
             log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
         listed_now, known = roots.all_checkpoints(self._catalog, run), self._catalog.proofs(run)

@@ -82,7 +82,7 @@ class PeerSlot(Protocol):
     def fd(self) -> int: ...
 
 
-class PeerSlots(Protocol):
+class RemoteSlots(Protocol):
     """Other nodes' slots for ranks of this node, each for a `user` until it releases them."""
 
     def open(self, of: MemoryStep, user: object) -> Sequence[PeerSlot]: ...
@@ -133,7 +133,7 @@ class OtherNodes(Protocol):
 
     def rank_news(self, ranks: LocalRanks, stops: StopAgreement) -> RankNews: ...
 
-    def slots(self, spare: Callable[[], int]) -> PeerSlots:
+    def slots(self, spare: Callable[[], int]) -> RemoteSlots:
         """`spare` returns the bytes that this node has room for."""
 
     def start(self, saver: LocalSaver, about: Callable[[], bodies.Node], held: Callable[[], Mapping[str, int]]) -> None:
@@ -164,7 +164,7 @@ class NoOtherNodes:
     def rank_news(self, ranks: LocalRanks, stops: StopAgreement) -> RankNews:
         return self
 
-    def slots(self, spare: Callable[[], int]) -> PeerSlots:
+    def slots(self, spare: Callable[[], int]) -> RemoteSlots:
         return self
 
     def start(self, saver: LocalSaver, about: Callable[[], bodies.Node], held: Callable[[], Mapping[str, int]]) -> None: ...
@@ -190,7 +190,7 @@ NO_OTHER_NODES = NoOtherNodes()
 class Borrower:
     """A rank that reads other nodes' slots of its own run."""
 
-    def __init__(self, slots: PeerSlots) -> None:
+    def __init__(self, slots: RemoteSlots) -> None:
         self._slots = slots
 
     def slots(self, run: str, asked: wire.HeldElsewhere) -> list[PeerSlot]:

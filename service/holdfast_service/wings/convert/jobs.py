@@ -14,7 +14,7 @@ from holdfast_formats.root_files import check_local, check_output_place
 from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
-from holdfast_service.storage import PosixTier, snapshot
+from holdfast_service.storage import PosixTier, hub_snapshot
 from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wings.convert.export_jobs import Exporter
 from holdfast_service.wings.convert.foreign import file_signs
@@ -82,7 +82,7 @@ class JobDirectories:
         """A directory below `place`, or a snapshot in a hub's cache there."""
         source: Files = self.reach(below)
         if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
-            source = snapshot.opened(self._place / below)
+            source = hub_snapshot.opened(self._place / below)
         return source
 
     def target(self, to: str) -> PosixTier:
@@ -120,4 +120,4 @@ def check_directory(path: Path) -> None:
 def open_source(path: Path) -> Files:
     """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
     check_directory(path)
-    return snapshot.opened(path.resolve())
+    return hub_snapshot.opened(path.resolve())

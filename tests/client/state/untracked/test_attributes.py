@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from holdfast.state.untracked.attributes import TEXT_MAX, Attributes, shown
-from holdfast.state.untracked.traces import Tracer
+from holdfast.state.untracked.traces import ForwardTracer
 
 
 class Own(nn.Module):
@@ -35,7 +35,7 @@ class Kept(Own):
 
 
 def made() -> Attributes:
-    return Attributes(Tracer(lambda value: False))
+    return Attributes(ForwardTracer(lambda value: False))
 
 
 def found(watch: Attributes, model: nn.Module) -> Any:

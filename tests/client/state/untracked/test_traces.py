@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state.untracked.traces import ITEMS_MAX, SAMPLE_BYTES_MAX, UNKNOWN, Tracer, is_object
+from holdfast.state.untracked.traces import ITEMS_MAX, SAMPLE_BYTES_MAX, UNKNOWN, ForwardTracer, is_object
 
-TRACER = Tracer(lambda value: False)
+TRACER = ForwardTracer(lambda value: False)
 
 
 class Configuration(SimpleNamespace):
@@ -92,7 +92,7 @@ def test_what_nothing_trains_is_not_looked_at(value: object) -> None:
 def test_what_is_saved_anyway_leaves_no_trace() -> None:
     """Tensors and objects alike; a list of such ones stays the same."""
     held = [torch.zeros(1), SimpleNamespace(n=1)]
-    tracer = Tracer(lambda value: any(value is one for one in held))
+    tracer = ForwardTracer(lambda value: any(value is one for one in held))
     before = tracer.trace(held)
     held[0].add_(1)  # type: ignore[attr-defined]
     held[1].n = 2  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, StateMismatch
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.jobs import check_directory
@@ -21,7 +21,7 @@ PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head>" + b" " * 64
 
 
 def read(directory: Path) -> CheckpointError:
-    files = snapshot.opened(directory)
+    files = hub_snapshot.opened(directory)
     with pytest.raises(CheckpointError) as caught:
         choose(files, None, KINDS).read(files, ReadOptions())
     return caught.value
@@ -68,5 +68,5 @@ def test_archives_and_files_in_place_of_a_directory(tmp_path: Path) -> None:
     check_directory(tmp_path)
     (tmp_path / "last.ckpt").unlink()
     with pytest.raises(StateMismatch) as unknown:
-        choose(snapshot.opened(tmp_path), None, KINDS)
+        choose(hub_snapshot.opened(tmp_path), None, KINDS)
     assert "unpack it into a directory" in unknown.value.hint

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, Refused, StateMismatch
 from holdfast_formats.mapping.listing import ForeignListing
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.hugging_face import KIND
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
@@ -35,13 +35,13 @@ def a_model(directory: Path, **config: object) -> Path:
 
 def read(directory: Path) -> ForeignListing:
     """The model as an import reads it."""
-    return KIND.read(snapshot.opened(directory), ReadOptions())
+    return KIND.read(hub_snapshot.opened(directory), ReadOptions())
 
 
 def plan(directory: Path) -> set[str]:
     """The names of the tensors that would be imported, and of the files beside them."""
     made = read(directory)
-    assert {use.file for use in made.files} == set(snapshot.opened(directory).list(""))
+    assert {use.file for use in made.files} == set(hub_snapshot.opened(directory).list(""))
     assert all(use.reason for use in made.files if use.use == "unused")
     return {key.name for key in made.tensors} | set(made.assets)
 
@@ -58,7 +58,7 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(ARRAYS, "model.safetensors")})
     )
-    assert choose(snapshot.opened(directory), None, KINDS) is KIND
+    assert choose(hub_snapshot.opened(directory), None, KINDS) is KIND
     uses = {use.file: (use.use, use.reason) for use in read(directory).files}
     assert uses["model.safetensors"] == ("tensors", "") and uses["config.json"] == ("asset", "")
     assert "headers" in uses["model.safetensors.index.json"][1] and "directory" in uses[".cache"][1]

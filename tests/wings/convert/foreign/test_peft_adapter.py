@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from holdfast_formats.errors import CheckpointError, StateMismatch
 from holdfast_formats.mapping import reading
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign.peft_adapter import KIND
@@ -36,7 +36,7 @@ def test_an_adapter(directory: Path, ending: str) -> None:
         save_file(STATE, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     if ending != "safetensors":
         torch.save(STATE, directory / "adapter_model.bin")
-    files = snapshot.opened(directory)
+    files = hub_snapshot.opened(directory)
     assert choose(files, None, KINDS) is KIND
     listing = KIND.read(files, ReadOptions())
     assert sorted(use.file for use in listing.files) == files.list("")
@@ -50,7 +50,7 @@ def test_an_adapter(directory: Path, ending: str) -> None:
 
 def test_what_is_no_adapter(directory: Path) -> None:
     """Without weights, with a trainer's state, with quantised or no tensors, or a configuration of something else."""
-    read = lambda: KIND.read(snapshot.opened(directory), ReadOptions())  # noqa: E731
+    read = lambda: KIND.read(hub_snapshot.opened(directory), ReadOptions())  # noqa: E731
     with pytest.raises(StateMismatch, match="neither"):
         read()
     torch.save({}, directory / "adapter_model.bin")

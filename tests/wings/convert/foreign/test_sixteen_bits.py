@@ -14,7 +14,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign.sixteen_bits import StoredDtype, taken_for_bfloat16
@@ -24,7 +24,7 @@ NUMBERS = [1, 500, 65535]
 
 
 def read(directory: Path, int16: str | None = None) -> ForeignListing:
-    files = snapshot.opened(directory)
+    files = hub_snapshot.opened(directory)
     return choose(files, None, KINDS).read(files, ReadOptions(int16=int16))
 
 
@@ -45,7 +45,7 @@ def test_a_table_of_integers_is_never_taken_for_other_numbers(tmp_path: Path, dt
     assert "--int16 integers" in caught.value.hint
     kept = read(tmp_path, "integers")
     assert kept.tensors[IDS].spec.dtype == "U16"
-    assert fetched(snapshot.opened(tmp_path), kept.tensors[IDS]).tolist() == NUMBERS
+    assert fetched(hub_snapshot.opened(tmp_path), kept.tensors[IDS]).tolist() == NUMBERS
     taken = read(tmp_path, "bfloat16")
     assert taken.tensors[IDS].spec.dtype == "BF16"
     assert taken.notes == ("bfloat16 was stored as U16, its bits",)

@@ -15,7 +15,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping import optimizer_state, reading
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.torch_weights import FILE_KIND
 
 
@@ -47,7 +47,7 @@ def _trained(given: NamedSnapshot) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _read(directory: Path, value: Any) -> ForeignListing:
     torch.save(value, directory / "a.pt")
-    return FILE_KIND.read(snapshot.opened(directory), ReadOptions())
+    return FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions())
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_by_names(tmp_path: Path, given: NamedSnapshot) -> None:
     found = {key.name: tensor for key, tensor in listing.tensors.items() if key.group == "optim"}
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
-        value = reading.fetched(snapshot.opened(tmp_path), tensor)
+        value = reading.fetched(hub_snapshot.opened(tmp_path), tensor)
         assert value.tobytes() == wanted[name].numpy().tobytes() and value.shape == wanted[name].shape
     document = listing.documents["optim"][optimizer_state.KEY]
     kept = [value for key, value in document["groups"].items() if key != "$keys"]
@@ -90,7 +90,7 @@ def test_masters_steps_and_other_values(tmp_path: Path) -> None:
     state = {0: {"exp_avg": torch.ones(2), "step": 4, "master_param": torch.full((2,), 0.5), "note": (1, "a")}}
     optimizer = {"state": state, "param_groups": [{"params": [0], "lr": 0.5}]}
     listing = _read(tmp_path, {"model": {"w": torch.ones(2).bfloat16()}, "opt": optimizer})
-    files = snapshot.opened(tmp_path)
+    files = hub_snapshot.opened(tmp_path)
     assert set(listing.tensors) == {
         TensorKey(*key) for key in (("model", "w"), ("optim", "w/exp_avg"), ("optim", "w/step"), ("master", "w"))
     }
@@ -152,7 +152,7 @@ def test_parameters_by_name(tmp_path: Path, groups: bool) -> None:
     weights, state = get_state_dict(model, optimizer)
     listing = _read(tmp_path, {"model": weights, "optimizer": state})
     for name, parameter in model.named_parameters():
-        found = reading.fetched(snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
+        found = reading.fetched(hub_snapshot.opened(tmp_path), listing.tensors[TensorKey("optim", f"{name}/exp_avg")])
         assert found.tobytes() == optimizer.state[parameter]["exp_avg"].numpy().tobytes()
     assert not any("no names" in note for note in listing.notes)
     state["state"]["nobody"] = {}

@@ -13,7 +13,7 @@ from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.mapping import reading
 from holdfast_formats.mapping.listing import ForeignListing, TensorKey
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind, choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
 from holdfast_service.wings.convert.foreign.torch_weights import DIRECTORY_KIND, FILE_KIND
@@ -27,7 +27,7 @@ def _state() -> dict[str, torch.Tensor]:
 
 def check(directory: Path, kind: ForeignKind, wanted: dict[str, torch.Tensor]) -> ForeignListing:
     """The directory is of this kind, every file of it has a use, and the tensors are these, bit for bit."""
-    files = snapshot.opened(directory)
+    files = hub_snapshot.opened(directory)
     assert choose(files, None, KINDS) is kind
     listing = kind.read(files, ReadOptions())
     assert sorted(use.file for use in listing.files) == files.list("")
@@ -66,7 +66,7 @@ def test_numbered_files(directory: Path) -> None:
     index = {name: file for file, part in zip(names, parts, strict=True) for name in part}
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     check(directory, DIRECTORY_KIND, state)
-    read = lambda: DIRECTORY_KIND.read(snapshot.opened(directory), ReadOptions())  # noqa: E731
+    read = lambda: DIRECTORY_KIND.read(hub_snapshot.opened(directory), ReadOptions())  # noqa: E731
     wrong = {**index, "n": names[0]}
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": wrong}))
     with pytest.raises(StateMismatch, match="disagree about tensor 'n'"):
@@ -110,7 +110,7 @@ def test_what_is_no_weight(directory: Path, value: Any, key: str) -> None:
     """Anything but tensors is refused by file and key."""
     torch.save(value, directory / "a.pt")
     with pytest.raises(StateMismatch) as refused:
-        FILE_KIND.read(snapshot.opened(directory), ReadOptions())
+        FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions())
     assert refused.value.members["file"] == "a.pt" and refused.value.members.get("tensor", "").startswith(key)
 
 
@@ -119,10 +119,10 @@ def test_training_state_beside_it(directory: Path) -> None:
     torch.save(_state(), directory / "pytorch_model.bin")
     torch.save({}, directory / "optimizer.pt")
     with pytest.raises(StateMismatch, match=r"optimizer.pt is training state"):
-        DIRECTORY_KIND.read(snapshot.opened(directory), ReadOptions())
+        DIRECTORY_KIND.read(hub_snapshot.opened(directory), ReadOptions())
     (directory / "pytorch_model.bin").rename(directory / "a.pt")
     with pytest.raises(StateMismatch, match=r"several torch files: a.pt, optimizer.pt"):
-        FILE_KIND.read(snapshot.opened(directory), ReadOptions())
+        FILE_KIND.read(hub_snapshot.opened(directory), ReadOptions())
 
 
 def test_a_file_that_is_cut_off(directory: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_off(directory: Path) -> None:
     data = (directory / "pytorch_model.bin").read_bytes()
     (directory / "pytorch_model.bin").write_bytes(data[:-100])
     with pytest.raises(CorruptManifest, match=r"pytorch_model.bin: the zip file is cut off"):
-        DIRECTORY_KIND.read(snapshot.opened(directory), ReadOptions())
+        DIRECTORY_KIND.read(hub_snapshot.opened(directory), ReadOptions())
 
 
 def test_what_a_training_kept_beside_its_model(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_a_training_kept_beside_its_model(tmp_path: Path) -> None:
         "rng_state": torch.get_rng_state(),
     }
     torch.save(saved, tmp_path / "last.ckpt")
-    listing = FILE_KIND.read(snapshot.opened(tmp_path), ReadOptions())
+    listing = FILE_KIND.read(hub_snapshot.opened(tmp_path), ReadOptions())
     assert listing.step == 5
     assert {key.name for key in listing.tensors if key.group == "optim"} == {
         f"{name}/{kind}" for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq", "step")
@@ -159,4 +159,4 @@ def test_what_a_training_kept_beside_its_model(tmp_path: Path) -> None:
     saved["optimizer_states"] = [optimizer.state_dict()] * 2
     torch.save(saved, tmp_path / "last.ckpt")
     with pytest.raises(StateMismatch, match="several optimizers, 'optimizer_states' is the second"):
-        FILE_KIND.read(snapshot.opened(tmp_path), ReadOptions())
+        FILE_KIND.read(hub_snapshot.opened(tmp_path), ReadOptions())

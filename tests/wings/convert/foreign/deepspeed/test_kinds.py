@@ -19,7 +19,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.mapping import reading
 from holdfast_formats.mapping.listing import ForeignListing, ForeignTensor, TensorKey
 from holdfast_formats.rest.jobs import ReadOptions
-from holdfast_service.storage import snapshot
+from holdfast_service.storage import hub_snapshot
 from holdfast_service.wings.convert.foreign.deepspeed.kinds import KIND
 from holdfast_service.wings.convert.foreign.kinds import choose
 from holdfast_service.wings.convert.foreign.known_kinds import KINDS
@@ -57,7 +57,7 @@ def directory(unpacked: Path, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 
 def read(directory: Path) -> ForeignListing:
-    return KIND.read(snapshot.opened(directory), ReadOptions())
+    return KIND.read(hub_snapshot.opened(directory), ReadOptions())
 
 
 def bits(files: Files, tensor: ForeignTensor) -> bytes:
@@ -72,7 +72,7 @@ def bits(files: Files, tensor: ForeignTensor) -> bytes:
 def test_as_deepspeed_says(unpacked: Path, name: str) -> None:
     """Every weight, master and moment is what DeepSpeed's own functions give, and nothing is left out."""
     wanted = load_file(unpacked / name / "expected.safetensors")
-    files = snapshot.opened(unpacked / name)
+    files = hub_snapshot.opened(unpacked / name)
     assert choose(files, None, KINDS) is KIND
     (unpacked / name / "expected.safetensors").rename(unpacked / f"{name}.safetensors")
     try:
@@ -126,7 +126,7 @@ class _Only:
     """The files of a directory without what is expected of it."""
 
     def __init__(self, directory: Path) -> None:
-        self.files = snapshot.opened(directory)
+        self.files = hub_snapshot.opened(directory)
         self.read, self.read_into, self.size = self.files.read, self.files.read_into, self.files.size
 
     def list(self, path: str) -> list[str]:
@@ -135,7 +135,7 @@ class _Only:
 
 def test_the_directory_of_a_step(directory: Path) -> None:
     """The directory of one step is read by itself as well, with the same tensors; others beside it are named."""
-    inner = KIND.read(snapshot.opened(directory / TAG), ReadOptions())
+    inner = KIND.read(hub_snapshot.opened(directory / TAG), ReadOptions())
     assert set(inner.tensors) == set(read(directory).tensors)
     (directory / "global_step1").mkdir()
     (directory / "config.json").write_text("{}")

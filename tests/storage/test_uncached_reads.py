@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast_files import direct
 from holdfast_formats.errors import NoSuchResource
-from holdfast_service.storage import MemoryTier, PosixTier, once, read_once
+from holdfast_service.storage import MemoryTier, PosixTier, read_once, uncached_reads
 
 SIZE = 5 * 2**20 + 777
 DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
@@ -51,7 +51,7 @@ def test_any_span_is_what_the_file_has(place: Path, span: tuple[int, int], shift
 
 def test_pieces(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is longer than the memory of a thread."""
-    monkeypatch.setattr(once, "SCRATCH_BYTES", 4 * direct.ALIGNMENT)
+    monkeypatch.setattr(uncached_reads, "SCRATCH_BYTES", 4 * direct.ALIGNMENT)
     forget(place / "f")
     memory = np.empty(SIZE - 13, np.uint8)
     assert read_once(PosixTier(place)).read_into("f", 13, memory) == memory.nbytes

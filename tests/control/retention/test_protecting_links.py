@@ -1,4 +1,4 @@
-"""links: which links keep which steps, and when a directory of links is gone rather than out of sight."""
+"""protecting_links: which links keep which steps, and when a directory of links is gone rather than out of sight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, Pinned
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.run_files import LinkDirectory
-from holdfast_service.control.retention import links
+from holdfast_service.control.retention import protecting_links
 from tests.control.retention.test_rotation import RUN, World, world
 from tests.daemons import wait_until
 
@@ -31,7 +31,7 @@ def link(directory: Path, name: str, step: int, run: str = RUN, root: str = "/el
 def test_a_link_keeps_its_checkpoint_until_it_is_removed(world: World, tmp_path: Path) -> None:
     """Nothing is told to the service when a link comes or goes."""
     (tmp_path / "out").mkdir()
-    links.watch(world.files, RUN, str(tmp_path / "out"))
+    protecting_links.watch(world.files, RUN, str(tmp_path / "out"))
     made = link(tmp_path / "out", "best", 20)
     world.put(10, 20, 30)
     world.keep(last=1)
@@ -49,7 +49,7 @@ def test_a_link_keeps_its_checkpoint_until_it_is_removed(world: World, tmp_path:
 def test_a_linked_checkpoint_may_be_replaced(world: World, tmp_path: Path) -> None:
     """The link leads to whatever stands there: to save a step again is no removal, as it is where it is pinned."""
     (tmp_path / "out").mkdir()
-    links.watch(world.files, RUN, str(tmp_path / "out"))
+    protecting_links.watch(world.files, RUN, str(tmp_path / "out"))
     link(tmp_path / "out", "checkpoint-20", 20)
     world.put(20, 30)
     with world.rotation.replacing(RUN, 20):
@@ -69,8 +69,8 @@ def test_only_links_to_checkpoints_of_this_run_count(world: World, tmp_path: Pat
     for number, target in enumerate(("nothing", "/", "checkpoints/step-00000040", f"/x/{RUN}/checkpoints/step-4", "loop")):
         (out / f"odd-{number}").symlink_to(target)
     (out / "loop").symlink_to("loop")
-    links.watch(world.files, RUN, str(out))
-    assert links.standing(world.files.read(RUN), RUN).by_step == {10: str(out / "a")}
+    protecting_links.watch(world.files, RUN, str(out))
+    assert protecting_links.standing(world.files.read(RUN), RUN).by_step == {10: str(out / "a")}
 
 
 def test_a_directory_out_of_sight_keeps_everything(world: World, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_an_empty_place_where_a_disk_was_mounted_keeps_everything(world: World, 
     with pytest.raises(Pinned, match="cannot be read"):
         world.rotation.remove(RUN, 10)
     with pytest.raises(InvalidRequest, match="another disk"):
-        links.watch(world.files, RUN, str(out))
+        protecting_links.watch(world.files, RUN, str(out))
     link(out, "mounted-again", 10)  # the numbers of devices change when a machine starts anew
-    links.watch(world.files, RUN, str(out))
+    protecting_links.watch(world.files, RUN, str(out))
     world.rotation.due(RUN)
     assert world.rotation.wait_until_applied()
     assert world.steps == [10, 30]
@@ -112,18 +112,18 @@ def test_an_empty_place_where_a_disk_was_mounted_keeps_everything(world: World, 
 def test_a_link_that_a_killed_process_left_half_made_keeps_nothing(world: World, tmp_path: Path) -> None:
     """It has a name that nobody sees."""
     link(tmp_path / "out", naming.link_in_the_making("best"), 10)
-    links.watch(world.files, RUN, str(tmp_path / "out"))
-    assert links.standing(world.files.read(RUN), RUN).by_step == {}
+    protecting_links.watch(world.files, RUN, str(tmp_path / "out"))
+    assert protecting_links.standing(world.files.read(RUN), RUN).by_step == {}
 
 
 def test_a_file_in_the_place_of_a_directory_that_is_gone(world: World, tmp_path: Path) -> None:
     """It holds no links, but nobody can tell what it was."""
     out = tmp_path / "out"
     out.mkdir()
-    links.watch(world.files, RUN, str(out))
+    protecting_links.watch(world.files, RUN, str(out))
     out.rmdir()
     out.write_text("a file")
-    found = links.standing(world.files.read(RUN), RUN)
+    found = protecting_links.standing(world.files.read(RUN), RUN)
     assert not found.by_step and found.unseen == (str(out),)
 
 
@@ -131,12 +131,12 @@ def test_watching_twice_writes_nothing_and_gone_directories_are_forgotten(tmp_pa
     """The file does not grow with launches."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        links.watch(world.files, RUN, str(tmp_path / name))
+        protecting_links.watch(world.files, RUN, str(tmp_path / name))
     before = world.files.read(RUN)
-    links.watch(world.files, RUN, str(tmp_path / "one"))
+    protecting_links.watch(world.files, RUN, str(tmp_path / "one"))
     assert world.files.read(RUN) == before
     (tmp_path / "two").rmdir()
-    links.watch(world.files, RUN, str(tmp_path / "one"))
+    protecting_links.watch(world.files, RUN, str(tmp_path / "one"))
     assert [one.path for one in world.files.read(RUN).link_directories] == [str(tmp_path / "one")]
 
 
@@ -144,18 +144,18 @@ def test_watching_twice_writes_nothing_and_gone_directories_are_forgotten(tmp_pa
 def test_what_is_no_directory_here_is_refused(path: str, world: World) -> None:
     """A link in it would keep nothing, and who made it would believe that it does."""
     with pytest.raises(InvalidRequest):
-        links.watch(world.files, RUN, path)
+        protecting_links.watch(world.files, RUN, path)
     assert world.files.read(RUN) == run_files.RunFile()
 
 
 def test_there_is_a_limit(tmp_path: Path, world: World) -> None:
     """Whoever names directories without end fills no file."""
-    for number in range(links.DIRECTORIES_MAX):
+    for number in range(protecting_links.DIRECTORIES_MAX):
         (tmp_path / str(number)).mkdir()
-        links.watch(world.files, RUN, str(tmp_path / str(number)))
+        protecting_links.watch(world.files, RUN, str(tmp_path / str(number)))
     (tmp_path / "more").mkdir()
     with pytest.raises(LimitExceeded):
-        links.watch(world.files, RUN, str(tmp_path / "more"))
+        protecting_links.watch(world.files, RUN, str(tmp_path / "more"))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[P
             back.wait(60)
         return scan(path)
 
-    monkeypatch.setattr(links, "LOOK_S", 0.2)
+    monkeypatch.setattr(protecting_links, "LOOK_S", 0.2)
     monkeypatch.setattr(os, "scandir", scandir)
     yield there, back
     back.set()
@@ -178,16 +178,16 @@ def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[P
 def test_a_disk_that_does_not_answer_holds_nobody_up(world: World, hanging: tuple[Path, threading.Event]) -> None:
     """Its checkpoints stay; only the first look waits, and nothing else of the daemon does."""
     there, back = hanging
-    links.watch(world.files, RUN, str(there))
+    protecting_links.watch(world.files, RUN, str(there))
     made = link(there, "best", 10)
     world.put(10, 20, 30)
     world.keep(last=1)
     assert world.steps == [10, 20, 30]
     for _ in range(5):
-        assert links.standing(world.files.read(RUN), RUN).unseen == (str(there),)
+        assert protecting_links.standing(world.files.read(RUN), RUN).unseen == (str(there),)
     assert sum(thread.name == "holdfast-link-look" for thread in threading.enumerate()) == 1  # later ones do not look
     back.set()
-    wait_until(lambda: links.standing(world.files.read(RUN), RUN).by_step == {10: str(made)})
+    wait_until(lambda: protecting_links.standing(world.files.read(RUN), RUN).by_step == {10: str(made)})
     world.rotation.due(RUN)
     assert world.rotation.wait_until_applied()
     assert world.steps == [10, 30]

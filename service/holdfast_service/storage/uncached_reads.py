@@ -8,8 +8,8 @@ import threading
 from holdfast_files.direct import ALIGNMENT
 from holdfast_formats.files import Files
 
+from .hub_snapshot import HubSnapshot
 from .posix import DIRECT_BYTES_MIN, PosixTier
-from .snapshot import HubSnapshot
 from .tier import Buffer, octets
 
 SCRATCH_BYTES = 2**23  # of each thread that reads

@@ -7,7 +7,7 @@ import pytest
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.programs import load, read_program
 from holdfast_formats.programs.document import Program
-from holdfast_formats.programs.stored_names import Counts, StoredName, shapes_back, stored_names, way_back
+from holdfast_formats.programs.inverse_names import Counts, StoredName, shapes_back, stored_names, way_back
 
 NONE = Counts({}, frozenset())
 
