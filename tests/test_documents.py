@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import holdfast
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli import app
 from holdfast_formats.errors import EXIT_STATUS
@@ -23,6 +24,7 @@ DOCUMENTS = [*READMES, *PAGES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md",
 README_LINES_MAX = 150
 ARCHITECTURE_LINES_MAX = 500
 COLUMNS_MAX = 120
+GLOSSARY_WORDS_MAX = 40
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -108,6 +110,23 @@ def test_the_journeys_of_the_architecture_exist() -> None:
         for name in what.split("."):
             assert hasattr(found, name), (path, what)
             found = getattr(found, name)
+
+
+def test_a_word_is_explained_in_one_place() -> None:
+    """The glossary has the product's words, the architecture those of the code alone; both languages have 40 at most."""
+    explained = [re.findall(r"^\| ([^|]+?) \| [^|]+\|$", page.read_text(), re.MULTILINE)[1:] for page in in_both("glossary")]
+    assert len(explained[0]) == len(explained[1]) <= GLOSSARY_WORDS_MAX
+    assert explained[0] == sorted(explained[0])
+    of_code = (TOP / "ARCHITECTURE.md").read_text().split("## Words")[1].split("## Decisions")[0]
+    words = {word.strip() for entry in re.split(r"[·,]", re.sub(r"\([^)]*\)", "", of_code)) for word in entry.split("\n")}
+    assert "seal" in words and not words & set(explained[0])
+
+
+@pytest.mark.parametrize("page", in_both("python"), ids=lambda path: path.name)
+def test_every_public_name_is_in_the_python_reference(page: Path) -> None:
+    """The reference is generated from the docstrings of all that `holdfast` exports."""
+    shown = re.findall(r"^::: holdfast\.(\w+)$", page.read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(set(holdfast.__all__) - {"CheckpointError", "__version__"})
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
