@@ -16,7 +16,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
 from holdfast_service.control.database.visible import limited_to
-from holdfast_service.control.insight import run_figures, summary_rows
+from holdfast_service.control.insight import run_figures
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.insight.summary_rows import SAVES
@@ -99,14 +99,21 @@ def test_what_nobody_has_looked_at_is_not_taken_for_healthy_after_nan(catalog: C
     assert again.good is not None and (again.good.step, again.good.verified) == (7, False)
 
 
-def test_a_run_that_is_well_is_answered_as_one_that_is_gone_through(catalog: Catalog, summaries: Summaries) -> None:
-    """Both ways of finding what stands agree."""
+def test_a_verified_checkpoint_without_statistics_is_not_taken_for_healthy_after_nan(
+    catalog: Catalog, summaries: Summaries
+) -> None:
+    """Digests say nothing of values: the alert stays until a later checkpoint is known to be healthy."""
     fill(catalog, "run", 5)
     with catalog.database.write() as session:
-        session.get_one(CheckpointRow, ("run", 4)).verified = True
-        session.get_one(CheckpointRow, ("run", 2)).damage = {"code": "corrupt-extent"}
-    with catalog.database.read() as session:
-        assert summary_rows.held(session, ["run"]) == summary_rows._gone_through(session, ["run"])
+        for step in range(5):
+            session.get_one(CheckpointRow, ("run", step)).verified = True
+        session.get_one(CheckpointRow, ("run", 3)).healthy = False
+    made = summaries.one("run")
+    assert (made.newest, made.newest_verified, made.newest_healthy) == (4, 4, 2)
+    assert "checkpoint-unhealthy" in {item.code for item in made.attention}
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("run", 4)).healthy = True
+    assert summaries.one("run").newest_healthy == 4
 
 
 def test_run_without_anything_and_no_run(catalog: Catalog, summaries: Summaries) -> None:

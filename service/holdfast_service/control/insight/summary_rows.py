@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
 import msgspec
-from sqlalchemy import BindParameter, Executable, Text, bindparam, case, false, func, select, tuple_, type_coerce
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Executable,
+    ScalarSelect,
+    Subquery,
+    Text,
+    bindparam,
+    case,
+    false,
+    func,
+    select,
+    tuple_,
+    type_coerce,
+)
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.timestamps import seconds_of
@@ -27,73 +41,80 @@ _decode = msgspec.json.Decoder(dict[str, float]).decode
 RUNS: BindParameter[Any] = bindparam("runs", expanding=True)
 
 
+def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
+    """The totals of each run's checkpoints, and the newest one."""
+    rows = (tuple(values) for values in session.execute(_held(), {RUNS.key: list(runs)}))
+    facts = {
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(metrics), newest_sound=newest_sound)
+        for run, count, size, *more, newest_sound, metrics in rows
+    }
+    return _with_copies(session, facts)
+
+
 @lru_cache(1)
-def _newest() -> Executable:
-    """Each run's totals, and its newest checkpoint."""
-    row = CheckpointRow
-    totals = (
+def _held() -> Executable:
+    """Totals and columns of each run's newest checkpoints.
+
+    As long as the newest one with known health is unhealthy, later ones are not assumed to be healthy: a run that saves
+    often has some unchecked ones at any moment.
+    """
+    at = _steps().c
+    ill = at.unhealthy > func.coalesce(at.proven, -1)
+    older = aliased(CheckpointRow)
+    before = select(func.max(older.step)).where(
+        older.run == at.run, older.step < at.first_unhealthy, older.damage.is_(None), older.abandoned.is_(False)
+    )
+    good = case((ill, func.coalesce(at.proven, before.scalar_subquery())), else_=at.presumed)
+    last, verified, healthy, judged = (aliased(CheckpointRow) for _ in range(4))
+    return (
         select(
-            row.run,
-            func.count().label("checkpoints"),
-            func.sum(row.bytes).label("total"),
-            func.max(row.step).label("newest"),
+            *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
+            *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
+            case((ill, judged.nonfinite), else_=last.nonfinite),
+            *(verified.created, case((ill, at.unhealthy)), healthy.created, func.coalesce(healthy.verified, false())),
+            at.newest_sound,
+            type_coerce(last.metrics, Text),
         )
+        .join(last, (last.run == at.run) & (last.step == at.newest))
+        .outerjoin(verified, (verified.run == at.run) & (verified.step == at.newest_verified))
+        .outerjoin(healthy, (healthy.run == at.run) & (healthy.step == good))
+        .outerjoin(judged, (judged.run == at.run) & (judged.step == at.unhealthy))
+    )
+
+
+def _steps() -> Subquery:
+    """Each run's totals, and the steps that its facts are about: most are found at an end of an index."""
+    row, each = CheckpointRow, aliased(CheckpointRow)
+    totals = (
+        select(row.run, func.count().label("checkpoints"), func.sum(row.bytes).label("total"))
         .where(row.run.in_(RUNS))
         .group_by(row.run)
         .subquery()
     )
-    newest = (row.bytes, row.created, row.healthy, row.same_as, row.nonfinite, row.verified, row.abandoned)
-    given = type_coerce(row.metrics, Text).label("metrics")
-    return select(totals, *newest, row.damage.is_not(None).label("damaged"), given).join(
-        row, (row.run == totals.c.run) & (row.step == totals.c.newest)
-    )
+    living, damaged = each.abandoned.is_(False), each.damage.is_not(None)
+    sound = each.damage.is_(None) & living
+    ill = each.healthy.is_(False) & sound
 
+    def step(of: Callable[[Any], Any], marks: ColumnElement[bool]) -> ScalarSelect[Any]:
+        return select(of(each.step)).where(each.run == totals.c.run, marks).scalar_subquery()
 
-@lru_cache(1)
-def _hurt() -> Executable:
-    row = CheckpointRow
+    unhealthy = step(func.max, ill)
     return (
-        select(row.run, func.count(), func.max(row.step)).where(row.run.in_(RUNS), row.damage.is_not(None)).group_by(row.run)
-    )
-
-
-def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """The totals of each run's checkpoints, and the newest one.
-
-    For most runs the newest checkpoint is verified, healthy and not abandoned, which an index alone shows; the rows of the
-    others are read.
-    """
-    wanted = {RUNS.key: list(runs)}
-    damaged = {run: (count, step) for run, count, step in session.execute(_hurt(), wanted)}
-    facts: dict[str, CheckpointFacts] = {}
-    others: list[str] = []
-    for row in session.execute(_newest(), wanted):
-        if row.abandoned or row.damaged or not row.verified or row.healthy is False:
-            others.append(row.run)
-            continue
-        count, step = damaged.get(row.run, (0, None))
-        facts[row.run] = CheckpointFacts(
-            checkpoints=row.checkpoints,
-            bytes=int(row.total),
-            newest=row.newest,
-            newest_verified=row.newest,
-            newest_healthy=row.newest,
-            damaged=count,
-            newest_damaged=step,
-            newest_bytes=row.bytes,
-            created=row.created,
-            healthy=row.healthy,
-            same_as=row.same_as,
-            nonfinite=row.nonfinite,
-            verified_created=row.created,
-            healthy_created=row.created,
-            healthy_verified=True,
-            metrics=_decode(row.metrics),
-            newest_sound=row.newest,
+        select(
+            totals,
+            step(func.max, living).label("newest"),
+            step(func.max, each.verified & living).label("newest_verified"),
+            step(func.max, each.healthy.is_not(False) & sound).label("presumed"),
+            case((unhealthy.is_not(None), step(func.max, each.healthy.is_(True) & sound))).label("proven"),
+            unhealthy.label("unhealthy"),
+            step(func.min, ill).label("first_unhealthy"),
+            step(func.count, damaged).label("damaged"),
+            step(func.max, damaged).label("newest_damaged"),
+            step(func.max, sound).label("newest_sound"),
         )
-    if others:
-        facts |= _gone_through(session, others)
-    return _with_copies(session, facts)
+        .offset(0)  # databases do not merge such a query into one that uses it, and so look for each step once
+        .subquery()
+    )
 
 
 @lru_cache(1)
@@ -111,62 +132,6 @@ def _with_copies(session: Session, facts: dict[str, CheckpointFacts]) -> dict[st
     for run, tier in session.execute(_present(), {"pairs": pairs}):
         tiers[run].append(tier)
     return facts | {run: facts[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
-
-
-def _gone_through(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
-    """The totals of each run's checkpoints and its newest one, in one pass.
-
-    As long as the newest one with known health is unhealthy, later ones are not assumed to be healthy: a run that saves
-    often has some unchecked ones at any moment.
-    """
-    row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
-    sound = row.damage.is_(None) & living
-    counted = (
-        select(
-            row.run,
-            func.count().label("checkpoints"),
-            func.sum(row.bytes).label("total"),
-            func.max(case((living, row.step))).label("newest"),
-            func.max(case((row.verified & living, row.step))).label("newest_verified"),
-            func.max(case((row.healthy.is_not(False) & sound, row.step))).label("presumed"),
-            func.max(case((row.healthy.is_(True) & sound, row.step))).label("proven"),
-            func.max(case((row.healthy.is_(False) & sound, row.step))).label("unhealthy"),
-            func.min(case((row.healthy.is_(False) & sound, row.step))).label("first_unhealthy"),
-            func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
-            func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
-            func.max(case((sound, row.step))).label("newest_sound"),
-        )
-        .where(row.run.in_(runs))
-        .group_by(row.run)
-        .subquery()
-    )
-    at = counted.c
-    ill = at.unhealthy > func.coalesce(at.proven, -1)
-    older = aliased(row)
-    before = select(func.max(older.step)).where(
-        older.run == at.run, older.step < at.first_unhealthy, older.damage.is_(None), older.abandoned.is_(False)
-    )
-    good = case((ill, func.coalesce(at.proven, before.scalar_subquery())), else_=at.presumed)
-    last, verified, healthy, judged = aliased(row), aliased(row), aliased(row), aliased(row)
-    wanted = (
-        select(
-            *(at.run, at.checkpoints, at.total, at.newest, at.newest_verified, good, at.damaged, at.newest_damaged),
-            *(last.bytes, last.created, case((ill, false()), else_=last.healthy), last.same_as),
-            case((ill, judged.nonfinite), else_=last.nonfinite),
-            *(verified.created, case((ill, at.unhealthy)), healthy.created, func.coalesce(healthy.verified, false())),
-            at.newest_sound,
-            type_coerce(last.metrics, Text),
-        )
-        .join(last, (last.run == at.run) & (last.step == at.newest))
-        .outerjoin(verified, (verified.run == at.run) & (verified.step == at.newest_verified))
-        .outerjoin(healthy, (healthy.run == at.run) & (healthy.step == good))
-        .outerjoin(judged, (judged.run == at.run) & (judged.step == at.unhealthy))
-    )
-    rows = (tuple(values) for values in session.execute(wanted))
-    return {
-        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(metrics), newest_sound=newest_sound)
-        for run, count, size, *more, newest_sound, metrics in rows
-    }
 
 
 @lru_cache(1)
