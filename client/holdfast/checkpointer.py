@@ -563,6 +563,7 @@ class Checkpointer:
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
+        self._hooks.renew()
         self._requests.wait()
         self._contents.restored()
         groups = part.groups

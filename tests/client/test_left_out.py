@@ -84,3 +84,20 @@ def test_groups_that_the_caller_chose_are_no_news(at: Path) -> None:
         checkpointer.restore(groups=("model",))
         checkpointer.save(2, groups=("model",)).result()
         assert checkpointer.notices == ()
+
+
+def test_an_optimizer_that_joined_the_state_after_construction_leaves_no_gradients_out(at: Path) -> None:
+    """A framework makes its optimizers late: their steps are seen from the restore on, not from the first save on."""
+    model = nn.Linear(2, 2)
+    with Checkpointer("late", {"model": model, "optim": torch.optim.SGD(model.parameters(), 0.1)}, at=at) as checkpointer:
+        checkpointer.save(1).result()
+    state: dict[str, Any] = {"model": model}
+    with Checkpointer("late", state, at=at) as checkpointer:
+        optimizer = state["optim"] = torch.optim.SGD(model.parameters(), 0.1)
+        assert checkpointer.restore() == 1
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        ticket = checkpointer.save(2)
+        ticket.result()
+    assert ticket.notes == ()
