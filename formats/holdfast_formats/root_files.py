@@ -107,8 +107,8 @@ def check_output_place(path: Path) -> None:
     """
     check_local(path)
     path = path.resolve()
-    for above in path.parents:
-        within = _inside(above)
+    for above in (path, *path.parents):
+        within = "" if above == path else _inside(above)
         if within or (above.name in _OF_RUNS and _is_root(above.parents[min(1, len(above.parents) - 1)])):
             where = f"{above} is {within}" if within else f"{above.parent} would become a run"
             raise InvalidRequest(

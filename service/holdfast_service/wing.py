@@ -40,18 +40,29 @@ class RunningWing(Protocol):
         ...
 
 
-class OfflineJob(NamedTuple):
-    """A kind of job in a root that no daemon serves, and the word for it in the audit log."""
+class RootWork(NamedTuple):
+    """A root on which a job is done for this process's own user, with any directory; relative paths are below `here`."""
 
-    run: Callable[[Tier, Control, Any, Progress], dict[str, Any]]
+    tier: Tier
+    control: Control
+    here: Path
+    trains: Callable[[str], bool] = lambda run: False  # whether ranks of a run are connected
+
+
+class OwnJob(NamedTuple):
+    """A kind of job that this process's own user has done on a root, by a command alone or by the daemon that serves it, and
+    the word for it in the audit log.
+    """
+
+    run: Callable[[RootWork, Any, Progress], dict[str, Any]]
     done: str
     foretell: Callable[[Path, Any], dict[str, Any]] | None = None  # a dry run that opens no root
 
 
 class OfflineParts(NamedTuple):
-    """What a wing does without a daemon: kinds of jobs, and conversions from directory to directory."""
+    """What a wing does for a command alone: kinds of jobs, and conversions from directory to directory."""
 
-    jobs: Mapping[str, OfflineJob]
+    jobs: Mapping[str, OwnJob]
     convert: Callable[[ConvertArguments, Progress], dict[str, Any]] | None = None
 
 

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from holdfast.config import default_url
+from holdfast.commands.jobs import finished
 from holdfast.export.copy import export as export_to
 from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast.rest import service_jobs
-from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
@@ -29,8 +28,8 @@ Target = Annotated[
     Path,
     typer.Argument(
         metavar="DEST",
-        help="Target directory; it must be empty or not exist yet. With --as it must not exist; with --as and a service: "
-        "a new path below its --export-root.",
+        help="Target directory; it must be empty or not exist yet. With --as it must not exist; with --as and a service "
+        "of another user or machine: a new path below its --export-root.",
     ),
 ]
 ModelOnly = Annotated[
@@ -147,15 +146,14 @@ def _converted(
     reader: CheckpointReader, source: object, arguments: ExportArguments, url: str | None, as_json: bool
 ) -> dict[str, Any]:
     """Run it in a program of the service, on this machine if the checkpoint is here, else as a job."""
-    with console.told("exporting", shown=not as_json) as on_bytes:
-        if isinstance(source, DirectorySource):
-            terms = arguments.model_dump(exclude={"model_only"})
-            conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
+    if isinstance(source, DirectorySource):
+        terms = arguments.model_dump(exclude={"model_only"})
+        conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
+        with console.told("exporting", shown=not as_json) as on_bytes:
             done = service_jobs.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
-            return {name: value for name, value in done.items() if name not in ("source", "written")}
-        with Api(url or default_url()) as api:
-            wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
-            return service_jobs.as_job(api, wanted, on_bytes)
+        return {name: value for name, value in done.items() if name not in ("source", "written")}
+    wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
+    return finished(wanted, None, url, None if as_json else "exporting")
 
 
 def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:

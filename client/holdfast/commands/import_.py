@@ -25,7 +25,9 @@ FILES_SHOWN = 40
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SRC", help="Source directory. With a service: a path relative to its --export-root."),
+    typer.Argument(
+        metavar="SRC", help="Source directory. With a daemon of another user or machine: a path below its --export-root."
+    ),
 ]
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]
 Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, where more than one fits.")]
@@ -75,8 +77,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     back before the commit.
 
     What SRC is follows from its files. What is not understood is refused by name: nothing is left out without a
-    reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its groups. With --root
-    no daemon may be serving that directory; otherwise the service does the import, and goes on with it after a restart.
+    reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its groups. A daemon
+    of yours on this machine reads any directory of yours, with --root too; a service elsewhere does it as a job.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
@@ -139,8 +141,8 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     """Merge checkpoints of one architecture into a new one, by a recipe as mergekit's; it is read back before the commit.
 
     Models are checkpoints (RUN@STEP) or directories, with an adapter as MODEL+ADAPTER. Names, shapes and types that do
-    not match, and whatever is not understood in the recipe, are refused by name. With --root no daemon may be serving
-    that directory; otherwise the service does the merge, and goes on with it after a restart.
+    not match, and whatever is not understood in the recipe, are refused by name. A daemon of yours on this machine
+    reads any directory of yours, with --root too; a service elsewhere does it as a job.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
+from holdfast.link.own_daemon import OwnDaemon
 from holdfast.read.checkpoint_index import parse_target, step_of
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
@@ -84,14 +85,21 @@ def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None
 def finished(
     wanted: JobRequest, root: Path | None, url: str | None, doing: str | None = None, replicas: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The result of a job in a root that no daemon serves, or of the service; its progress is shown as `doing`."""
+    """The result of a job, done by the service, or with `root` on this directory; its progress is shown as `doing`.
+
+    A daemon of this user does it in any directory of this user, wherever the user names it.
+    """
     one_place(root, url)
     with console.told(doing or "", shown=doing is not None) as on_bytes:
         if root is not None:
+            own = OwnDaemon.serving(root) if wanted.wing else None
+            if own is not None:
+                return own.do(wanted, on_bytes)
             work = RootJob(root=str(root), job=wanted, progress=True, replicas=tuple(map(str, replicas)))
             return service_jobs.offline(work, on_bytes)
         with Api(url or default_url()) as api:
-            return service_jobs.as_job(api, wanted, on_bytes)
+            own = OwnDaemon.answering(api) if wanted.wing else None
+            return service_jobs.as_job(api, wanted, on_bytes) if own is None else own.do(wanted, on_bytes)
 
 
 def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> JobRequest:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from holdfast.config import default_socket
 from holdfast.link import embedded, roots
 from holdfast.link.address import DaemonAddress
+from holdfast.link.own_daemon import socket_of
 from holdfast.link.unix_socket import SocketLink
 from holdfast.remote.http_link import RemoteLink
 from holdfast.rest.api import Api
 from holdfast.transport import Transport
-from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging.wire import Outcome, Welcome
@@ -48,7 +48,8 @@ def connect(
     if where.socket is not None:
         return _greeted(link(where.socket), greet, None)
     if where.url is not None:
-        near = _socket_of(where.url)
+        with Api(where.url) as api:
+            near = socket_of(api)
         try:
             connected = link(near) if near is not None else RemoteLink(where.url, *link_events, on_stop)
         except DaemonGone:  # the socket is there, but not for us
@@ -107,17 +108,3 @@ def _next_socket(where: DaemonAddress, path: Path) -> Path:
     if embedded.is_embedded(path):
         return embedded.start(where.directory)
     return roots.running_socket(where.directory) or path
-
-
-def _socket_of(url: str) -> Path | None:
-    """The socket of the daemon at `url`, if it is visible here and belongs to exactly that daemon."""
-    with Api(url) as api:
-        nodes = api.nodes()
-    for node in nodes:
-        try:
-            at = os.stat(node.socket) if node.socket is not None else None
-        except OSError:
-            continue
-        if at is not None and node.socket_id in (None, naming.socket_id(at.st_ino, at.st_ctime_ns)):
-            return Path(str(node.socket))
-    return None

@@ -9,7 +9,7 @@ import struct
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, from_problem
 from holdfast_formats.staging import wire
@@ -20,7 +20,7 @@ RECEIVE_BYTES = 65_536
 HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
 CLOSED_HINT = "run as that user, or start the daemon with --socket-group and a group that both users are in"
 SILENT_HINT = "it may be stopped, swapped out or overloaded: look at its log, and restart it if `holdfast top` shows nothing"
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS = struct.Struct("3i")
 
 Expected = TypeVar("Expected", bound=wire.Reply)
 
@@ -53,11 +53,23 @@ def _unreached(path: Path, error: OSError) -> DaemonGone:
     return DaemonGone(f"no daemon answers at {path}: {error}", hint=HINT)
 
 
+class SocketPeer(NamedTuple):
+    """The process at the other end, as the kernel reports it; pid 0 for one that this process cannot see."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_of(connection: socket.socket) -> SocketPeer:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return SocketPeer(*_CREDENTIALS.unpack(found))
+
+
 def name_of(connection: socket.socket, path: Path) -> str:
     """The daemon at the other end, for errors: with its pid if this process can see it."""
     try:
-        size = _CREDENTIALS.size
-        pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        pid = peer_of(connection).pid
     except OSError:
         pid = 0
     return f"the daemon at {path} (pid {pid})" if pid > 0 else f"the daemon at {path}"

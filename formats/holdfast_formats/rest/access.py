@@ -46,8 +46,9 @@ AUDITED: dict[str, str] = {
     "catalog-rebuilt": "the catalog was rebuilt from the directories, with no daemon",
     "catalog-adopted": "the catalog was given to a root, with no daemon",
     "checkpoint-repaired": "a checkpoint was repaired, with no daemon",
-    "checkpoint-imported": "a checkpoint was imported, with no daemon",
-    "checkpoint-merged": "a checkpoint was made of others, with no daemon",
+    "checkpoint-imported": "a checkpoint was imported, by a command of the daemon's user",
+    "checkpoint-merged": "a checkpoint was made of others, by a command of the daemon's user",
+    "checkpoint-exported": "a checkpoint was exported, by a command of the daemon's user",
     "read": "something was asked for and refused",
     "other": "a request that has no name here; `method` and `path` say what it was",
 }

@@ -280,6 +280,30 @@ class Ping(Request):
     type: Literal["ping"] = "ping"
 
 
+class DoJob(Request):
+    """Do a job of `rest.jobs` on the root, instead of a hello; only for the daemon's own user. Its paths are the caller's:
+    relative ones are below `directory`. The reply is `JobDone`, after `JobProgress` at intervals.
+    """
+
+    type: Literal["do-job"] = "do-job"
+    root: RootMark | None = None
+    directory: str = Field(max_length=PATH_MAX)
+    job: dict[str, Any]
+
+
+class JobProgress(Message):
+    """How much of a job is done. Comes without a request."""
+
+    type: Literal["job-progress"] = "job-progress"
+    done_bytes: int
+    total_bytes: int
+
+
+class JobDone(Reply):
+    type: Literal["job-done"] = "job-done"
+    result: dict[str, Any]
+
+
 class Farewell(Request):
     """The last message of a rank that ends regularly: nothing need be kept for a restart. There is no reply."""
 
@@ -335,11 +359,26 @@ ToDaemon = Annotated[
     | Waits
     | Stopping
     | Ping
+    | DoJob
     | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Fetched | Done | Failed | StopAt | Outcome | Stop,
+    Welcome
+    | Segment
+    | Granted
+    | Sealed
+    | Chosen
+    | Judged
+    | HeldSlots
+    | Fetched
+    | Done
+    | Failed
+    | StopAt
+    | JobDone
+    | JobProgress
+    | Outcome
+    | Stop,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

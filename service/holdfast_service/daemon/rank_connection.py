@@ -28,6 +28,7 @@ from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, ShareHolder, ShareRequester
 from holdfast_service.daemon.averaging.averages import Averages
+from holdfast_service.daemon.own_jobs import OwnJobs, SentProgress, check_own, no_jobs
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, RemoteSlots
 from holdfast_service.daemon.saving.rounds import Participant
@@ -51,6 +52,7 @@ class DataPlane(NamedTuple):
     adoption: Adoption
     averages: Averages
     peers: RemoteSlots = NO_OTHER_NODES  # what other nodes hold
+    own_jobs: OwnJobs = no_jobs
 
 
 class _Unsent(OSError):
@@ -102,6 +104,7 @@ class RankConnection:
             wire.Measured: self._measured,
             wire.Waits: lambda request: plane.saver.waits(self._known(), request.step),
             wire.Stopping: self._stopping,
+            wire.DoJob: self._do_job,
             wire.Ping: lambda request: wire.Done(reply_to=request.id),
             wire.Farewell: self._farewell,
         }
@@ -154,6 +157,7 @@ class RankConnection:
             caller = Caller.of(self._connection)
             self._callers.check(caller)
             self._asker = ShareRequester(caller.tenant, not caller.tenant)
+            self._caller = caller
         except CheckpointError as error:
             self._refused = error
             self._connection.settimeout(REFUSED_WAIT_S)
@@ -353,6 +357,12 @@ class RankConnection:
 
     def _stopping(self, request: wire.Stopping) -> wire.Reply:
         return restate(self._plane.saver.stops.report(self._known(), request), wire.StopAt, reply_to=request.id)
+
+    def _do_job(self, request: wire.DoJob) -> wire.Reply:
+        self._serving.check(request.root)
+        check_own(self._caller, self._peer)
+        result = self._plane.own_jobs(request, SentProgress(self._send, self.has_lost_its_rank))
+        return wire.JobDone(reply_to=request.id, result=result)
 
     def _measured(self, request: wire.Measured) -> None:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)

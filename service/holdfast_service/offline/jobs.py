@@ -25,7 +25,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
-from holdfast_service.wing import OfflineJob, required
+from holdfast_service.wing import OwnJob, RootWork, required
 
 CONVERT = "convert"  # the wing
 
@@ -52,17 +52,17 @@ def _in_root(work: RootJob, progress: Progress) -> dict[str, Any]:
         if job.arguments.dry_run and kind.foretell is not None:
             return kind.foretell(root, job)
     with _decided(root, listed=not isinstance(job, VerifyJob)) as (tier, control, catalog):
-        done = kind.run(tier, control, job, progress)
+        done = kind.run(RootWork(tier, control, Path.cwd()), job, progress)
         if isinstance(job, VerifyJob) or not job.arguments.dry_run:
             audit.offline(catalog.database, default_node(), f"checkpoint-{kind.done}", job.run, job.step)
         return done
 
 
-def _repair(replicas: dict[str, Tier]) -> OfflineJob:
-    def repair(tier: Tier, control: Control, job: VerifyJob, progress: Progress) -> dict[str, Any]:
-        return Repairer(tier, control, control.repairs, lambda: replicas).restore(job.run, job.step)
+def _repair(replicas: dict[str, Tier]) -> OwnJob:
+    def repair(work: RootWork, job: VerifyJob, progress: Progress) -> dict[str, Any]:
+        return Repairer(work.tier, work.control, work.control.repairs, lambda: replicas).restore(job.run, job.step)
 
-    return OfflineJob(repair, "repaired")
+    return OwnJob(repair, "repaired")
 
 
 @contextmanager

@@ -70,6 +70,7 @@ from holdfast_service.wing import RunningWing, installed, require
 from holdfast_service.wiring.commands import commit_commands, event_commands
 from holdfast_service.wiring.job_handlers import start_jobs
 from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of
+from holdfast_service.wiring.own_jobs import own_jobs
 from holdfast_service.wiring.replication import Replication, RestoreRepair
 from holdfast_service.wiring.watching import watch
 
@@ -183,7 +184,9 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(replication.close)
     RestoreRepair(checker, replication, control.repairs).serve(control.restores)
     about = Serving(config.node, str(path), mark, __version__, url)
-    parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes))
+    trains = partial(_trains, saver, control)
+    own = own_jobs(config.node, control, trains)
+    parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes), own)
     callers = Callers.of_group(config.socket_group)
     callers.warn_if_closed(path)
     daemon = Daemon(config.socket.absolute(), about, parts, callers, lambda: any(one() for one in busy))
@@ -194,7 +197,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
-    checks, trains = CheckJobs(checker, scrub, tier), partial(_trains, saver, control)
+    checks = CheckJobs(checker, scrub, tier)
     workers = Workers(tier, control.catalog, control, checks, replication.repairer, config.export_root, trains)
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)

@@ -112,12 +112,15 @@ def test_refusals(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_daemon(root: Path, tmp_path: Path) -> None:
-    """It does the merge as a job, which the list of jobs shows."""
+    """It does the merge for a command of its user, and as a job, which the list of jobs shows."""
     with running(root, "--loopback-open", listen="127.0.0.1:0") as daemon:
         where = ["--url", daemon.url]
-        assert call("merge", tmp_path / "recipe.yml", "merged@4", *where).exit_code == 0
+        assert call("merge", tmp_path / "recipe.yml", "merged@3", *where).exit_code == 0
+        assert call_json("jobs", "ls", *where) == []
+        recipe = f"recipe={(tmp_path / 'recipe.yml').read_text()}"
+        assert call("jobs", "submit", "merge", "merged@4", "-a", recipe, "--follow", *where).exit_code == 0
         listed = call_json("jobs", "ls", "--kind", "merge", *where)
         assert [(job["kind"], job["state"], job["run"], job["step"]) for job in listed] == [("merge", "done", "merged", 4)]
         assert listed[0]["done_bytes"] == listed[0]["total_bytes"] > 0
-        assert call("merge", tmp_path / "recipe.yml", "merged@5", "--root", root).exit_code == 4  # a daemon serves it
+        assert call("merge", tmp_path / "recipe.yml", "merged@5", "--root", root).exit_code == 0
     assert not os.listdir(root / "merged" / naming.STAGING)

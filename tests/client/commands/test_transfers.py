@@ -103,8 +103,8 @@ def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, wa
     with ExitStack() as held:
         where: list[object] = [source, "mine@3", "--root", tmp_path / "other"]
         if way == "url":
-            daemon = running(root, "--export-root", str(tmp_path / "place"), listen="127.0.0.1:0")
-            where = ["hf", "mine@3", "--url", held.enter_context(daemon).url]
+            daemon = running(root, listen="127.0.0.1:0")
+            where = [source, "mine@3", "--url", held.enter_context(daemon).url]
         said = call("import", *where, "--dry-run")
         told = call_json("import", *where, "--dry-run", "--from", "hf")
         refused = call("import", *where, "--from", "paper", "--dry-run")

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import Api, Checkpointer, Fragment
-from holdfast.link.connect import _socket_of
+from holdfast.link.own_daemon import socket_of
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
@@ -314,8 +315,9 @@ def test_another_daemons_socket_at_the_same_path_is_not_taken(tmp_path: Path) ->
 
     build_root(tmp_path / "root", {"tiny": (1,)})
     for socket_id, found in ((naming.socket_id(at.st_ino, at.st_ctime_ns), path), ("1-2", None)):
-        with served(tmp_path / "root", node=lambda socket_id=socket_id: node(socket_id)) as service:
-            assert _socket_of(service.url) == found
+        about = partial(node, socket_id)
+        with served(tmp_path / "root", node=about) as service, Api(service.url) as api:
+            assert socket_of(api) == found
 
 
 def test_a_dropped_save_names_what_its_rank_waits_for(far: RunningDaemon, proxy: Proxy, run: str) -> None:

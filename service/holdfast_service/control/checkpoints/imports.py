@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import AlreadyCommitted
+from holdfast_formats.errors import AlreadyCommitted, InUse
 from holdfast_formats.lineage import Lineage, Way
 from holdfast_formats.naming import Place
 from holdfast_formats.rest import bodies
@@ -44,6 +46,7 @@ class Imports:
     ) -> None:
         self._store, self._catalog, self._events = store, catalog, events
         self._room, self.way, self._published = room, way, published
+        self._lock, self._staged = threading.Lock(), set[Place]()
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
         """The attempt of an import; `AlreadyCommitted` if the step is already a checkpoint.
@@ -55,6 +58,21 @@ class Imports:
             raise AlreadyCommitted(f"{run}@{step} is already committed", hint="remove it first, or choose another step")
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
+
+    @contextmanager
+    def alone(self, place: Place) -> Iterator[None]:
+        """Stage there; `InUse` while another thread does, which makes the same checkpoint."""
+        with self._lock:
+            if place in self._staged:
+                raise InUse(
+                    f"{place.run}@{place.step} is being made by the same import", hint="wait for its end, or stop that one"
+                )
+            self._staged.add(place)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._staged.remove(place)
 
     def admit(self, plan: WritePlan) -> None:
         """Return if it fits; `QuotaExceeded` or `NoSpace`."""

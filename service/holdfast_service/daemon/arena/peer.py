@@ -30,6 +30,17 @@ class PeerProcess:
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def shares_files(self, pid: int) -> bool:
+        """Whether a path leads this process and its peer, which has this `pid`, to the same file: mount namespace and root
+        directory are equal. False if that is unknown.
+        """
+        try:
+            same = all(os.path.samefile(f"/proc/{pid}/{name}", f"/proc/self/{name}") for name in ("ns/mnt", "root"))
+        except OSError as error:
+            log.debug("cannot see the files of process %d: %s", pid, error)
+            return False
+        return same and self._fd >= 0 and not self.gone  # it lives, so `pid` was not another process meanwhile
+
     def _handle(self, connection: socket.socket) -> int:
         try:
             return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # also of a process in another namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast_service.wing import OfflineJob, OfflineParts, Wing
+from holdfast_service.wing import OfflineParts, OwnJob, Wing
 
 if TYPE_CHECKING:
     from holdfast_service.control.jobs.runner import JobKind
@@ -20,7 +20,11 @@ def _jobs(workers: Workers) -> dict[str, JobKind]:
 def _offline() -> OfflineParts:
     from holdfast_service.wings.convert import offline
 
-    return OfflineParts({"import": OfflineJob(offline.bring, "imported", offline.foretell)}, offline.convert)
+    jobs = {
+        "import": OwnJob(offline.bring, "imported", offline.foretell),
+        "export": OwnJob(offline.export, "exported"),
+    }
+    return OfflineParts(jobs, offline.convert)
 
 
 WING = Wing("convert", jobs=_jobs, offline=_offline)

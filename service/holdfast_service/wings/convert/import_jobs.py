@@ -58,13 +58,14 @@ class Importer:
         if wanted.arguments.dry_run:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
         planned = planned._replace(node=self._control.nodes.node)
-        try:
-            return self._made(planned, progress)
-        except Interrupted:
-            raise  # the job goes on from what is staged
-        except BaseException:
-            streaming.discard(self._tier, planned.place.path)
-            raise
+        with self._control.imports.alone(planned.place):
+            try:
+                return self._made(planned, progress)
+            except Interrupted:
+                raise  # the job goes on from what is staged
+            except BaseException:
+                streaming.discard(self._tier, planned.place.path)
+                raise
 
     def _made(self, planned: PlannedImport, progress: Progress) -> dict[str, Any]:
         imports, staging = self._control.imports, planned.place.path
@@ -114,15 +115,16 @@ class Importer:
         goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), place.path, imports.way(run))
         plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))
-        self._tier.remove_tree(place.path)
-        try:
-            ahead = going(progress, 2 * plan.bytes)
-            copied = importing.copy_in(source, self._tier, goal, ahead)
-            read_back(self._tier, place.path, copied.manifest, ahead)
-            manifest = imports.publish(place, copied.encoded, copied.commit)
-        except BaseException:
+        with imports.alone(place):
             self._tier.remove_tree(place.path)
-            raise
+            try:
+                ahead = going(progress, 2 * plan.bytes)
+                copied = importing.copy_in(source, self._tier, goal, ahead)
+                read_back(self._tier, place.path, copied.manifest, ahead)
+                manifest = imports.publish(place, copied.encoded, copied.commit)
+            except BaseException:
+                self._tier.remove_tree(place.path)
+                raise
         self._control.findings.sound(run, step, made=manifest)
         return {"run": run, "step": step, "source": _OF_OURS, **_counts(manifest)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
     def bring(job: Job, progress: Progress) -> dict[str, Any]:
         wanted = ImportJob.of(job)
         source = place.source(wanted.arguments.source)
-        check_idle(workers, wanted)
+        check_idle(workers.trains, wanted)
         return importer.bring(source, wanted, progress, again=job.tries > 1)
 
     def check_export(wanted: ExportJob) -> None:
@@ -59,13 +60,13 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
 
 def check_new(workers: Workers, wanted: ImportJob | MergeJob) -> None:
     """Refuse a new checkpoint that must fail: `AlreadyCommitted` for a step that exists, `InUse` for a run that trains."""
-    check_idle(workers, wanted)
+    check_idle(workers.trains, wanted)
     workers.control.imports.attempt(wanted.run, wanted.step)
 
 
-def check_idle(workers: Workers, wanted: ImportJob | MergeJob) -> None:
+def check_idle(trains: Callable[[str], bool], wanted: ImportJob | MergeJob) -> None:
     """`InUse` if ranks of the run are connected, which could restore the new checkpoint, or take it for theirs."""
-    if not wanted.arguments.dry_run and workers.trains(wanted.run):
+    if not wanted.arguments.dry_run and trains(wanted.run):
         raise InUse(
             f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",
             hint="choose another run for it, or stop the training first",
@@ -97,7 +98,9 @@ class JobDirectories:
         """The directory `place`, or one with files below it; `InvalidRequest` if it does not exist."""
         if self._place is None:
             raise InvalidRequest(
-                "this service exports to no directory and imports from none", hint="start it with --export-root DIR"
+                "this service exports to no directory and imports from none, for callers over HTTP",
+                hint="run the command as the daemon's user on its machine, which may name any path; or start the daemon "
+                "with --export-root DIR",
             )
         place = PosixTier(self._place)
         if below and not place.list(below):

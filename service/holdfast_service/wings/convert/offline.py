@@ -1,4 +1,4 @@
-"""What this wing does without a daemon: imports into a root, and conversions from directory to directory."""
+"""What this wing does with any directory of this user: imports and exports of a root, and conversions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,35 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
-from holdfast_formats.rest.jobs import ConvertArguments, ImportJob
+from holdfast_formats.rest.jobs import ConvertArguments, ExportJob, ImportJob
 from holdfast_formats.root_files import check_local, check_output_place, check_root_place
-from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Progress
-from holdfast_service.storage import PosixTier, Tier
+from holdfast_service.storage import PosixTier
+from holdfast_service.wing import RootWork
 from holdfast_service.wings.convert import converting, export_jobs, exporting
-from holdfast_service.wings.convert.export_jobs import ExportWork
+from holdfast_service.wings.convert.export_jobs import Exporter, ExportWork
 from holdfast_service.wings.convert.foreign_export import check_terms
 from holdfast_service.wings.convert.import_jobs import Importer, foretold
-from holdfast_service.wings.convert.jobs import check_directory, open_source
+from holdfast_service.wings.convert.jobs import check_directory, check_idle, open_source
 
 
-def bring(tier: Tier, control: Control, job: ImportJob, progress: Progress) -> dict[str, Any]:
+def bring(work: RootWork, job: ImportJob, progress: Progress) -> dict[str, Any]:
     """Import any directory; the report."""
-    return Importer(tier, control).bring(open_source(Path(job.arguments.source)), job, progress)
+    check_idle(work.trains, job)
+    return Importer(work.tier, work.control).bring(open_source(work.here / job.arguments.source), job, progress)
+
+
+def export(work: RootWork, job: ExportJob, progress: Progress) -> dict[str, Any]:
+    """Export to any directory, which is made with those above it; the report. After a failure nothing of it is left."""
+    check_local(job.arguments.to)
+    target = work.here / job.arguments.to
+    exporting.check_name(target.name)
+    check_output_place(target)
+    if job.arguments.form is not None:
+        check_terms(job.arguments)
+    named = job.model_copy(update={"arguments": job.arguments.model_copy(update={"to": target.name})})
+    done = Exporter(work.tier, work.control).export(_place(target), named, progress)
+    return {**done, "to": job.arguments.to}
 
 
 def foretell(root: Path, job: ImportJob) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast_service.wing import OfflineJob, OfflineParts, Wing
+from holdfast_service.wing import OfflineParts, OwnJob, Wing
 
 if TYPE_CHECKING:
     from holdfast_service.control.jobs.runner import JobKind
@@ -18,9 +18,9 @@ def _jobs(workers: Workers) -> dict[str, JobKind]:
 
 
 def _offline() -> OfflineParts:
-    from holdfast_service.wings.merge.merge_jobs import merge_offline
+    from holdfast_service.wings.merge.merge_jobs import own_merge
 
-    return OfflineParts({"merge": OfflineJob(merge_offline, "merged")})
+    return OfflineParts({"merge": OwnJob(own_merge, "merged")})
 
 
 WING = Wing("merge", jobs=_jobs, offline=_offline)

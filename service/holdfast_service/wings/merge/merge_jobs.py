@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from holdfast_formats import naming
@@ -18,6 +18,7 @@ from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.storage import Tier
+from holdfast_service.wing import RootWork
 from holdfast_service.wings.convert.import_jobs import Importer
 from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new, open_source
 from holdfast_service.wings.merge.planning import names_of, plan_merge
@@ -34,21 +35,22 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
         return place.source(str(PurePosixPath(path)))
 
     def check(wanted: MergeJob) -> None:
-        check_idle(workers, wanted)
+        check_idle(workers.trains, wanted)
         merger.check(wanted.arguments.recipe, model)
         check_new(workers, wanted)
 
     def merge(job: Job, progress: Progress) -> dict[str, Any]:
         wanted = MergeJob.of(job)
-        check_idle(workers, wanted)
+        check_idle(workers.trains, wanted)
         return merger.merge(wanted, model, progress, again=job.tries > 1)
 
     return {"merge": JobKind(merge, check)}
 
 
-def merge_offline(tier: Tier, control: Control, job: MergeJob, progress: Progress) -> dict[str, Any]:
+def own_merge(work: RootWork, job: MergeJob, progress: Progress) -> dict[str, Any]:
     """Merge models of the root and of any directory; the report."""
-    return Merger(tier, control).merge(job, lambda path: open_source(Path(path)), progress, again=True)
+    check_idle(work.trains, job)
+    return Merger(work.tier, work.control).merge(job, lambda path: open_source(work.here / path), progress, again=True)
 
 
 OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
