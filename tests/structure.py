@@ -34,8 +34,6 @@ LARGE = {
     "service/holdfast_service/storage/posix.py": "the only module that renames and fsyncs",
     "client/holdfast/checkpointer.py": "the file of Checkpointer",
     "client/holdfast/checkpointer.py:Checkpointer": "the public class; the order of a save and of a restore is still in it",
-    "service/holdfast_service/daemon/saving/saver.py": "the file of Saver",
-    "service/holdfast_service/daemon/saving/saver.py:Saver": _TO_CUT,
     "client/holdfast/link/unix_socket.py:SocketLink": _TO_CUT,
     "client/holdfast/integrations/lightning/positions.py:EpochPosition": _TO_CUT,
     "service/holdfast_service/control/catalog/catalog.py:Catalog": _TO_CUT,

@@ -139,15 +139,15 @@ class TestDistantRanks:
 def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first to come is looked at, the others are let in: it finds ranks there, and they are its own."""
     with saver_world() as world:
-        present = world.saver.present
+        present = world.saver.connected.of
         there: list[Rank] = []
 
         def others_come_first(run: str) -> list[Participant]:
-            if not there:
-                there.extend(world.launch(world_size)[1:])
+            monkeypatch.setattr(world.saver.connected, "of", present)
+            there.extend(world.launch(world_size)[1:])
             return present(run)
 
-        monkeypatch.setattr(world.saver, "present", others_come_first)
+        monkeypatch.setattr(world.saver.connected, "of", others_come_first)
         joined = [
             run_busy.let_in(world.saver, world.control, hello(0, world_size, "launch-1"), lambda attempt: attempt, ADMIN)
         ]

@@ -150,7 +150,7 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
     saver.gone(back)
     lives.record()
-    assert control.lives.by_run(None, saver.lives())["back"].life == "running"
+    assert control.lives.by_run(None, saver.connected.lives())["back"].life == "running"
 
 
 def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> None:
@@ -159,10 +159,10 @@ def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> N
     for who in ranks:
         world.saver.join(who)
     world.saver.gone(ranks[0])
-    assert world.saver.lives()["r"] == (7, "lost")
+    assert world.saver.connected.lives()["r"] == (7, "lost")
     world.saver.join(again := Participant("r", 0, 2, 7, lambda outcome: None))
-    assert world.saver.lives()["r"] == (7, "running")
+    assert world.saver.connected.lives()["r"] == (7, "running")
     for who in (again, ranks[1]):
         who.part()
         world.saver.gone(who)
-    assert world.saver.lives()["r"] == (7, "ended")
+    assert world.saver.connected.lives()["r"] == (7, "ended")

@@ -231,7 +231,7 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
             thread.join()
         assert control.attempts.newest(run) == attempt and control.record_queue.recorded(10)
         assert place.world.catalog.run(run).attempt == attempt
-        assert place.world.saver.runs >= {run}
+        assert place.world.saver.connected.runs >= {run}
     sweeper.close()
 
 

@@ -273,7 +273,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
     node.others.start(saver, about, lambda: node.arena.holders)
 
     def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
-        return control.lives.by_run(runs, saver.lives())
+        return control.lives.by_run(runs, saver.connected.lives())
 
     return Services(
         control,
@@ -318,7 +318,7 @@ def _scrub(config: Config, checker: Checker, control: Control, saver: Saver, cla
 
 def _trains(saver: Saver, control: Control, run: str) -> bool:
     """Whether ranks of a run are connected, to this node or to another one."""
-    return run in saver.runs or run in control.nodes.connected()
+    return run in saver.connected.runs or run in control.nodes.connected()
 
 
 def _watch_root(watch: RootWatch, saver: Saver, scrub: Scrub, stack: ExitStack) -> None:

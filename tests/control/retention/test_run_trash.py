@@ -388,7 +388,7 @@ def test_a_run_whose_ranks_are_here_is_not_deleted() -> None:
         assert world.committed() == [1]
         rank.leave()
         made = delete_run(trash, world.saver, world.arena, RUN)
-        assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.lives() == {}
+        assert made.checkpoints == 1 and not world.arena.has(RUN) and world.saver.connected.lives() == {}
         assert world.committed() == [] and [one.entry for one in trash.entries()] == [made.entry]
         world._launches = 0
         (again,) = world.launch(1)  # with the launch ID of before

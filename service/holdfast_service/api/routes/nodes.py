@@ -56,7 +56,7 @@ def rotate_secret(services: Wired) -> None:
 
 def listed_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:
     """The nodes, with the details that this caller may see."""
-    ranks = {run: len(services.saver.present(run)) for run in services.saver.runs if viewer.sees(run)}
+    ranks = {run: len(services.saver.connected.of(run)) for run in services.saver.connected.runs if viewer.sees(run)}
     here = _Record(services.node(), services.arena.holders, ranks)
     try:
         members = services.control.nodes.members()

@@ -8,7 +8,7 @@ import time
 from holdfast_formats.errors import STORAGE, Awaited
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
-from holdfast_service.daemon.saving.rounds import LaunchKey, Participant, RoundKey, SaveRound
+from holdfast_service.daemon.saving.rounds import GivenUp, LaunchKey, Participant, RoundKey, SaveRound
 from holdfast_service.daemon.saving.stuck_rounds import OpenSaves
 
 APART_S = 5.0  # the nodes count as apart for so long after they could not be met
@@ -22,15 +22,26 @@ class ActiveSaves:
         """`jointly`: ranks of a save may be on other nodes."""
         self._jointly = jointly
         self.lock = threading.Condition()
-        self.connected = ConnectedRanks()
+        self.connected = ConnectedRanks(self.lock)
         self.open: dict[RoundKey, SaveRound] = {}
         self.pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
+        self.given_up = GivenUp()
         self._apart = float("-inf")  # when the other nodes could last not be met (monotonic)
+
+    @property
+    def staging(self) -> bool:
+        """Whether a rank fills a slot."""
+        with self.lock:
+            return any(current.leases for current in self.open.values())
 
     def complete(self, current: SaveRound) -> None:
         """All ranks have sealed: the write begins. Called with the lock."""
         current.end_staging()
         self.pending[current.key] = self.open.pop(current.key)
+
+    def has(self, current: SaveRound) -> bool:
+        """Whether it has not ended. Called with the lock."""
+        return current in (self.open.get(current.key), self.pending.get(current.key))
 
     def is_open(self, current: SaveRound) -> bool:
         with self.lock:
@@ -46,6 +57,10 @@ class ActiveSaves:
         if not self._jointly or not current.sealed or current.leases:
             return False
         return self._here(current) <= current.sealed.keys() and not current.complete
+
+    def without_a_part(self, current: SaveRound) -> set[int]:
+        """Ranks that are gone without their part, so that the round can never complete. Called with the lock."""
+        return self.connected.gone(current.key.run, current.key.attempt) - set(current.sealed)
 
     def spans(self, current: SaveRound) -> bool:
         """Whether ranks of this save may be on other nodes. Called with the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from holdfast_formats.rest.measurements import Life
@@ -20,9 +21,11 @@ class _RankSet:
 
 
 class ConnectedRanks:
-    """Not thread-safe: guarded by the saver's lock."""
+    """Questions take the lock themselves; what changes the ranks is called with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Condition) -> None:
+        """`lock` is the saver's, which may be taken twice."""
+        self.lock = lock
         self._node_ranks: dict[tuple[str, int], _RankSet] = {}  # by run and attempt; those of which a rank is here
         # By run: its newest attempt, and the ranks that left without a goodbye.
         self._missing: dict[str, tuple[int, set[int]]] = {}
@@ -31,11 +34,13 @@ class ConnectedRanks:
 
     @property
     def runs(self) -> set[str]:
-        return {run for run, _ in self._node_ranks}
+        with self.lock:
+            return {run for run, _ in self._node_ranks}
 
     def of(self, run: str) -> list[Participant]:
         """The ranks of a run, of any attempt."""
-        return [who for (name, _), rank_set in self._node_ranks.items() if name == run for who in rank_set.present]
+        with self.lock:
+            return [who for (name, _), rank_set in self._node_ranks.items() if name == run for who in rank_set.present]
 
     def ranks(self, run: str, attempt: int) -> set[int]:
         return {who.rank for who in self.of(run) if who.attempt == attempt}
@@ -45,14 +50,16 @@ class ConnectedRanks:
         all count as gone without a sign of life; None if one certainly lives.
         """
         found: dict[str, tuple[int, int, int, float | None]] = {}
-        for (run, attempt), rank_set in sorted(self._node_ranks.items()):
-            left = [who.left_s() for who in rank_set.present]
-            for who in rank_set.present:
-                ranks = len({other.rank for other in rank_set.present})
-                found[run] = attempt, who.world, ranks, None if None in left else max(filter(None, left), default=0.0)
+        with self.lock:
+            for (run, attempt), rank_set in sorted(self._node_ranks.items()):
+                left = [who.left_s() for who in rank_set.present]
+                for who in rank_set.present:
+                    ranks = len({other.rank for other in rank_set.present})
+                    found[run] = attempt, who.world, ranks, None if None in left else max(filter(None, left), default=0.0)
         return found
 
     def join(self, who: Participant) -> None:
+        """Add a rank. Called with the lock."""
         rank_set = self._node_ranks.setdefault((who.run, who.attempt), _RankSet())
         rank_set.present.add(who)
         rank_set.processes.add(who.process)
@@ -66,7 +73,7 @@ class ConnectedRanks:
             missing.discard(who.rank)
 
     def leave(self, who: Participant) -> set[Participant]:
-        """Remove a rank; returns the remaining ranks of its attempt."""
+        """Remove a rank; returns the remaining ranks of its attempt. Called with the lock."""
         rank_set = self._node_ranks.get((who.run, who.attempt), _RankSet())
         rank_set.present.discard(who)
         attempt, missing = self._missing.get(who.run, (-1, set()))
@@ -80,24 +87,27 @@ class ConnectedRanks:
 
     def gone(self, run: str, attempt: int) -> set[int]:
         """Ranks that will not return: they closed regularly, or have been away for `BACK_S`."""
-        rank_set = self._node_ranks.get((run, attempt))
-        return set() if rank_set is None else {rank for rank, limit in rank_set.gone.items() if limit <= time.monotonic()}
+        with self.lock:
+            rank_set = self._node_ranks.get((run, attempt), _RankSet())
+            return {rank for rank, limit in rank_set.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
         """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Omits ranks
         known only to an earlier daemon, until they reconnect or time out.
         """
-        return {
-            run: (attempt, "lost" if missing else "running" if (run, attempt) in self._node_ranks else "ended")
-            for run, (attempt, missing) in self._missing.items()
-            if self._heard.get(run) == attempt
-        }
+        with self.lock:
+            return {
+                run: (attempt, "lost" if missing else "running" if (run, attempt) in self._node_ranks else "ended")
+                for run, (attempt, missing) in self._missing.items()
+                if self._heard.get(run) == attempt
+            }
 
     def forget(self, run: str) -> None:
-        """Forget a run without connected ranks."""
+        """Forget a run without connected ranks. Called with the lock."""
         self._missing.pop(run, None)
         self._heard.pop(run, None)
 
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job that is still connected."""
-        return any(process in rank_set.processes for (name, _), rank_set in self._node_ranks.items() if name == run)
+        with self.lock:
+            return any(process in rank_set.processes for (name, _), rank_set in self._node_ranks.items() if name == run)

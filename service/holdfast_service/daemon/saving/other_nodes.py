@@ -21,6 +21,7 @@ from holdfast_service.daemon.averaging.rank_set import RankSetKey
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.checking.node_checks import CheckDistributor, OneNodeChecks, ScrubClaims, WrittenSpan
 from holdfast_service.daemon.checking.verifier import Heed
+from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.rounds import LaunchKey, RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
@@ -97,11 +98,7 @@ class LocalSaver(Protocol):
     """The saver, from the view of other nodes: its connected ranks, and newer attempts that shut them out."""
 
     holds: MemoryCheckpoints
-
-    @property
-    def runs(self) -> set[str]: ...
-
-    def node_ranks(self) -> Mapping[str, tuple[int, int, int, float | None]]: ...
+    connected: ConnectedRanks
 
     def shut_out(self, run: str, newest: int) -> None: ...
 

@@ -116,7 +116,7 @@ def let_in(saver: Saver, control: Control, hello: HelloFields, join: Callable[[i
 
 
 def _others(saver: Saver, control: Control, hello: HelloFields) -> list[Participant]:
-    living = [other for other in saver.present(hello.run) if other.left_s() != 0]
+    living = [other for other in saver.connected.of(hello.run) if other.left_s() != 0]
     if not living or control.launches.is_declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []
-    return [] if saver.belongs(hello.run, hello.process) else living
+    return [] if saver.connected.belongs(hello.run, hello.process) else living

@@ -20,7 +20,7 @@ def delete_run(
     """
     with saver.entering(run):
         if dry_run:
-            if run in saver.runs:
+            if run in saver.connected.runs:
                 raise _in_use(run)
             return trash.delete(run, marked, dry_run=True)
         trash.delete(run, marked, dry_run=True)  # what refuses it refuses it before memory is dropped
@@ -45,7 +45,7 @@ def rename_run(
     first, second = sorted({run, name} if run != name else {run, ""})
     with saver.entering(first), saver.entering(second):
         for one in (run, name):
-            if one in saver.runs:
+            if one in saver.connected.runs:
                 raise _in_use(one)
         renamed = renaming.rename(run, name, dry_run=True)
         if dry_run:

@@ -26,7 +26,7 @@ class RunLifecycles:
 
     def record(self) -> None:
         """Record changes."""
-        here = self._saver.lives()
+        here = self._saver.connected.lives()
         lives = dict(here)
         if time.monotonic() > self._until:
             lives |= {run: (attempt, "lost") for run, attempt in self._awaited.items() if run not in here}

@@ -6,7 +6,6 @@ by any rank follows from the reports, whichever daemon has them all.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -58,13 +57,9 @@ class _StoppingLaunch:
 class StopAgreement:
     """Thread-safe. Nothing is stored: ranks repeat their reports to the next daemon."""
 
-    def __init__(
-        self, lock: threading.Condition, connected: ConnectedRanks, news: Callable[[], object] | None = None
-    ) -> None:
-        """The lock guards `connected`. `news`, if ranks may be on other nodes, is called for reports that these
-        nodes need.
-        """
-        self._lock, self._connected, self._news = lock, connected, news
+    def __init__(self, connected: ConnectedRanks, news: Callable[[], object] | None = None) -> None:
+        """`news`, if ranks may be on other nodes, is called for reports that these nodes need."""
+        self._lock, self._connected, self._news = connected.lock, connected, news
         self._launches: dict[LaunchKey, _StoppingLaunch] = {}
 
     def report(self, who: Participant, passed_step: PassedStep) -> LastStep:

@@ -58,7 +58,7 @@ class Sweeper:
         ]
 
     def _sweep(self, run: str, declared: Any) -> bool:
-        if run in self._saver.runs or self._arena.has(run) or not self._empty.forget(run):
+        if run in self._saver.connected.runs or self._arena.has(run) or not self._empty.forget(run):
             return False
         swept = False
         try:

@@ -168,10 +168,10 @@ class ClusterPlane:
             return {**about().model_dump(exclude=_MEMBERS), "held": dict(held()), HOLDS: saves}
 
         def report_ranks() -> None:
-            cluster.node_ranks.report({run: NodeRanks(*rank_set) for run, rank_set in saver.node_ranks().items()})
+            cluster.node_ranks.report({run: NodeRanks(*rank_set) for run, rank_set in saver.connected.counts().items()})
 
         def look_for_newer() -> None:
-            for run, newest in control.attempts.refresh(saver.runs).items():
+            for run, newest in control.attempts.refresh(saver.connected.runs).items():
                 saver.shut_out(run, newest)
 
         listener = NotifyListener(

@@ -25,9 +25,9 @@ class Node:
 
     def __init__(self, cluster: Cluster, world: int, ranks: Sequence[int]) -> None:
         self.asked: set[int] = set()
-        self.connected = ConnectedRanks()
+        self.connected = ConnectedRanks(threading.Condition())
         self.ranks = {rank: self._rank(rank, world) for rank in ranks}
-        self.stops = StopAgreement(threading.Condition(), self.connected, lambda: self.exchange.look())
+        self.stops = StopAgreement(self.connected, lambda: self.exchange.look())
         here = LocalRanks(lambda: {KEY}, dict, lambda key, said, others: None)
         self.exchange = RankReportExchange(cluster.words, cluster.node, here, self.stops)
 
