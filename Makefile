@@ -47,7 +47,7 @@ collected: $(READY) ## compile the tests
 	-@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq -p no:cacheprovider > /dev/null
 
 crash: $(READY) ## kill and fault injection, the long lanes included
-	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py $(STOPS)
+	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash tests/storage/test_posix_store.py tests/regressions/test_a_catalog_that_is_away.py $(STOPS)
 
 # Some twelve minutes, in which the machine mostly waits.
 frozen: $(READY) ## stop daemons (SIGSTOP) at every point for FROZEN_S seconds, and print for how long training stood still
