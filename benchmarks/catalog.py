@@ -29,7 +29,10 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.database import Database
-from holdfast_service.storage import PosixStore, PosixTier
+from holdfast_service.control.insight import run_figures
+from holdfast_service.control.insight.run_orders import WantedRuns
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.storage import MemoryTier, PosixStore, PosixTier
 from holdfast_service.wiring import gc_tuning
 from tests.control.published import a_manifest, mark_verified
 from tests.databases import KINDS, running_postgres, why_not
@@ -63,6 +66,7 @@ def saves(catalog: Catalog, events: Events, size: Size) -> Iterator[list[float]]
         catalog.end_round(round_id, "committed", at(number))
         events.add("checkpoint-committed", "committed", run, step)
         mark_verified(catalog, run, step)
+        run_figures.renew(catalog.database)  # as the thread that writes the catalog does
 
     def work() -> None:
         number = 0
@@ -85,8 +89,13 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
     """What lists and pages ask."""
     late, steps = at(size.checkpoints * size.runs / 10 * 0.95), range(0, size.checkpoints, 7)
 
+    summaries = Summaries(MemoryTier(), catalog)
+
     def run() -> str:
         return name(random.randrange(size.runs))
+
+    def runs(cursor: str | None = None, limit: int = 100, prefix: str = "") -> object:
+        return summaries.runs(summaries.names(cursor, limit, WantedRuns(prefix)).items)
 
     def checkpoints(state: str | None = None, **within: Any) -> object:
         return catalog.checkpoints(run(), None, 100, state, Within(**within))
@@ -99,10 +108,10 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
         events.newest(None, 50, of)
 
     return {
-        "runs": lambda: catalog.runs(None, 100),
-        "runs, a late page": lambda: catalog.runs(cursor_of(catalog, size), 100),
-        "runs, 1000 a page": lambda: catalog.runs(None, 1000),
-        "runs ?prefix": lambda: catalog.runs(None, 100, run()[:-1]),
+        "runs": runs,
+        "runs, a late page": lambda: runs(cursor_of(size)),
+        "runs, 1000 a page": lambda: runs(limit=1000),
+        "runs ?prefix": lambda: runs(prefix=run()[:-1]),
         "run": lambda: catalog.run(run()),
         "checkpoints": checkpoints,
         "checkpoints ?label": lambda: checkpoints(steps=steps),
@@ -127,11 +136,11 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
     }
 
 
-def cursor_of(catalog: Catalog, size: Size) -> str | None:
+def cursor_of(size: Size) -> str | None:
     """The cursor behind the first nine tenths of the runs."""
     from holdfast_service.control.catalog.pages import page
 
-    return page("run", [name(size.runs * 9 // 10)] * 2, 1, str).next
+    return page("summary-name", [name(size.runs * 9 // 10)] * 2, 1, str).next
 
 
 def measure(ask: Callable[[], object], repeats: int) -> tuple[float, float, float, float]:
@@ -154,6 +163,8 @@ def bench_lists(url: str, size: Size) -> dict[str, Any]:
     fill(database, size)
     filled_s = time.perf_counter() - began
     catalog, events = Catalog(database), Events(database, "node", lambda: at(0))
+    while run_figures.renew(database):
+        pass
     gc_tuning.settle()  # as the daemon does before it serves
     with saves(catalog, events, size) as took:
         asked = queries(catalog, events, size).items()
@@ -190,7 +201,7 @@ def bench_start(root: Path, url: str, size: Size) -> dict[str, float]:
         problems = roots.reconcile(PosixStore(tier), catalog, thorough)
         took[what] = time.perf_counter() - began
         assert not problems
-    assert sum(run.checkpoints for run in catalog.runs(None, 1000).items) == min(size.runs, 1000) * size.checkpoints
+    assert all(catalog.run(name(run)).checkpoints == size.checkpoints for run in range(size.runs))
     catalog.close()
     return took
 

@@ -17,6 +17,8 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.schema import TokenRow
 from holdfast_service.control.database.visible import covers, joined, limited_to, matches
+from holdfast_service.control.insight.summary_queries import EVERY_RUN, Summaries
+from holdfast_service.storage import MemoryTier
 from tests.databases import sqlite_url
 
 NOW = "2026-01-01T00:00:00.000Z"
@@ -183,16 +185,17 @@ def test_scopes_include_those_before_them() -> None:
 
 def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
     """In lists, pages, counts, single look-ups and events; names that LIKE would mix up are kept apart."""
-    catalog = world.catalog
+    catalog, summaries = world.catalog, Summaries(MemoryTier(), world.catalog)
     for run in ("Team-c", "a_b", "axb", "team-a", "team-b", "zoo"):
         catalog.declare_attempt(run, "launch", 1, NOW)
         catalog.note_round(run, 1, 1, 1, NOW)
         world.events.add("attempt-declared", "one", run)
     world.events.add("daemon-started", "of no run")
     with limited_to("team-*"):
-        first = catalog.runs(None, 1)
-        assert [run.name for run in first.items] == ["team-a"]
-        assert [run.name for run in catalog.runs(first.next, 5).items] == ["team-b"]
+        first = summaries.names(None, 1, EVERY_RUN)
+        assert first.items == ["team-a"]
+        assert summaries.names(first.next, 5, EVERY_RUN).items == ["team-b"]
+        assert [run.name for run in summaries.runs(["zoo", "team-a"])] == ["team-a"]
         assert sorted(made.run for made in catalog.rounds().items) == ["team-a", "team-b"]
         assert [event.run for event in world.events.after(0, 99)] == ["team-a", "team-b"]
         assert catalog.round_counts()["open"] == 2
@@ -201,10 +204,10 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
             with pytest.raises(NoSuchRun):
                 call()
     with limited_to("a_*"):
-        assert [run.name for run in catalog.runs(None, 5).items] == ["a_b"]
+        assert summaries.names(None, 5, EVERY_RUN).items == ["a_b"]
     with limited_to("team"):
-        assert catalog.runs(None, 5).items == []
-    assert len(catalog.runs(None, 9).items) == 6
+        assert summaries.names(None, 5, EVERY_RUN).items == []
+    assert len(summaries.names(None, 9, EVERY_RUN).items) == 6
 
 
 def test_a_rotated_token_has_two_secrets_for_a_while(world: World) -> None:
@@ -279,5 +282,5 @@ def test_several_patterns_at_once(world: World) -> None:
     for run in ("a-1", "a-2", "b-1", "c"):
         world.catalog.declare_attempt(run, "launch", 1, NOW)
     with limited_to(joined(["a-*", "c", "a-*"])):
-        assert [run.name for run in world.catalog.runs(None, 10).items] == ["a-1", "a-2", "c"]
+        assert Summaries(MemoryTier(), world.catalog).names(None, 10, EVERY_RUN).items == ["a-1", "a-2", "c"]
     assert joined(["a-*", "*"]) == "*"

@@ -18,6 +18,8 @@ from holdfast_service.control.catalog import listing
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import ROUND_STATES, Within
 from holdfast_service.control.database.schema import CheckpointRow
+from holdfast_service.control.insight.summary_queries import EVERY_RUN, Summaries
+from holdfast_service.storage import MemoryTier
 from tests.control.published import a_row
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
@@ -153,13 +155,14 @@ def test_runs_between_pages(catalog: Catalog) -> None:
     """Runs that begin or lose their checkpoints between two pages move no other."""
     for name in ("b", "d", "f"):
         catalog.record_checkpoint(a_row(name, 1))
-    first = catalog.runs(None, 1)
+    summaries = Summaries(MemoryTier(), catalog)
+    first = summaries.names(None, 1, EVERY_RUN)
     for name in ("a", "c"):
         catalog.set_keep_last(name, None)
     catalog.forget_checkpoint("d", 1)
-    behind = pages(lambda cursor: catalog.runs(cursor or first.next, 1))
-    assert [run.name for run in first.items + behind] == ["b", "c", "d", "f"]
-    assert [run.checkpoints for run in behind] == [0, 0, 1]
+    behind = pages(lambda cursor: summaries.names(cursor or first.next, 1, EVERY_RUN))
+    assert first.items + behind == ["b", "c", "d", "f"]
+    assert [run.checkpoints for run in summaries.runs(behind)] == [0, 0, 1]
 
 
 def test_the_newest_of_a_run_is_not_damaged(catalog: Catalog) -> None:
@@ -168,9 +171,9 @@ def test_the_newest_of_a_run_is_not_damaged(catalog: Catalog) -> None:
         for step in (1, 2, 3):
             known = {"damage": {"code": "corrupt-extent"}} if step in damaged else {}
             catalog.record_checkpoint(a_row(run, step).model_copy(update=known))
-    found = {run.name: (run.newest, run.checkpoints) for run in catalog.runs(None, 10).items}
-    assert found == {"all": (None, 3), "last": (1, 3), "first": (3, 3), "none": (3, 3)}
-    assert catalog.run("last").newest == 1
+    expected = {"all": (None, 3), "last": (1, 3), "first": (3, 3), "none": (3, 3)}
+    for runs in (Summaries(MemoryTier(), catalog).runs(list(expected)), map(catalog.run, expected)):
+        assert {run.name: (run.newest, run.checkpoints) for run in runs} == expected
 
 
 def test_many_labelled_steps(catalog: Catalog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import multiprocessing
 import sqlite3
@@ -21,10 +22,14 @@ from holdfast_formats.errors import (
     NoSuchRun,
     StorageFailed,
 )
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database, translated
 from holdfast_service.control.database.engines import address, without_password
+from holdfast_service.control.insight.run_orders import WantedRuns
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.storage import MemoryTier
 from tests.control.published import a_row
 from tests.databases import Postgres
 
@@ -32,6 +37,11 @@ NOW = "2030-01-01T00:00:00.000Z"
 PROCESS = multiprocessing.get_context("forkserver")
 PROCESS.set_forkserver_preload([__name__])  # imported once for all processes
 PROCESSES, THREADS, LAUNCHES = 3, 4, 3
+
+
+def names(catalog: Catalog, prefix: str = "", cursor: str | None = None, limit: int = 10) -> bodies.Page[str]:
+    """A page of the names of runs."""
+    return Summaries(MemoryTier(), catalog).names(cursor, limit, WantedRuns(prefix))
 
 
 def declare_and_open(url: str) -> list[tuple[str, int, int]]:
@@ -100,14 +110,16 @@ class TestWhatNoDatabaseKeeps:
 
     @pytest.mark.parametrize("name", ["a\0b", "\udcff", "x" * 1000, "ä"])
     def test_names_that_no_run_has(self, catalog: Catalog, name: str) -> None:
-        """Asking for them says that there is no such run."""
+        """Asking for them says that there is no such run; no run's name begins with them."""
         for ask in (catalog.run, lambda run: catalog.checkpoints(run, None, 1), catalog.rounds):
             with pytest.raises(NoSuchRun):
                 ask(name)
         with pytest.raises((NoSuchRun, NoSuchCheckpoint)):
             catalog.checkpoint(name, 5)
-        with pytest.raises(InvalidRequest):
-            catalog.runs(None, 10, prefix=name)
+        assert names(catalog, prefix=name).items == []
+        cursor = base64.urlsafe_b64encode(f"summary-name:{name}".encode(errors="surrogatepass")).decode()
+        with pytest.raises(InvalidRequest, match="cursor"):
+            names(catalog, cursor=cursor)
 
     def test_an_error_within_undoes_what_was_before_it(self, database: Database) -> None:
         """A transaction that fails leaves nothing behind, and the next one goes on."""
@@ -123,20 +135,20 @@ class TestOrder:
 
     def test_runs_come_in_the_order_of_their_bytes(self, catalog: Catalog) -> None:
         """Upper case before lower case, and a prefix finds exactly what begins with it; pages of one find all."""
-        names = ["B-1", "B", "a.b", "a", "a-b", "a_b", "ab", "Z", "z1", "z10", "z2"]
-        for name in names:
+        runs = ["B-1", "B", "a.b", "a", "a-b", "a_b", "ab", "Z", "z1", "z10", "z2"]
+        for name in runs:
             catalog.set_keep_last(name, None)
         found, cursor = [], None
         while True:
-            page = catalog.runs(cursor, 1)
-            found += [run.name for run in page.items]
+            page = names(catalog, cursor=cursor, limit=1)
+            found += page.items
             cursor = page.next
             if cursor is None:
                 break
-        assert found == sorted(names)
-        assert [run.name for run in catalog.runs(None, 10, "a").items] == ["a", "a-b", "a.b", "a_b", "ab"]
-        assert [run.name for run in catalog.runs(None, 10, "z1").items] == ["z1", "z10"]
-        assert catalog.runs(None, 10, "c").items == []
+        assert found == sorted(runs)
+        assert names(catalog, "a").items == ["a", "a-b", "a.b", "a_b", "ab"]
+        assert names(catalog, "z1").items == ["z1", "z10"]
+        assert names(catalog, "c").items == []
 
 
 class TestDurability:

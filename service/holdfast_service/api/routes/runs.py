@@ -22,7 +22,6 @@ from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMa
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.findings import missing
-from holdfast_service.control.insight.run_orders import BY_NAME
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -76,12 +75,8 @@ def list_runs(
     services: Wired, wanted: summaries.Wanted, cursor: Cursor = None, limit: Limit = 100
 ) -> bodies.Page[bodies.Run]:
     """Any order but that by name is some seconds old."""
-    found = services.summaries
-    if wanted.order == BY_NAME and wanted.failed:
-        page = services.control.catalog.runs(cursor, limit, wanted.prefix, wanted.words)
-        return bodies.Page(items=found.runs([run.name for run in page.items]), next=page.next)
-    names = found.names(cursor, limit, wanted)
-    return bodies.Page(items=found.runs(names.items), next=names.next)
+    names = services.summaries.names(cursor, limit, wanted)
+    return bodies.Page(items=services.summaries.runs(names.items), next=names.next)
 
 
 @router.get("/runs/{run}", dependencies=needs("read"), summary="One run")

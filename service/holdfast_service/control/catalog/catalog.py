@@ -7,7 +7,7 @@ ordered.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, exists, func, select, update
@@ -348,11 +348,6 @@ class Catalog:
             _forget(session, run, step)
             lineage_records.settle(session, run)
 
-    def runs(self, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()) -> bodies.Page[bodies.Run]:
-        """A page of runs by name: all, or those whose names begin with `prefix` and contain every one of the words."""
-        with self._read() as session:
-            return listing.runs(session, cursor, limit, prefix, words)
-
     def search(self, asked: SearchQuery, limit: int, labels_of: Labels) -> list[SearchHit]:
         """Runs and checkpoints that contain this text, the best first."""
         with self._read() as session:
@@ -363,7 +358,7 @@ class Catalog:
             row = session.get(RunRow, name) if naming.is_run_name(name) else None
             if row is None:
                 raise listing.no_such_run(name)
-            return listing.summed(session, [row])[0]
+            return listing.summed(session, row)
 
     def check_run(self, name: str) -> None:
         """`NoSuchRun` for a run that the catalog does not know."""

@@ -1,17 +1,17 @@
-"""Lists of the catalog: filtered pages of runs, checkpoints and saves, without counting earlier items."""
+"""Lists of the catalog: filtered pages of checkpoints and saves, without counting earlier items, and names of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchRun
 from holdfast_formats.rest import bodies
-from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
+from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
 
 STEPS_AT_ONCE = 500  # of a query that names steps
@@ -59,63 +59,23 @@ EVERYTHING = Within()
 
 def named(prefix: str, words: Iterable[str]) -> Select[str]:
     """Names of the runs that begin with `prefix` and contain every one of the words, ignoring case."""
-    wanted = select(RunRow.name)
-    if prefix:
-        wanted = wanted.where(func.substr(RunRow.name, 1, len(prefix)) == prefix)
-    return wanted.where(*_having(words))
+    wanted = select(RunRow.name).where(*(RunRow.name.icontains(word, autoescape=True) for word in words))
+    if not prefix:
+        return wanted
+    if not naming.is_run_name(prefix):
+        return wanted.where(false())  # it may be text that the database refuses
+    behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # names are ASCII
+    return wanted.where(RunRow.name >= prefix, RunRow.name < behind)
 
 
-def _having(words: Iterable[str]) -> Iterator[ColumnElement[bool]]:
-    return (RunRow.name.icontains(word, autoescape=True) for word in words)
-
-
-def runs(
-    session: Session, cursor: str | None, limit: int, prefix: str = "", words: Iterable[str] = ()
-) -> bodies.Page[bodies.Run]:
-    """A page of the runs whose names begin with `prefix` and contain every one of the words, by name."""
-    after = decode_cursor("run", cursor)
-    if after is not None and not naming.is_run_name(after):
-        raise bad_cursor()
-    wanted = select(RunRow).order_by(RunRow.name).limit(bounded(limit) + 1)
-    if after is not None:
-        wanted = wanted.where(RunRow.name > after)
-    if prefix:
-        if not naming.is_run_name(prefix):
-            raise InvalidRequest(f"no run's name begins with {prefix!r}")
-        behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # names are ASCII
-        wanted = wanted.where(RunRow.name >= prefix, RunRow.name < behind)
-    wanted = wanted.where(*_having(words))
-    return page("run", summed(session, session.scalars(wanted).all()), limit, lambda run: run.name)
-
-
-def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
-    """The runs with number and bytes of their checkpoints, and the newest step not known to be damaged."""
-    within = CheckpointRow.run.in_([row.name for row in rows])
-    totals = (
-        select(CheckpointRow.run, func.count(), func.max(CheckpointRow.step), func.sum(CheckpointRow.bytes))
-        .where(within)
-        .group_by(CheckpointRow.run)
+def summed(session: Session, row: RunRow) -> bodies.Run:
+    """The run with number and bytes of its checkpoints, and the newest step that is neither damaged nor abandoned."""
+    of = CheckpointRow.run == row.name
+    count, size = session.execute(select(func.count(), func.sum(CheckpointRow.bytes)).where(of)).one()
+    newest = session.scalar(select(func.max(CheckpointRow.step)).where(of, _SOUND, _LIVING))
+    return bodies.Run(
+        name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=int(size or 0)
     )
-    found: dict[str, tuple[int, int | None, int]] = {
-        run: (count, newest, int(size)) for run, count, newest, size in session.execute(totals)
-    }
-    # An index answers what is above, and others know the few that are not meant: only their runs are looked at again.
-    passed = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(True))
-    known = session.execute(
-        union_all(*(select(CheckpointRow.run, CheckpointRow.step).where(within, why) for why in passed))
-    ).all()
-    for run in {run for run, step in known if found[run][1] == step}:
-        sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND, _LIVING)
-        found[run] = (found[run][0], session.scalar(sound), found[run][2])
-    summaries = []
-    for row in rows:
-        count, newest, size = found.get(row.name, (0, None, 0))
-        summaries.append(
-            bodies.Run(
-                name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=size
-            )
-        )
-    return summaries
 
 
 def checkpoints(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sqlalchemy import select
 
+from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, NoSuchRun
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import RunSummary
@@ -115,6 +116,8 @@ class Summaries:
         self._board.renew()
 
     def _by_name(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
+        if after is not None and not naming.is_run_name(after):
+            raise bad_cursor()
         names = named(wanted.prefix, wanted.words).limit(limit)
         if not wanted.failed:
             names = names.where(RunRow.name.not_in(self._board.failed()))
