@@ -37,7 +37,6 @@ LARGE = {
     "client/holdfast/link/unix_socket.py:SocketLink": _TO_CUT,
     "client/holdfast/integrations/lightning/positions.py:EpochPosition": _TO_CUT,
     "service/holdfast_service/control/catalog/catalog.py:Catalog": _TO_CUT,
-    "service/holdfast_service/daemon/arena/arena.py:Arena": _TO_CUT,
     "service/holdfast_service/daemon/averaging/averages.py:Averages": _TO_CUT,
     "service/holdfast_service/daemon/copying/replicas.py:Replicator": _TO_CUT,
     "service/holdfast_service/daemon/rank_connection.py:RankConnection": _TO_CUT,
