@@ -71,7 +71,7 @@ class Watcher:
     def __init__(self, history: RoundHistory, jobs: JobSpans, look_s: float = LOOK_S) -> None:
         self._history, self._jobs, self._look_s = history, jobs, look_s
         self._saves = SaveSpans()
-        history.listeners.append(self._saves.hear)
+        history.seen.subscribe(self._saves.hear)
         self._look()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-watcher", daemon=True)

@@ -116,7 +116,7 @@ def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: Rou
 def test_listeners_hear_of_each_end(catalog: Catalog, history: RoundHistory) -> None:
     """Once of the end, and once of each phase that becomes known later."""
     heard: list[Seen] = []
-    history.listeners.append(heard.append)
+    history.seen.subscribe(heard.append)
     made = save(catalog, 1)
     history.update()
     note(catalog, made, {"verify_s": 1.0})

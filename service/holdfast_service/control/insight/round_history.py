@@ -18,6 +18,7 @@ from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import GOING_ON
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow
+from holdfast_service.control.signals import Signal
 from holdfast_service.observe.metrics import PHASES, SAVE_BOUNDS_S, Histogram
 
 SETTLED_S = 600.0  # a phase that has not been noted so long after the round's end will not be
@@ -53,16 +54,15 @@ class RoundHistory:
         self._seen: set[int] = set()
         self._phases = {phase: Histogram(SAVE_BOUNDS_S) for phase in PHASES}
         self._saved_bytes = 0
-        self.listeners: list[Callable[[Seen], None]] = []
+        self.seen: Signal[[Seen]] = Signal()  # a round has ended, or has more timings
 
     def update(self) -> None:
-        """Count what has ended since the last look, and call the listeners."""
+        """Count what has ended since the last look, and publish it."""
         with self._lock:
             for seen in list(self._ended()):
                 for phase, seconds in seen.new.items():
                     self._phases[phase].add(seconds)
-                for listener in self.listeners:
-                    listener(seen)
+                self.seen.publish(seen)
 
     def counted(self) -> tuple[dict[str, Histogram], int]:
         """Phases of all saves up to now, and the bytes of committed ones."""

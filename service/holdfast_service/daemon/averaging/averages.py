@@ -240,7 +240,7 @@ class Averages:
         behind = {rank: segment for rank, segment in segments.items() if records[rank].number < number}
         if any(segment.header.decided < number for segment in behind.values()):
             return False
-        history = self._history_after(behind, records, number)  # after it was looked what they have decided
+        history = _history_after(behind, records, number)  # after it was looked what they have decided
         counts = history is not None
         if spread:
             folded = min(records[rank].folded for rank in behind)
@@ -260,30 +260,6 @@ class Averages:
             if header.state is SlotState.SEALED and header.number <= number:
                 segment.free()
         return True
-
-    def _history_after(
-        self, behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int
-    ) -> str | None:
-        """The averages' history with this update; None if not all deliver it, each fitting its average."""
-        histories = {
-            record.history if record.folded == number else None for record in records.values() if record.number >= number
-        }
-        for rank, segment in behind.items():
-            if not segment.brings(number):
-                return None
-            try:
-                update = segment.update()
-            except InvalidRequest as error:
-                log.warning("update %d of an average is left out: %s", number, error.detail)
-                return None
-            record = records[rank]
-            if update.seed is None and record.n and update.layout != record.layout:
-                log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
-                return None
-            histories.add(history_after(record.history, update))
-        if len(histories) > 1:
-            log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
-        return histories.pop() if len(histories) == 1 else None
 
     def _fill_first(self, key: RankSetKey, rank_set: AveragingRanks) -> bool:
         """Give the oldest save its average, if that is possible now; returns whether it did."""
@@ -351,6 +327,29 @@ class Averages:
 
 def _rank_set_of(owner: SegmentOwner) -> RankSetKey:
     return RankSetKey(owner.run, owner.attempt, owner.world)
+
+
+def _history_after(behind: Mapping[int, AverageSegment], records: Mapping[int, AverageRecord], number: int) -> str | None:
+    """The averages' history with this update; None if not all deliver it, each fitting its average."""
+    histories = {
+        record.history if record.folded == number else None for record in records.values() if record.number >= number
+    }
+    for rank, segment in behind.items():
+        if not segment.brings(number):
+            return None
+        try:
+            update = segment.update()
+        except InvalidRequest as error:
+            log.warning("update %d of an average is left out: %s", number, error.detail)
+            return None
+        record = records[rank]
+        if update.seed is None and record.n and update.layout != record.layout:
+            log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
+            return None
+        histories.add(history_after(record.history, update))
+    if len(histories) > 1:
+        log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
+    return histories.pop() if len(histories) == 1 else None
 
 
 def _told(key: RankSetKey, record: AverageRecord, rule: AverageRule) -> KeptAverage:

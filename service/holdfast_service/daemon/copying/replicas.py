@@ -8,34 +8,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-import msgspec
-
-from holdfast_files.opened import CommittedManifest, open_checkpoint
+from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming, timestamps
-from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifests, thinning, verification
-from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import (
-    AlreadyCommitted,
     CheckpointError,
     Damaged,
     NoSuchCheckpoint,
-    NotFound,
-    StateMismatch,
     Unavailable,
 )
-from holdfast_formats.naming import CheckpointId, Place
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
 from holdfast_service.daemon.copying import renamed_copies
-from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry, read_back
-from holdfast_service.daemon.copying.hard_links import stage_again
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
+from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.storage import Tier
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -77,6 +69,7 @@ class Replicator:
         self._closed, self._again = threading.Event(), threading.Event()
         self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
+        self._publisher = CopyPublisher(name, source, records, is_mine, self._going)
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
 
     @property
@@ -121,7 +114,7 @@ class Replicator:
         tier = self._reached()
         if tier is not self._tier:
             self._records.opened(self.name, tier)
-            self._settle(tier, filter(naming.is_run_name, tier.list("")))
+            self._publisher.settle(tier, filter(naming.is_run_name, tier.list("")))
             self._tier = tier
         if self._rename(self._tier):
             return True
@@ -194,7 +187,7 @@ class Replicator:
         pair = renamed_copies.renamed(tier, which, run)
         if renamed_copies.is_another(self._source, pair):
             return False
-        self._publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
+        self._publisher.publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
         self._records.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
         log.info("%s@%s in replica %s is %s@%s now", *which, self.name, run, which.step)
         return True
@@ -215,12 +208,12 @@ class Replicator:
         try:
             pair = open_checkpoint(self._source, directory)
             if tier.list(directory):
-                if self._refuse_another(tier, pair) and not self._follow(tier, pair):
+                if self._publisher.refuse_another(tier, pair) and not self._publisher.follow(tier, pair):
                     self._skip(which)
                     return
                 self.check(run, step)
                 return
-            self._carry(tier, pair)
+            self._publisher.copy(tier, pair)
             self._records.present(self.name, which, pair.manifest.bytes)
             log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
@@ -237,94 +230,6 @@ class Replicator:
             log.error("cannot copy %s@%s to replica %s: %s", run, step, self.name, error.detail)
             self._records.failed(self.name, which, error, damaged=False)
             self._skip(which)
-
-    def _carry(self, tier: Tier, pair: CommittedManifest) -> None:
-        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        self._publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, manifest, self._going()))
-
-    def _publish(self, tier: Tier, pair: CommittedManifest, stage: Callable[[Place], None]) -> None:
-        place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
-        staging = place.path
-        tier.remove_tree(staging)
-        try:
-            stage(place)
-            if not self.is_mine():
-                raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
-            self._records.publish(tier, place, pair.encoded, pair.commit)
-        except BaseException:
-            with suppress(CheckpointError):  # the next start sweeps what stays
-                if self.is_mine():  # else it is the other node's
-                    tier.remove_tree(staging)
-            raise
-
-    def _follow(self, tier: Tier, pair: CommittedManifest) -> bool:
-        """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
-        the copy stays, because no other checkpoint has what it would lose.
-        """
-        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        whole = open_checkpoint(tier, directory).manifest
-        if not self._records.may_follow(self.name, tier, manifest, whole):
-            return False
-        here, theirs = (verification.tensors_by_file(one) for one in (manifest, whole))
-        names = {
-            file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
-        }
-        proof, rest = _only(whole, names, True), _only(manifest, names, False)
-        place, store = (
-            naming.job_place(manifest.run, manifest.step, digest(f"follow {self.name}".encode())),
-            PosixStore(tier),
-        )
-        going = self._going()
-        try:
-            stage_again(tier, store, place, proof, going)
-            carry(self._source, directory, tier, place.path, rest, going)
-            if not self.is_mine():
-                raise StateMismatch(f"another node copies to replica {self.name} by now", hint="it goes on with what is due")
-            self._records.publish(tier, place, pair.encoded, pair.commit, over=True)
-        finally:
-            with suppress(CheckpointError):  # the next start sweeps what stays
-                store.discard(place)
-        self._settle(tier, (manifest.run,))
-        return True
-
-    def _settle(self, tier: Tier, runs: Iterable[str]) -> None:
-        """Of a copy and the one that it replaced, keep the sound one; the newer one if both are."""
-        store = PosixStore(tier)
-        for run in runs:
-            for place in store.replaced(run):
-                gone = store.take_back(place) if self._is_replaced_by_damage(tier, place) else store.release(place)
-                if gone is not None:
-                    store.free(gone)
-
-    def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
-        """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
-        for directory, stands in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
-            try:
-                read_back(tier, directory, open_checkpoint(tier, directory).manifest, self._going())
-            except (Damaged, NotFound):
-                continue
-            return stands
-        return False
-
-    def _refuse_another(self, tier: Tier, pair: CommittedManifest) -> bool:
-        """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
-        thinning or compaction.
-        """
-        manifest = pair.manifest
-        try:
-            other = open_checkpoint(tier, naming.checkpoint_path(manifest.run, manifest.step))
-        except Damaged:
-            return False  # the repair shows what it is
-        origins = [thinning.origin_sha256(one.manifest, manifests.stated_sha256(one.commit)) for one in (pair, other)]
-        if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
-            return True
-        if other.encoded != pair.encoded:
-            raise AlreadyCommitted(
-                f"replica {self.name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
-                "in this root",
-                hint="it is kept: move it away if you do not need it, or train under another run name",
-            )
-        return False
 
     def _check_oldest(self) -> bool:
         """Verify the copy whose last verification is the oldest, if that is long ago."""
@@ -375,16 +280,6 @@ class Replicator:
             if self._news(WAIT_S) or self._again.is_set():
                 self._again.clear()
                 return
-
-
-def _only(manifest: Manifest, names: Collection[str], inside: bool) -> Manifest:
-    """A manifest of these files, or of all others, for verification only."""
-    tensors = {
-        group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
-        for group, named in manifest.tensors.items()
-    }
-    files = tuple(file for file in manifest.files if (file.name in names) is inside)
-    return msgspec.structs.replace(manifest, files=files, tensors=tensors, aliases={})
 
 
 def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:

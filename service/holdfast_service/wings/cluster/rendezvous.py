@@ -105,6 +105,14 @@ class Rendezvous:
                 connection.execute(update(PartRow).where(*mine).values(boot=me.boot))
         return RoundState(state, problem, world, int(ranks), bool(written), bool(done), handovers.handover(*handed))
 
+    def has_lost(self, round_id: int) -> bool:
+        """Whether the catalog has lost the round, so that no node can commit it."""
+        try:
+            self.rounds(round_id)
+        except RoundAborted:
+            return True
+        return False
+
     def rounds(self, round_id: int) -> JointRound:
         """The round with its parts, as they are now."""
         live = func.coalesce(NodeRow.until > now(), False)

@@ -142,9 +142,8 @@ class JointSaves:
         return time.monotonic() > self._closing or not (going or self._refusals or self._published)
 
     def _pause(self) -> float:
-        now = time.monotonic()
-        due = [joint.look_at for joint in self._joints.values()]
-        return max(min([at - now for at in due], default=POLL_S[1]), 0.01)
+        due = [joint.look_at - time.monotonic() for joint in self._joints.values()]
+        return max(min(due, default=POLL_S[1]), 0.01)
 
     def _tell(self) -> None:
         """Send pending reports to other nodes."""
@@ -210,21 +209,14 @@ class JointSaves:
         later.
         """
         error = on_node(failure, self._node)
-        if not self._party.rendezvous.abort(joint.id, error.problem(), claimed=True) and not self._is_lost(joint):
+        rendezvous = self._party.rendezvous
+        if not rendezvous.abort(joint.id, error.problem(), claimed=True) and not rendezvous.has_lost(joint.id):
             joint.postpone()
         elif joint.writing is not None:
             self._end(joint, error)
         else:
             self._joints.pop(joint.current.key, None)
             self._host.given_up(joint.current, error)
-
-    def _is_lost(self, joint: JoinedRound) -> bool:
-        """Whether the catalog has lost the round, so that no node can commit it."""
-        try:
-            self._party.rendezvous.rounds(joint.id)
-        except RoundAborted:
-            return True
-        return False
 
     def _go_on(self, joint: JoinedRound) -> None:
         if joint.ask():  # of those that come last, one commits at once

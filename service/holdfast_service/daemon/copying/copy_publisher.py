@@ -1,0 +1,140 @@
+"""Puts copies in their places in a tier, where another copy, or another node, may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+import msgspec
+
+from holdfast_files.opened import CommittedManifest, open_checkpoint
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.disk import manifests, thinning, verification
+from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch
+from holdfast_formats.naming import Place
+from holdfast_service.control.checkpoints.replicas import ReplicaRecords
+from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
+from holdfast_service.daemon.copying.hard_links import stage_again
+from holdfast_service.storage import PosixStore, Tier
+
+
+class CopyPublisher:
+    """Stages, publishes and replaces the copies of one replica."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Tier,
+        records: ReplicaRecords,
+        is_mine: Callable[[], bool],
+        going: Callable[[], CopyControl],
+    ) -> None:
+        """`name` is the replica's. Nothing is published when `is_mine` is false: another node copies there then. `going`
+        paces a copy, and stops it.
+        """
+        self._name, self._source, self._records = name, source, records
+        self._is_mine, self._going = is_mine, going
+
+    def copy(self, tier: Tier, pair: CommittedManifest) -> None:
+        """Copy a checkpoint of the source that the tier does not have."""
+        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
+        self.publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, manifest, self._going()))
+
+    def publish(self, tier: Tier, pair: CommittedManifest, stage: Callable[[Place], None]) -> None:
+        """Publish the files that `stage` puts into a place, as this checkpoint."""
+        place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
+        staging = place.path
+        tier.remove_tree(staging)
+        try:
+            stage(place)
+            self._check_mine()
+            self._records.publish(tier, place, pair.encoded, pair.commit)
+        except BaseException:
+            with suppress(CheckpointError):  # the next start sweeps what stays
+                if self._is_mine():  # else it is the other node's
+                    tier.remove_tree(staging)
+            raise
+
+    def follow(self, tier: Tier, pair: CommittedManifest) -> bool:
+        """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
+        the copy stays, because no other checkpoint has what it would lose.
+        """
+        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
+        whole = open_checkpoint(tier, directory).manifest
+        if not self._records.may_follow(self._name, tier, manifest, whole):
+            return False
+        here, theirs = (verification.tensors_by_file(one) for one in (manifest, whole))
+        names = {
+            file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
+        }
+        proof, rest = _only(whole, names, True), _only(manifest, names, False)
+        place, store = (
+            naming.job_place(manifest.run, manifest.step, digest(f"follow {self._name}".encode())),
+            PosixStore(tier),
+        )
+        going = self._going()
+        try:
+            stage_again(tier, store, place, proof, going)
+            carry(self._source, directory, tier, place.path, rest, going)
+            self._check_mine()
+            self._records.publish(tier, place, pair.encoded, pair.commit, over=True)
+        finally:
+            with suppress(CheckpointError):  # the next start sweeps what stays
+                store.discard(place)
+        self.settle(tier, (manifest.run,))
+        return True
+
+    def settle(self, tier: Tier, runs: Iterable[str]) -> None:
+        """Of a copy and the one that it replaced, keep the sound one; the newer one if both are."""
+        store = PosixStore(tier)
+        for run in runs:
+            for place in store.replaced(run):
+                gone = store.take_back(place) if self._is_replaced_by_damage(tier, place) else store.release(place)
+                if gone is not None:
+                    store.free(gone)
+
+    def _check_mine(self) -> None:
+        if not self._is_mine():
+            raise StateMismatch(f"another node copies to replica {self._name} by now", hint="it goes on with what is due")
+
+    def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
+        """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
+        for directory, stands in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
+            try:
+                read_back(tier, directory, open_checkpoint(tier, directory).manifest, self._going())
+            except (Damaged, NotFound):
+                continue
+            return stands
+        return False
+
+    def refuse_another(self, tier: Tier, pair: CommittedManifest) -> bool:
+        """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
+        thinning or compaction.
+        """
+        manifest = pair.manifest
+        try:
+            other = open_checkpoint(tier, naming.checkpoint_path(manifest.run, manifest.step))
+        except Damaged:
+            return False  # the repair shows what it is
+        origins = [thinning.origin_sha256(one.manifest, manifests.stated_sha256(one.commit)) for one in (pair, other)]
+        if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
+            return True
+        if other.encoded != pair.encoded:
+            raise AlreadyCommitted(
+                f"replica {self._name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
+                "in this root",
+                hint="it is kept: move it away if you do not need it, or train under another run name",
+            )
+        return False
+
+
+def _only(manifest: Manifest, names: Collection[str], inside: bool) -> Manifest:
+    """A manifest of these files, or of all others, for verification only."""
+    tensors = {
+        group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
+        for group, named in manifest.tensors.items()
+    }
+    files = tuple(file for file in manifest.files if (file.name in names) is inside)
+    return msgspec.structs.replace(manifest, files=files, tensors=tensors, aliases={})
