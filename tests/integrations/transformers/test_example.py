@@ -1,14 +1,16 @@
-"""The example of docs/integrations/transformers.md, as it stands there."""
+"""The example of docs/integrations/transformers.md as it stands there, and the tutorial."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from tests import snippets
 from tests.integrations.environments import TOP
 
 EXAMPLE = Path(__file__).with_name("example.py")
@@ -30,3 +32,11 @@ def test_the_example_saves_and_goes_on(tmp_path: Path) -> None:
     assert "'loss'" not in done.stdout and "'train_runtime'" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "checkpoint-30")
     assert model.config.n_embd == 16
+
+
+def test_the_tutorial_runs() -> None:
+    """Its training is killed, goes on by itself from a step that was saved, and is a model in the end."""
+    said = snippets.run(TOP / "docs" / "tutorials" / "trainer.md")
+    first, second = map(int, re.findall(r"^the training begins after step (\d+)$", said, re.MULTILINE))
+    assert first == 0 and 100 <= second < 600
+    assert "parameters: 7232" in said
