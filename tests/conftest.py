@@ -9,6 +9,7 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
+from tests import forked
 from tests.databases import empty_catalog, postgres
 from tests.forked_programs import forked_programs
 from tests.kit.daemons import daemon, run
@@ -27,6 +28,12 @@ for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five
 
 # Hundreds of daemons and ranks are started: none is to compile our modules for itself, where that is turned off.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Testers of one run share the processes that are forked: importing everything takes five seconds of processor."""
+    if config.getoption("numprocesses", None):  # not in a tester
+        forked.share()
 
 
 def pytest_collection_finish() -> None:

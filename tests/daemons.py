@@ -25,6 +25,7 @@ from holdfast_formats.errors import CatalogUnavailable
 from tests.forked import PYTHON, Forked
 
 START_TIMEOUT_S = 240.0  # a start takes two seconds, and many times that beside other tests
+PAUSE_S, PAUSE_MAX_S = 0.01, 0.1
 DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
 PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for servers that name none
 
@@ -74,14 +75,14 @@ class RunningDaemon:
                 self.process = subprocess.Popen(words, stdout=log, stderr=log, env=about)
             else:
                 self.process = Forked(command, output=log.fileno(), kind="daemon")
-        limit = time.monotonic() + START_TIMEOUT_S
+        limit, pause_s = time.monotonic() + START_TIMEOUT_S, PAUSE_S
         while not self.about:
             assert self.process.poll() is None, self.log.read_text()
             if time.monotonic() > limit:
                 self.process.kill()  # or it would disturb the tests that follow
                 self.process.wait()
                 raise AssertionError(f"the daemon did not come up: {self.log.read_text()}")
-            time.sleep(0.02)
+            pause_s = paused(pause_s)
 
     @property
     def about(self) -> dict:
@@ -164,7 +165,7 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
     """Poll a condition until it holds; fails the test when it does not in time. It does not hold while the catalog that it
     asks is away, or has just come back.
     """
-    limit = time.monotonic() + timeout_s
+    limit, pause_s = time.monotonic() + timeout_s, PAUSE_S
     away: CatalogUnavailable | None = None
     while True:
         try:
@@ -173,7 +174,15 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
         except CatalogUnavailable as error:
             away = error
         assert time.monotonic() < limit, f"what was waited for did not happen{f'; {away}' if away else ''}"
-        time.sleep(0.02)
+        pause_s = paused(pause_s)
+
+
+def paused(pause_s: float) -> float:
+    """Pause between two looks at what shall happen; how long the next pause is. What takes long is asked for seldom: every
+    look takes processor from what is waited for.
+    """
+    time.sleep(pause_s)
+    return min(1.5 * pause_s, PAUSE_MAX_S)
 
 
 def wait_until_read_back(daemon: RunningDaemon, run: str, step: int) -> None:

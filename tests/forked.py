@@ -1,8 +1,8 @@
 """Python processes for tests that begin where all is imported already, which is most of what starting one costs.
 
 They are forks of two processes: one has imported torch and the client, the other one the service, of which it has also
-prepared what every daemon has, such as routes. In every other respect they are as if they had been started: their own pid,
-memory, descriptors, environment and end.
+prepared what every daemon has, such as routes. All testers of a run share the two (`share`). In every other respect they
+are as if they had been started: their own pid, memory, descriptors, environment and end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from typing import IO, Any, Literal, NoReturn
 TOP = Path(__file__).parents[1]
 PYTHON = sys.executable  # a test may have another one
 Kind = Literal["rank", "daemon"]
-IMPORTED: dict[str, tuple[str, ...]] = {
+IMPORTED: dict[Kind, tuple[str, ...]] = {
     "rank": (
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
         *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
@@ -55,7 +55,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
     ),
 }
 MESSAGE_BYTES_MAX = 2**20
-POLL_S = 0.01
+SHARED = "HOLDFAST_TESTS_FORKED"  # the directory of the sockets of servers that all testers use
 
 
 class Forked:
@@ -103,11 +103,12 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        limit = None if timeout is None else time.monotonic() + timeout
-        while (found := self.poll()) is None:
-            if limit is not None and time.monotonic() > limit:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(POLL_S)
+        found = self.poll()
+        if found is None:
+            wait_for_end(self.pid, timeout)
+            found = self.poll()
+        if found is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return found
 
     def send_signal(self, number: int) -> None:
@@ -137,16 +138,11 @@ class Forked:
 
 
 class _Server:
-    """The process that is forked. Threads ask it one after the other."""
+    """The process that is forked, as a connection to it. Threads ask it one after the other."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, control: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [PYTHON, "-X", "faulthandler", "-m", "tests.forked", kind, str(theirs.fileno())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with theirs:
-            self._process = subprocess.Popen(command, cwd=TOP, env=environment, pass_fds=[theirs.fileno()])
-        atexit.register(self._end)
+        self._control = control
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         with self._lock:
@@ -154,14 +150,41 @@ class _Server:
             answer: dict[str, Any] = json.loads(self._control.recv(MESSAGE_BYTES_MAX))
             return answer
 
-    def _end(self) -> None:
-        self._control.close()
-        self._process.wait()
+
+def _start(kind: Kind, address: Path | None = None) -> socket.socket:
+    """Start a server that ends with this process; at an `address`, other processes may ask it too."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        passed = [theirs.fileno()]
+        if address is not None:
+            listener.bind(str(address))
+            listener.listen(128)
+            passed.append(listener.fileno())
+        command = [PYTHON, "-X", "faulthandler", "-m", "tests.forked", kind, *map(str, passed)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=TOP, env=environment, pass_fds=passed)
+    atexit.register(process.wait)
+    atexit.register(control.close)  # before the wait: it is what ends the server
+    return control
+
+
+def share() -> None:
+    """Start a server of each kind for every process that this one starts."""
+    directory = tempfile.TemporaryDirectory(prefix="hf-")
+    atexit.register(directory.cleanup)
+    for kind in IMPORTED:
+        _start(kind, Path(directory.name, kind))
+    os.environ[SHARED] = directory.name
 
 
 @functools.lru_cache
 def _server(kind: Kind) -> _Server:
-    return _Server(kind)
+    directory = os.environ.get(SHARED)
+    if directory is None:
+        return _Server(_start(kind))
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.connect(str(Path(directory, kind)))
+    return _Server(control)
 
 
 def ask_to_begin(kind: Kind, asked: dict[str, Any], descriptors: Sequence[int]) -> int:
@@ -175,30 +198,63 @@ def ended(kind: Kind, pid: int) -> int | None:
     return status
 
 
-def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork as often as is asked; what a fork is to become, there, and None where nobody asks any more."""
+def wait_for_end(pid: int, timeout_s: float | None = None) -> None:
+    """Until a process has ended, child of this one or not, or this long."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:  # another thread has asked how it ended
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+    finally:
+        os.close(descriptor)
+
+
+def _serve(control: socket.socket, listener: socket.socket | None) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork as often as is asked; what a fork is to become, there, and None where the process that started it has ended."""
     statuses: dict[int, int] = {}  # of those that ended: two threads may ask for one
+    others: list[socket.socket] = []
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
-        if not message:
-            return None
-        asked = json.loads(message)
-        if "ended" in asked:
-            if asked["ended"] not in statuses:
-                ended, status = os.waitpid(asked["ended"], os.WNOHANG)
-                if ended:
-                    statuses[ended] = os.waitstatus_to_exitcode(status)
-            answer = {"status": statuses.get(asked["ended"])}
-        else:
-            pid = os.fork()
-            statuses.pop(pid, None)
-            if pid == 0:
-                control.close()
-                return asked, descriptors
-            for descriptor in descriptors:
-                os.close(descriptor)
-            answer = {"pid": pid}
-        control.send(json.dumps(answer).encode())
+        ready, _, _ = select.select([control, *([] if listener is None else [listener]), *others], [], [])
+        for asking in ready:
+            if listener is not None and asking is listener:
+                others.append(listener.accept()[0])
+                continue
+            try:
+                message, descriptors, _, _ = socket.recv_fds(asking, MESSAGE_BYTES_MAX, 3)
+            except ConnectionResetError:  # it ended before it had read an answer
+                message = b""
+            if not message and asking is control:
+                return None
+            if not message:
+                others.remove(asking)
+                asking.close()
+                continue
+            asked = json.loads(message)
+            if "ended" in asked:
+                answer = {"status": _status(asked["ended"], statuses)}
+            else:
+                pid = os.fork()
+                statuses.pop(pid, None)
+                if pid == 0:
+                    for connection in (control, *([] if listener is None else [listener]), *others):
+                        connection.close()
+                    return asked, descriptors
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                answer = {"pid": pid}
+            with suppress(OSError):  # a tester that has ended meanwhile
+                asking.send(json.dumps(answer).encode())
+
+
+def _status(pid: int, statuses: dict[int, int]) -> int | None:
+    if pid not in statuses:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            statuses[ended] = os.waitstatus_to_exitcode(status)
+    return statuses.get(pid)
 
 
 def _become(asked: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
@@ -273,15 +329,16 @@ def _prepare_daemons() -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[2]))
-    for module in IMPORTED[sys.argv[1]]:
+    control, *listeners = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[2:]]
+    kind: Kind = "daemon" if sys.argv[1] == "daemon" else "rank"
+    for module in IMPORTED[kind]:
         importlib.import_module(module)
-    if sys.argv[1] == "daemon":
+    if kind == "daemon":
         _prepare_daemons()
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("an import has begun a thread: what is forked now may find a lock that nobody frees")
     gc.freeze()  # what is imported stays shared
-    work = _serve(control)
+    work = _serve(control, listeners[0] if listeners else None)
     if work is not None:
         _become(*work)
 

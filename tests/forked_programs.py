@@ -14,12 +14,11 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.forked import MESSAGE_BYTES_MAX, POLL_S, PYTHON, ask_to_begin, ended
+from tests.forked import MESSAGE_BYTES_MAX, PYTHON, ask_to_begin, ended, wait_for_end
 
 _SCRIPT = f"""#!{PYTHON} -IS
 import json, os, socket, sys
@@ -58,9 +57,8 @@ class _Programs:
             pid = ask_to_begin("daemon", json.loads(message), descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            while (status := ended("daemon", pid)) is None:
-                time.sleep(POLL_S)
-            connection.send(b"%d" % status)
+            wait_for_end(pid)
+            connection.send(b"%d" % (ended("daemon", pid) or 0))
 
 
 @functools.cache
