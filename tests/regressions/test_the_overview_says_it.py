@@ -26,7 +26,7 @@ LIMIT_S = 240.0
 MESSAGES = (
     ("killed", "run-lost", "ranks were killed or ended by an exception", "Resume from step"),
     ("hung", "no-commit", "of training; usually there is one every", "Look at the saves"),
-    ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Restore step 40"),
+    ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Resume from step 40"),
     ("full", "saves-failing", "quota-exceeded", "Raise the quota by half"),
     ("far", "replica-lost", "the replica far cannot be reached", "Copy again now"),
 )

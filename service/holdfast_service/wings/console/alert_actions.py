@@ -54,7 +54,7 @@ def button(alert: Alert) -> Button:
     if alert.remedy == "resume" and step is not None:
         return Button(f"Resume from step {step}", to(run, step, "restore"))
     if alert.remedy == "restore-healthy" and alert.healthy is not None:
-        return Button(f"Restore step {alert.healthy}", to(run, alert.healthy, "restore"))
+        return Button(f"Resume from step {alert.healthy}", to(run, alert.healthy, "restore"))
     if alert.remedy == "raise-quota":
         return _form("Raise the quota by half", mend, remedy="raise-quota")
     if alert.remedy == "raise-team-quota":
@@ -72,13 +72,13 @@ def button(alert: Alert) -> Button:
 
 
 def action(summary: RunSummary) -> Button | None:
-    """The most useful action for a run: the one for its worst alert, else restoring what is good."""
+    """The most useful action for a run: the one for its worst alert, else resuming from what is good."""
     worst = next((item for item in summary.attention if item.acknowledged is None), None)
     if worst is not None:
         return button(Alert(run=summary.run, **vars(worst)))
     if summary.good is None:
         return None
-    return Button("Restore", to(summary.run, summary.good.step, "restore"))
+    return Button("Resume", to(summary.run, summary.good.step, "restore"))
 
 
 def _form(label: str, address: str, **fields: str) -> Button:

@@ -214,10 +214,13 @@ def look_for_tensors_and_shards(hand: Hand) -> None:
     hand.button("Show")
     expect(page.locator("#found tbody tr")).to_have_count(1)
     page = hand.go(f"/runs/{FINISHED}/checkpoints/60/restore")
+    hand.press(page.locator("details.advanced > summary"))
     hand.fill("Data parallel", "4")
+    hand.fill("Sharded over", "")
+    hand.choose("Sharding stage", "")
     hand.button("Show the shards")
     expect(page.get_by_role("heading", name="4 ranks, group model")).to_be_visible()
-    expect(page.locator("#line-1")).to_contain_text("--layout dp=4 --all-ranks")
+    expect(page.locator("#line-all-ranks")).to_contain_text("--layout dp=4 --all-ranks")
 
 
 @presses("GET /runs/{run}/health")
@@ -263,7 +266,7 @@ def zoom_the_timeline(hand: Hand) -> None:
 @presses("script copy", scripted=True)
 def copy_a_command(hand: Hand) -> None:
     page = hand.go(f"/runs/{LONG}/checkpoints/{STEPS[0]}/restore")
-    hand.button("Copy")
+    hand.press(page.get_by_role("button", name="Copy").first)
     expect(page.get_by_role("button", name="Copied").or_(page.get_by_role("button", name="Selected"))).to_be_visible()
 
 
