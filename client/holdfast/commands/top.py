@@ -96,7 +96,7 @@ def render(shown: list[RunSummary]) -> list[Table | Text]:
 def _cells(summary: RunSummary) -> list[str]:
     lost = "-" if summary.goodput_lost is None else f"{summary.goodput_lost:.2%}"
     return [
-        summary.life,
+        summary.standing or summary.life,
         "-" if summary.newest is None else str(summary.newest),
         console.human_seconds(summary.last_commit_age_s),
         console.human_seconds(summary.exposed_s),

@@ -35,6 +35,7 @@ class Run(Body):
     state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
     life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
     life_since: str | None = Field(default=None, description="since when, if that is known")
+    standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(default=None, description="the contact of the run")
 
 

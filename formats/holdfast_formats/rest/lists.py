@@ -324,7 +324,7 @@ def runs(asked: bool, extra: Column[bodies.Run] | None = None) -> Listing[bodies
             Column("Newest", "newest", "step"),
             Column("Checkpoints", "checkpoints", "step", omit=1),
             Column("Bytes", "bytes", "bytes"),
-            Column("State", lambda run: run.life if asked else None),
+            Column("State", lambda run: (run.standing or run.life) if asked else None),
             *([extra] if extra else []),
         )
     )

@@ -136,6 +136,30 @@ class GoodCheckpoint(Body):
     copies: list[str] = Field(description="the tiers in which a verified copy of it is")
 
 
+class FirstNonFinite(Body):
+    """Where NaN or infinite values began that the newest checkpoints still have. Of the tensor, None if it is not known."""
+
+    step: int = Field(description="the first step that has them")
+    group: str | None = None
+    tensor: str | None = Field(default=None, description="the first tensor of that step that has them")
+    nan: int | None = Field(default=None, description="NaN in that tensor")
+    inf: int | None = Field(default=None, description="infinite values in that tensor")
+    tensors: int | None = Field(default=None, description="number of tensors of that step that have them")
+
+    @property
+    def kind(self) -> str:
+        return "infinite values" if self.nan == 0 else "NaN"
+
+    @property
+    def place(self) -> str:
+        """Such as: first at step 120, layers.2.mlp.up_proj, 1 value."""
+        if self.tensor is None:
+            return f"first at step {self.step}"
+        values, others = (self.nan or 0) + (self.inf or 0), (self.tensors or 1) - 1
+        more = f", and {others} other {'tensor' if others == 1 else 'tensors'}" if others else ""
+        return f"first at step {self.step}, {self.tensor}, {values} {'value' if values == 1 else 'values'}{more}"
+
+
 class TierCopies(Body):
     """A run's copies in another tier."""
 
@@ -165,6 +189,7 @@ class RunSummary(Body):
     state_since: str | None = Field(default=None, description="time at which it ended or was lost")
     life: RunLife = Field(default="idle", description="what the run is doing")
     life_since: str | None = Field(default=None, description="since when, if that is known")
+    standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     verdict: str = Field(default="", description="the same in a sentence, with what to do")
     owner: str | None = Field(default=None, description="the contact of the run")
     checkpoints: int
@@ -193,6 +218,9 @@ class RunSummary(Body):
     failures_mean_s: float | None = Field(description="mean time between attempts, which the recommendation uses")
     last_verified: str | None = Field(default=None, description="time of the commit of the newest verified checkpoint")
     good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint of which nothing bad is known")
+    nonfinite: FirstNonFinite | None = Field(
+        default=None, description="where NaN or infinite values began, while the newest checkpoints have them"
+    )
     copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
     trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
     metrics: dict[str, float] = Field(

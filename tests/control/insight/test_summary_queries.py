@@ -90,11 +90,12 @@ def test_what_nobody_has_looked_at_is_not_taken_for_healthy_after_nan(catalog: C
     made = summaries.one("run")
     (nan,) = [item for item in made.attention if item.code == "checkpoint-unhealthy"]
     assert (nan.step, nan.healthy, made.newest, made.newest_healthy) == (5, 3, 7, 3)
-    assert "step 5 has new NaN or infinite values (3)" in nan.text
+    assert "step 5 has new NaN or infinite values, first at step 4; the newest healthy one is step 3" in nan.text
     assert made.good is not None and (made.good.step, made.good.verified, made.good.copies) == (3, True, ["far"])
     with catalog.database.write() as session:
         session.get_one(CheckpointRow, ("run", 6)).healthy = True
     again = summaries.one("run")
+    assert again.nonfinite is None
     assert "checkpoint-unhealthy" not in {item.code for item in again.attention}
     assert again.good is not None and (again.good.step, again.good.verified) == (7, False)
 
@@ -207,3 +208,38 @@ def test_unreadable_run_file_is_no_obstacle(catalog: Catalog, summaries: Summari
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{")
     assert summaries.one("run").quota_bytes is None
+
+
+def test_where_nan_began(catalog: Catalog, summaries: Summaries) -> None:
+    """From the event of the first step of this line of training; the state says it in words, whatever the run does."""
+    fill(catalog, "run", 8)
+    events = Events(catalog.database, "node", lambda: BEGAN)
+    named = {"group": "model", "nan": 1, "inf": 0}
+    for step, name in ((2, "left.behind"), (4, "layers.2.mlp.up_proj"), (5, "lm_head")):
+        events.add(
+            "checkpoint-unhealthy",
+            "",
+            "run",
+            step,
+            "error",
+            tensors=[{"name": name, **named}, {"name": "b", **named}],
+            count=2,
+        )
+    with catalog.database.write() as session:
+        for step in range(8):
+            row = session.get_one(CheckpointRow, ("run", step))
+            row.healthy, row.abandoned = step < 2 or step == 3, step == 2
+            if step >= 4:
+                row.healthy = False
+    made = summaries.one("run")
+    assert made.nonfinite is not None
+    assert made.nonfinite.place == "first at step 4, layers.2.mlp.up_proj, 1 value, and 1 other tensor"
+    assert made.standing == f"{made.life} with NaN since step 4"
+    assert summaries.runs(["run"])[0].standing == made.standing
+    (nan,) = [item for item in made.attention if item.code == "checkpoint-unhealthy"]
+    assert made.nonfinite.place in nan.text
+    with catalog.database.write() as session:  # back to a healthy step, and NaN again: the first time does not count
+        for step in (4, 5, 6):
+            session.get_one(CheckpointRow, ("run", step)).abandoned = True
+    again = summaries.one("run")
+    assert again.nonfinite is not None and again.nonfinite.place == "first at step 7"

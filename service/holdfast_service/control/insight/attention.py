@@ -27,7 +27,7 @@ _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "checkpoint-missing", "rem
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first, and then what puts more data in danger."""
-    alerts = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts)]
+    alerts = [*_lost(facts, summary), *_stuck(facts, summary, training), *_failing(facts), *_held(facts, summary)]
     alerts += [*_warned(facts), *_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         alerts += _pace(summary)
@@ -176,7 +176,7 @@ _MEND = {
 _REMEDIES: dict[str, Remedy] = {"no-space": "keep-fewer", "quota-exceeded": "raise-quota"}
 
 
-def _held(facts: Facts) -> Iterator[Attention]:
+def _held(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     held = facts.held
     if held.damaged:
         yield Attention(
@@ -190,12 +190,15 @@ def _held(facts: Facts) -> Iterator[Attention]:
     if held.healthy is False:
         ill = held.newest if held.unhealthy is None else held.unhealthy
         good = (
-            "none before it is" if held.newest_healthy is None else f"the newest healthy one is step {held.newest_healthy}"
+            "none before it is healthy"
+            if held.newest_healthy is None
+            else f"the newest healthy one is step {held.newest_healthy}"
         )
+        since = "" if summary.nonfinite is None else f", {summary.nonfinite.place}"
         yield Attention(
             level="error",
             code="checkpoint-unhealthy",
-            text=f"step {ill} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
+            text=f"step {ill} has new NaN or infinite values{since}; {good}",
             hint="look at its tensors; restore `latest-healthy` if the loss is NaN too",
             step=ill,
             healthy=held.newest_healthy,

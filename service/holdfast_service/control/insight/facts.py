@@ -23,6 +23,17 @@ class Save(NamedTuple):
     measured: Mapping[str, float] = NOTHING
 
 
+class NonFiniteSince(NamedTuple):
+    """Where NaN or infinite values began. Of the tensor, None where its event is gone."""
+
+    step: int
+    group: str | None = None
+    tensor: str | None = None
+    nan: int | None = None
+    inf: int | None = None
+    tensors: int | None = None
+
+
 class CheckpointFacts(NamedTuple):
     """Totals of a run's checkpoints, and the newest one of them."""
 
@@ -45,6 +56,7 @@ class CheckpointFacts(NamedTuple):
     healthy_copies: tuple[str, ...] = ()  # and the tiers in which it is too
     metrics: Mapping[str, float] = NOTHING  # of the newest one
     newest_sound: int | None = None  # not known to be damaged, and not abandoned
+    nonfinite_since: NonFiniteSince | None = None  # while the newest one with known health is unhealthy
 
 
 class ReplicaCounts(NamedTuple):

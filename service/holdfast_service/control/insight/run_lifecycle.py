@@ -10,7 +10,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from holdfast_formats import timestamps
-from holdfast_formats.rest.measurements import Acknowledgement, RunLife, RunSummary
+from holdfast_formats.rest.measurements import Acknowledgement, FirstNonFinite, RunLife, RunSummary
 from holdfast_service.control.insight.facts import Facts
 
 IDLE_INTERVALS = 3.0  # no save has begun for so many of the usual intervals, and at least
@@ -67,6 +67,12 @@ def last_sign(facts: Facts) -> float | None:
     return max((at for at in signs if isfinite(at)), default=None)
 
 
+def standing(life: RunLife, ill: FirstNonFinite | None) -> str:
+    """What a run is doing, in words; and since when its checkpoints have NaN, if they do."""
+    word = "failed to start" if life == "failed" else life
+    return word if ill is None else f"{word} with {ill.kind} since step {ill.step}"
+
+
 def verdict(facts: Facts, summary: RunSummary) -> str:
     """One or two sentences for a person in a hurry."""
     goes_on = "nothing is committed yet" if summary.newest is None else f"it continues from step {summary.newest}"
@@ -86,7 +92,8 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
     if summary.life == "failed":
         return f"Failed to start{since}: its ranks ended before anything was saved. See the trainer's log."
     if summary.life == "finished":
-        return f"Finished{since}: its ranks have closed in order; {_newest(summary)}."
+        ill = "" if summary.nonfinite is None else f", but it has {summary.nonfinite.kind}, {summary.nonfinite.place}"
+        return f"Finished{since}: its ranks have closed in order; {_newest(summary)}{ill}."
     if summary.life == "archived":
         return f"Archived{since}; {_newest(summary)}. A new launch takes it back."
     if facts.life == "running":

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from holdfast_formats.rest.measurements import GoodCheckpoint, RunSummary, TierCopies, Trend
+from holdfast_formats.rest.measurements import FirstNonFinite, GoodCheckpoint, RunSummary, TierCopies, Trend
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight import intervals, run_lifecycle
 from holdfast_service.control.insight.attention import attention, failing
@@ -63,6 +63,7 @@ def summarise(facts: Facts) -> RunSummary:
         failures_mean_s=failures,
         last_verified=held.verified_created,
         good=_good(held),
+        nonfinite=nonfinite(held),
         copies=[
             TierCopies(tier=tier, newest=copied.newest, damaged=copied.damaged, failing=copied.failing)
             for tier, copied in sorted(facts.copies.items())
@@ -72,9 +73,15 @@ def summarise(facts: Facts) -> RunSummary:
         life=life,
         life_since=life_since,
     )
+    summary.standing = run_lifecycle.standing(summary.life, summary.nonfinite)
     summary.verdict = run_lifecycle.verdict(facts, summary)
     summary.attention = attention(facts, summary, training(facts))
     return summary
+
+
+def nonfinite(held: CheckpointFacts) -> FirstNonFinite | None:
+    """Where NaN began, if the newest checkpoints have it."""
+    return None if held.nonfinite_since is None else FirstNonFinite(**held.nonfinite_since._asdict())
 
 
 def _good(held: CheckpointFacts) -> GoodCheckpoint | None:

@@ -25,7 +25,7 @@ from holdfast_service.control.insight.attention import DEATH
 from holdfast_service.control.insight.facts import UNKNOWN, Facts, RunActivity
 from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
-from holdfast_service.control.insight.summary import interval, summarise
+from holdfast_service.control.insight.summary import interval, nonfinite, summarise
 from holdfast_service.control.insight.summary_board import KeptSummaries, SummaryBoard, seen
 from holdfast_service.storage import Tier
 
@@ -201,6 +201,7 @@ class Summaries:
                     state=facts.life,
                     life=life,
                     life_since=since,
+                    standing=run_lifecycle.standing(life, nonfinite(facts.held)),
                     owner=facts.settings.owner,
                 )
             )

@@ -28,8 +28,9 @@ from sqlalchemy.orm import Session, aliased
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
 from holdfast_service.control.findings.missing import is_over
-from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, ReplicaCounts, Save, Warned
+from holdfast_service.control.insight.facts import NOTHING, CheckpointFacts, NonFiniteSince, ReplicaCounts, Save, Warned
 
+UNHEALTHY = "checkpoint-unhealthy"
 WARNINGS = ("checkpoint-missing", "removal-waits")
 SAVES = 20  # the newest saves, which the figures are taken from
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
@@ -48,7 +49,7 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
         run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(metrics), newest_sound=newest_sound)
         for run, count, size, *more, newest_sound, metrics in rows
     }
-    return _with_copies(session, facts)
+    return _with_beginnings(session, _with_copies(session, facts))
 
 
 @lru_cache(1)
@@ -132,6 +133,46 @@ def _with_copies(session: Session, facts: dict[str, CheckpointFacts]) -> dict[st
     for run, tier in session.execute(_present(), {"pairs": pairs}):
         tiers[run].append(tier)
     return facts | {run: facts[run]._replace(healthy_copies=tuple(names)) for run, names in tiers.items()}
+
+
+@lru_cache(1)
+def _beginning() -> Executable:
+    """The first event about a step after the newest healthy one, unless training has gone on without that step."""
+    row, checkpoint = EventRow, CheckpointRow
+    left = select(checkpoint.step).where(
+        checkpoint.run == row.run, checkpoint.step == row.step, checkpoint.abandoned.is_(True)
+    )
+    between = (row.step > bindparam("healthy"), row.step <= bindparam("unhealthy"))
+    wanted = select(row.step, row.detail).where(row.kind == UNHEALTHY, row.run == bindparam("run"), *between, ~left.exists())
+    return wanted.order_by(row.id).limit(1)
+
+
+def _with_beginnings(session: Session, facts: dict[str, CheckpointFacts]) -> dict[str, CheckpointFacts]:
+    """With the place where NaN began, for runs that have it now. Few have, and each needs a query."""
+    found = dict(facts)
+    for run, held in facts.items():
+        if held.unhealthy is None:
+            continue
+        healthy = -1 if held.newest_healthy is None else held.newest_healthy
+        place = {"run": run, "healthy": healthy, "unhealthy": held.unhealthy}
+        event = session.execute(_beginning(), place).first()
+        if event is not None and event.detail.get("tensors"):
+            first = event.detail["tensors"][0]
+            since = NonFiniteSince(
+                event.step, first["group"], first["name"], first["nan"], first["inf"], event.detail.get("count")
+            )
+        else:  # events are not kept for ever
+            since = NonFiniteSince(session.execute(_first_listed(), place).scalar_one())
+        found[run] = held._replace(nonfinite_since=since)
+    return found
+
+
+@lru_cache(1)
+def _first_listed() -> Executable:
+    row = CheckpointRow
+    between = (row.step > bindparam("healthy"), row.step <= bindparam("unhealthy"))
+    ill = (row.healthy.is_(False), row.damage.is_(None), row.abandoned.is_(False))
+    return select(func.min(row.step)).where(row.run == bindparam("run"), *between, *ill)
 
 
 @lru_cache(1)

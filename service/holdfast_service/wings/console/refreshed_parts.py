@@ -92,7 +92,7 @@ def run_line(summary: RunSummary, metric: str) -> Markup:
             run=summary.run,
             level=level,
             says=f"{level}, {stands.word}" if levels else stands.word,
-            word=stands.word,
+            word=summary.standing or stands.word,
             died=stands.mark == "error" and level == "error",
             since=_when(summary.life_since) if stands.lasts else None,
             good=good.step if good else None,

@@ -89,8 +89,9 @@ def verdict(summary: RunSummary) -> Clause:
     safe = _safe(summary)
     if worst is not None and worst.level == "error":
         return Clause(f"{_upper(worst.text)}. {safe}", "error")
-    word = standing(summary.life).word
-    since = f" {ago_text(summary.life_since)}" if summary.life_since and standing(summary.life).lasts else ""
+    word = summary.standing or standing(summary.life).word
+    lasts = summary.life_since and standing(summary.life).lasts and summary.nonfinite is None
+    since = f" {ago_text(summary.life_since)}" if summary.life_since and lasts else ""
     if worst is not None:
         return Clause(f"{_upper(word)}{since}, but {worst.text}. {safe}", "warning")
     if summary.life in ("idle", "failed", "archived"):

@@ -4,7 +4,7 @@
   const island = document.getElementById("layers");
   const canvas = document.getElementById("heat");
   if (!island || !canvas) return;
-  const { health, run } = JSON.parse(island.textContent);
+  const { health, run, first } = JSON.parse(island.textContent);
   const names = Object.keys(health.layers);
   const choice = document.getElementById("what");
   const told = document.getElementById("cell");
@@ -60,6 +60,12 @@
       });
       pen.globalAlpha = 1;
     });
+    const row = names.indexOf(first.layer), column = health.steps.indexOf(first.step);
+    if (row >= 0 && column >= 0) {
+      pen.strokeStyle = colour("--text");
+      pen.lineWidth = 2;
+      pen.strokeRect(LABELS + column * width - 1, TOP + row * ROW - 1, width + 1, ROW + 1);
+    }
   }
 
   function at(event) {
@@ -90,4 +96,6 @@
   window.addEventListener("resize", draw);
   document.addEventListener("theme", draw);
   draw();
+  const opened = names.indexOf(first.layer); // where NaN began
+  if (opened >= 0) canvas.parentElement.scrollTop = TOP + opened * ROW - canvas.parentElement.clientHeight / 2;
 })();
