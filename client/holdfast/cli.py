@@ -7,138 +7,277 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from holdfast.terminal.lazy_group import LazyCommand, LazyGroup
+from holdfast.terminal.lazy_group import Entry, LazyGroup
 from holdfast_formats import model_building
 
-EXIT_STATUSES = (
-    "Exit status: 0 done · 1 something needs to be fixed (doctor), or another error · 2 the request is wrong · "
-    "3 not found · 4 conflict with the current state · 5 damaged: do not trust these bytes · 6 unavailable: "
-    "try again later · 7 denied: another token is needed."
-)
 
-
-def _entry(module: str, line: str, attribute: str | None = None, **settings: object) -> LazyCommand:
-    return LazyCommand(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, settings)
+def _entry(module: str, line: str, *examples: str, attribute: str | None = None, **settings: object) -> Entry:
+    return Entry(f"holdfast.commands.{module}", attribute or module.rpartition(".")[2], line, examples, settings)
 
 
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-
-class Commands(LazyGroup):
-    """All commands, in the order in which they are listed."""
-
-    epilog_of_each: ClassVar = EXIT_STATUSES
-    entries: ClassVar = {
-        "serve": _entry(
-            "serve",
-            "Run this machine's checkpoint daemon until it is interrupted. `holdfast serve --help` lists its flags.",
-            add_help_option=False,
-            context_settings=_AS_GIVEN,
+_GROUPS = {
+    "Look": {
+        "ls": _entry(
+            "ls",
+            "List runs, or the checkpoints of one run, newest first.",
+            "holdfast ls --sort -storage",
+            "holdfast ls llama3-8b --healthy --since 3d",
         ),
-        "ls": _entry("ls", "List runs, or the checkpoints of one run, newest first."),
-        "show": _entry("show", "Show a checkpoint: origin, files and tensors."),
+        "show": _entry(
+            "show",
+            "Show a checkpoint: origin, files and tensors.",
+            "holdfast show llama3-8b@500",
+            "holdfast show llama3-8b@latest-healthy --json",
+        ),
         "stats": _entry(
             "stats",
             "Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change.",
-        ),
-        "verify": _entry(
-            "verify",
-            "Read a checkpoint back and check every byte of every file.",
-        ),
-        "repair": _entry(
-            "repair",
-            "Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.",
+            "holdfast stats llama3-8b@500 --sort nonfinite --first 10",
         ),
         "diff": _entry(
             "diff",
             "Compare two checkpoints: which tensors are equal, missing or reshaped, and how far the others are apart.",
+            "holdfast diff llama3-8b@400 500 --group model",
+            "holdfast diff ./copy llama3-8b@500 --fast",
         ),
-        "restore": _entry(
-            "restore",
-            "Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.",
-        ),
-        "export": _entry("export", "Copy a checkpoint to a directory and verify every byte on the way."),
-        "convert": _entry(
-            "export", "Convert a checkpoint of one program to one of another, directory to directory.", "convert"
-        ),
-        "keep": _entry(
-            "retention",
-            "Set the retention policy of a run, or show it.",
-            "keep",
-        ),
-        "pin": _entry("labels_and_pins", "Pin a checkpoint.", "pin"),
-        "unpin": _entry("labels_and_pins", "Unpin a checkpoint.", "unpin"),
-        "label": _entry("labels_and_pins", "Label a checkpoint.", "label"),
-        "rm": _entry(
-            "labels_and_pins",
-            "Remove a checkpoint, or move a whole run to the trash.",
-            "rm",
-        ),
-        "undelete": _entry("runs.trash", "Bring a deleted run back from the trash.", "undelete"),
-        "trash": _entry("runs.trash", "List deleted runs that can be brought back, and the space that they take.", "trash"),
-        "note": _entry(
-            "runs.lifecycle", "Set owner and notes of a run; without options, show what is remembered of it.", "note"
-        ),
-        "acknowledge": _entry(
-            "runs.lifecycle",
-            "Acknowledge that a run has died: it is idle then, and raises no alert until it dies again.",
-            "acknowledge",
-        ),
-        "archive": _entry("runs.lifecycle", "Put a run away: it keeps its checkpoints and raises no alert.", "archive"),
-        "rename": _entry("runs.lifecycle", "Rename a run without connected ranks.", "rename"),
-        "open": _entry("serve", "Open the dashboard in a browser, signed in.", "open"),
         "top": _entry(
             "top",
             "Show how the checkpointing of all runs goes: last commit, exposure, stall, interval, and what needs attention.",
+            "holdfast top team-a- --once",
         ),
         "nodes": _entry(
-            "nodes", "Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag."
+            "nodes",
+            "Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag.",
+            "holdfast nodes",
+            "holdfast nodes --forget gpu-17",
         ),
-        "watch": _entry(
-            "watch",
-            "Show events as they happen, until interrupted.",
+        "events": _entry(
+            "events",
+            "Show the events of all runs, or of one, oldest first.",
+            "holdfast events llama3-8b --since 2h",
+            "holdfast events --kind save-aborted --follow",
         ),
-        "wait": _entry(
-            "wait",
-            "Wait until a step is a checkpoint that was read back, or until the daemon has written and verified all saves.",
+        "open": _entry(
+            "serve",
+            "Open the dashboard in a browser, signed in.",
+            "holdfast open",
+            "holdfast open --print",
+            attribute="open",
         ),
-        "doctor": _entry("doctor", "Check this machine: software, memory, storage, daemon."),
+    },
+    "Check and repair": {
+        "verify": _entry(
+            "verify",
+            "Read a checkpoint back and check every byte of every file.",
+            "holdfast verify llama3-8b@latest",
+            "holdfast verify ./copy",
+        ),
+        "repair": _entry(
+            "repair",
+            "Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.",
+            "holdfast repair llama3-8b@500",
+            "holdfast repair llama3-8b@500 --root /fast/checkpoints --from /nas/checkpoints",
+        ),
+        "doctor": _entry(
+            "doctor", "Check this machine: software, memory, storage, daemon.", "holdfast doctor --root /fast/checkpoints"
+        ),
         "bench": _entry(
-            "bench", "Measure memory, digests and the disk under --root, and estimate how long saves and restores take here."
+            "bench",
+            "Measure memory, digests and the disk under --root, and estimate how long saves and restores take here.",
+            "holdfast bench --root /fast/checkpoints --state-gib 96",
         ),
-        "demo": _entry(
-            "demo", "Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone."
+    },
+    "Copy": {
+        "restore": _entry(
+            "restore",
+            "Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.",
+            "holdfast restore llama3-8b@500 --out copy",
+            "holdfast restore llama3-8b@500 --layout tp=2,pp=2,rules=llama --all-ranks shards",
+        ),
+        "export": _entry(
+            "export",
+            "Copy a checkpoint to a directory and verify every byte on the way.",
+            "holdfast export llama3-8b@500 release --model-only",
+            "holdfast export llama3-8b@500 release --as hf --weights ema --dtype bf16",
         ),
         "import": _entry(
             "import_",
             "Create a committed checkpoint from a checkpoint of another program.",
+            "holdfast import ./Llama-3-8B llama3-8b@0 --dry-run",
+            "holdfast import ./Llama-3-8B llama3-8b@0 --root /fast/checkpoints",
         ),
-        "merge": _entry("import_", "Merge checkpoints of one architecture into a new one", "merge"),
-        "jobs": _entry("jobs", "Submit, list, watch and cancel background jobs of the service.", "app"),
+        "convert": _entry(
+            "export",
+            "Convert a checkpoint of one program to one of another, directory to directory.",
+            "holdfast convert ./checkpoint-500 ./release --as hf --dtype bf16",
+            attribute="convert",
+        ),
+        "merge": _entry(
+            "import_",
+            "Merge checkpoints of one architecture into a new one",
+            "holdfast merge recipe.yml merged@0 --dry-run",
+            "holdfast merge llama3-8b merged@0 --average-last 5",
+            attribute="merge",
+        ),
+    },
+    "Keep and remove": {
+        "keep": _entry(
+            "retention",
+            "Set the retention policy of a run, or show it.",
+            "holdfast keep llama3-8b",
+            "holdfast keep llama3-8b --last 2 --every-steps 1000 --dry-run",
+            attribute="keep",
+        ),
+        "pin": _entry("labels_and_pins", "Pin a checkpoint.", "holdfast pin llama3-8b@500", attribute="pin"),
+        "unpin": _entry("labels_and_pins", "Unpin a checkpoint.", "holdfast unpin llama3-8b@500", attribute="unpin"),
+        "label": _entry(
+            "labels_and_pins",
+            "Label a checkpoint.",
+            "holdfast label llama3-8b@500 release-1",
+            "holdfast label llama3-8b@500 release-1 --remove",
+            attribute="label",
+        ),
+        "rm": _entry(
+            "labels_and_pins",
+            "Remove a checkpoint, or move a whole run to the trash.",
+            "holdfast rm llama3-8b@500 --dry-run",
+            "holdfast rm old-sweep -y",
+            attribute="rm",
+        ),
+        "trash": _entry(
+            "runs.trash",
+            "List deleted runs that can be brought back, and the space that they take.",
+            "holdfast trash",
+            "holdfast trash --empty old-sweep",
+            attribute="trash",
+        ),
+        "undelete": _entry(
+            "runs.trash", "Bring a deleted run back from the trash.", "holdfast undelete old-sweep", attribute="undelete"
+        ),
+        "rename": _entry(
+            "runs.lifecycle",
+            "Rename a run without connected ranks.",
+            "holdfast rename test-3 llama3-8b-long",
+            attribute="rename",
+        ),
+        "note": _entry(
+            "runs.lifecycle",
+            "Set owner and notes of a run; without options, show what is remembered of it.",
+            "holdfast note llama3-8b --owner alice --notes 'second data mix'",
+            attribute="note",
+        ),
+        "acknowledge": _entry(
+            "runs.lifecycle",
+            "Acknowledge that a run has died: it is idle then, and raises no alert until it dies again.",
+            "holdfast acknowledge llama3-8b",
+            attribute="acknowledge",
+        ),
+        "archive": _entry(
+            "runs.lifecycle",
+            "Put a run away: it keeps its checkpoints and raises no alert.",
+            "holdfast archive old-sweep",
+            attribute="archive",
+        ),
+    },
+    "Operate": {
+        "serve": _entry(
+            "serve",
+            "Run this machine's checkpoint daemon until it is interrupted.",
+            "holdfast serve --root /fast/checkpoints --keep 5",
+            add_help_option=False,
+            context_settings=_AS_GIVEN,
+        ),
+        "wait": _entry(
+            "wait",
+            "Wait until a step is a checkpoint that was read back, or until the daemon has written and verified all saves.",
+            "holdfast wait llama3-8b@500 --timeout 3600 && python evaluate.py",
+            "holdfast wait --idle && systemctl poweroff",
+        ),
+        "jobs": _entry(
+            "jobs",
+            "Submit, list, watch and cancel background jobs of the service.",
+            "holdfast jobs ls --state running",
+            "holdfast jobs show 12 --follow",
+            "holdfast jobs submit verify llama3-8b@500 --follow",
+            "holdfast jobs cancel 12",
+            attribute="app",
+        ),
+        "catalog": _entry(
+            "catalog",
+            "The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.",
+            "holdfast catalog check",
+            "holdfast catalog rebuild --root /fast/checkpoints",
+            "holdfast catalog adopt --root /fast/checkpoints --catalog postgresql://db/holdfast",
+            attribute="app",
+        ),
         "notify": _entry(
             "notifications.notify",
             "Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.",
-            "app",
+            "holdfast notify ls",
+            "holdfast notify test team-chat",
+            attribute="app",
         ),
-        "token": _entry("access.token", "Create, rotate, list and revoke the tokens that the service requires.", "app"),
-        "quota": _entry("access.quota", "Show and set how many bytes all runs of a team may hold together.", "app"),
-        "whoami": _entry("access.whoami", "Show your name for the service, and your permissions."),
-        "audit": _entry("access.audit", "Show the audit log: every change, and every refused request, newest first."),
         "programs": _entry(
-            "programs", "Mapping programs: how the tensors of one layout of names become those of another.", "app"
+            "programs",
+            "Mapping programs: how the tensors of one layout of names become those of another.",
+            "holdfast programs list",
+            "holdfast programs show hf-megatron",
+            "holdfast programs check mine.toml --checkpoint llama3-8b@500",
+            attribute="app",
         ),
-        "catalog": _entry(
-            "catalog", "The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.", "app"
+        "token": _entry(
+            "access.token",
+            "Create, rotate, list and revoke the tokens that the service requires.",
+            "holdfast token create ci --scope write --runs 'team-a-*' --expires 30d",
+            "holdfast token ls",
+            "holdfast token rotate ci --grace 1d",
+            "holdfast token revoke ci",
+            attribute="app",
         ),
-    }
+        "whoami": _entry("access.whoami", "Show your name for the service, and your permissions.", "holdfast whoami"),
+        "audit": _entry(
+            "access.audit",
+            "Show the audit log: every change, and every refused request, newest first.",
+            "holdfast audit --who alice --since 3d",
+            "holdfast audit --refused --csv",
+        ),
+        "quota": _entry(
+            "access.quota",
+            "Show and set how many bytes all runs of a team may hold together.",
+            "holdfast quota ls",
+            "holdfast quota set 'team-a-*' 20TB",
+            "holdfast quota rm 'team-a-*'",
+            attribute="app",
+        ),
+        "demo": _entry(
+            "demo",
+            "Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone.",
+            "holdfast demo --directory demo-output",
+        ),
+        "help": _entry(
+            "help",
+            "Show the help of a command, or what the exit statuses mean.",
+            "holdfast help token create",
+            "holdfast help exit",
+        ),
+    },
+}
+
+
+class Commands(LazyGroup):
+    """All commands, in the groups and the order in which they are listed."""
+
+    groups: ClassVar = _GROUPS
 
 
 app = typer.Typer(
     name="holdfast",
     cls=Commands,
     help="Checkpoints for model training: saved without stalling, verified by digests, restored to any parallel layout.",
-    epilog=EXIT_STATUSES,
+    epilog="`holdfast help COMMAND` shows the help of a command, `holdfast help exit` the exit statuses.",
     no_args_is_help=True,
     pretty_exceptions_enable=sys.stderr.isatty(),
     pretty_exceptions_show_locals=False,  # they could show secrets

@@ -51,7 +51,7 @@ class Service:
 
 
 class Watcher:
-    """Follows the events of a service over all its lives, as `holdfast watch` does."""
+    """Follows the events of a service over all its lives, as `holdfast events --follow` does."""
 
     def __init__(self, url: str) -> None:
         self.ids: list[int] = []

@@ -11,7 +11,7 @@ from holdfast.read.checkpoint_index import CheckpointIndex, RunListing, ServiceI
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import completion, console, run_lists
-from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.options import AsJson, Root, Since, Url
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.measurements import RUN_SORTS
@@ -23,12 +23,6 @@ State = Annotated[
         "--state",
         metavar="STATE",
         help="Only checkpoints in this state: committed, verified, unhealthy, abandoned or damaged.",
-    ),
-]
-Since = Annotated[
-    str | None,
-    typer.Option(
-        "--since", metavar="TIME", help="Only checkpoints since this time: 2030-01-31, or an age such as 12h or 3d."
     ),
 ]
 Healthy = Annotated[

@@ -61,7 +61,7 @@ class _Awaited:
             if time.monotonic() - began >= timeout:
                 raise DeadlineExceeded(
                     f"after {timeout:.0f} s, {self._why}",
-                    hint=f"see `holdfast ls {self._run}`, and `holdfast watch {self._run} --after 0` for saves that failed",
+                    hint=f"see `holdfast ls {self._run}`, and `holdfast events {self._run}` for saves that failed",
                 )
             time.sleep(LOOK_S)
         if as_json:

@@ -11,6 +11,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 
 _AGO = re.compile(r"(\d{1,6})(s|min|h|d|w)")
+_DAYS_AGO = {"today": 0, "yesterday": 1}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -43,14 +44,18 @@ NO_FILTER = Filter()
 
 
 def since(text: str | None, now: datetime | None = None) -> str | None:
-    """Parse a time, `2030-01-31` or `90min`, `12h`, `3d` ago, into RFC 3339; `InvalidRequest`."""
+    """Parse a time (`2030-01-31`, `2030-01-31T12:00`), an age (`90min`, `12h`, `3d`), or `today` or `yesterday`, whose
+    beginnings are meant, in UTC, into RFC 3339; `InvalidRequest`.
+    """
     if text is None:
         return None
-    ago = _AGO.fullmatch(text)
-    if ago is None:
-        return timestamps.write(_time(text), "auto")
-    at = (now or datetime.now(timezone.utc)) - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]])
-    return timestamps.write(at, "seconds")
+    now, ago = now or datetime.now(timezone.utc), _AGO.fullmatch(text)
+    if ago is not None:
+        return timestamps.write(now - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]]), "seconds")
+    if text in _DAYS_AGO:
+        midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        return timestamps.write(midnight - timedelta(days=_DAYS_AGO[text]), "seconds")
+    return timestamps.write(_time(text), "auto")
 
 
 def _time(text: str) -> datetime:
@@ -58,5 +63,6 @@ def _time(text: str) -> datetime:
         return timestamps.read(text)
     except ValueError as error:
         raise InvalidRequest(
-            f"{text!r} is not a time", hint="give 2030-01-31T12:00:00Z, or how long ago: 12h, 3d"
+            f"{text!r} is not a time",
+            hint="give 2030-01-31T12:00 in UTC, how long ago (90min, 12h, 3d), today or yesterday",
         ) from error

@@ -34,6 +34,12 @@ Root = Annotated[
     typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),
 ]
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the service at this URL.")]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        "--since", metavar="TIME", help="Only since then: 90min, 2h or 3d ago, today, yesterday, 2030-01-31[T12:00], in UTC."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Checkpoint = Annotated[
     str,

@@ -1,8 +1,9 @@
-"""`holdfast jobs` and `holdfast watch`, against the real service."""
+"""`holdfast jobs` and `holdfast events`, against the real service."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,26 +91,49 @@ def test_errors_end_with_their_status(service: Served, arguments: list[object], 
     assert call("jobs", *arguments).exit_code == status
 
 
-def test_watch_shows_events(service: Served) -> None:
-    """From the oldest on with --after 0; with --json one object a line; of one run or kind."""
+def test_events_shows_the_past_and_ends(service: Served) -> None:
+    """Oldest first; of one run or kind, the newest N, since a time, after an ID; with --json one object a line."""
     for step in range(3):
         service.services.control.events.add("checkpoint-committed", f"step {step} is committed", "a", step)
     service.services.control.events.add("save-aborted", "it went wrong", "b", 1, "warning")
-    shown = call("watch", "--after", 0, "-n", 4)
+    shown = call("events")
     assert shown.exit_code == 0
-    assert "step 2 is committed" in shown.output and "save-aborted" in shown.output
-    lines = call("watch", "a", "--after", 1, "-n", 2, "--json").output.splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    assert "it went wrong" in call("watch", "--kind", "save-aborted", "--after", 0, "-n", 1).output
-    assert call("watch", "--kind", "nonsense").exit_code == 2
+    assert [line.split()[2] for line in shown.output.splitlines()] == ["checkpoint-committed"] * 3 + ["save-aborted"]
+    for words, steps in (
+        (("a",), [0, 1, 2]),
+        (("a", "--after", 1), [1, 2]),
+        (("a", "-n", 1), [2]),
+        (("a", "--since", "2h"), [0, 1, 2]),
+        (("a", "--since", "2999-01-01"), []),
+    ):
+        lines = call("events", *words, "--json").output.splitlines()
+        assert [json.loads(line)["step"] for line in lines] == steps
+    assert "it went wrong" in call("events", "--kind", "save-aborted").output
+    assert call("events", "--kind", "nonsense").exit_code == call("events", "--count", 2).exit_code == 2
 
 
-def test_watch_says_what_is_forgotten(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_follows(service: Served) -> None:
+    """Past events once, then those that happen."""
+    control = service.services.control
+    for step in range(3):
+        control.events.add("checkpoint-committed", f"step {step} is committed", "a", step)
+    later = threading.Timer(0.5, control.events.add, ("checkpoint-committed", "one more", "a", 3))
+    later.start()
+    for words in (("--last", 2), ("--after", 1), ("--since", "1h", "-n", 2)):
+        lines = call("events", "a", "--follow", "--count", 2, "--json", *words).output.splitlines()
+        assert [json.loads(line)["step"] for line in lines] in ([1, 2], [2, 3])
+    last = call("events", "a", "--follow", "--count", 1, "--json", "--after", 3).output
+    assert json.loads(last)["step"] == 3
+    later.join()
+
+
+def test_events_says_what_is_forgotten(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gap, on stderr or as a line of its own."""
     monkeypatch.setattr(events, "EVENTS_MAX", 2)
     monkeypatch.setattr(events, "TRIM_EVERY", 2)
     for step in range(6):
         service.services.control.events.add("checkpoint-committed", "it is", "a", step)
-    lines = call("watch", "--after", 1, "-n", 1, "--json").output.splitlines()
+    follow = ("events", "--after", 1, "-f", "--count", 1)
+    lines = call(*follow, "--json").output.splitlines()
     assert [json.loads(line).get("gap") for line in lines] == [{"asked": 1, "oldest": 5}, None]
-    assert "no longer stored; continuing with 5" in call("watch", "--after", 1, "-n", 1).output
+    assert "no longer stored; continuing with 5" in call(*follow).output

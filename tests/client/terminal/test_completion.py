@@ -33,7 +33,7 @@ def test_runs_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with served(tmp_path) as service:
         monkeypatch.setenv("HOLDFAST_URL", service.url)
         assert offered("holdfast show tiny@") == ["tiny@latest", "tiny@latest-healthy", "tiny@best", "tiny@10", "tiny@5"]
-        for command in ("ls", "keep", "rename", "archive", "acknowledge", "note", "watch"):
+        for command in ("ls", "keep", "rename", "archive", "acknowledge", "note", "events"):
             assert offered(f"holdfast {command} tin") == ["tiny"]
         assert offered("holdfast undelete ti") == []
         httpx.delete(f"{service.url}/v1/runs/titan").raise_for_status()

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from holdfast.rest import filters
 from holdfast.rest.api import PAGE_ITEMS
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Url
+from holdfast.terminal.options import AsJson, Since, Url
 from holdfast_formats.printable import visible_lines
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.access import AuditEntry
@@ -17,7 +18,6 @@ from holdfast_formats.rest.access import AuditEntry
 RankIdentity = Annotated[str | None, typer.Option("--who", metavar="NAME", help="Only entries of this author.")]
 Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only entries about this run.")]
 Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind.")]
-Since = Annotated[str | None, typer.Option("--since", metavar="TIME", help="Only from this time on: 2030-01-31T12:00:00Z.")]
 Refused = Annotated[bool, typer.Option("--refused", help="Only requests that were refused.")]
 Count = Annotated[int, typer.Option("--count", "-n", metavar="N", help="At most N entries.", min=1)]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
@@ -35,8 +35,9 @@ def audit(  # noqa: PLR0913 - options of a command
     as_json: AsJson = False,
 ) -> None:
     """Show the audit log: every change, and every refused request, newest first."""
-    query = {"who": who, "run": run, "kind": kind, "since": since, "refused": "true" if refused else None}
+    query = {"who": who, "run": run, "kind": kind, "refused": "true" if refused else None}
     with console.service(url, as_json) as api:
+        query["since"] = filters.since(since)
         if as_csv:
             limit = str(min(count, 1000))
             params = {name: value for name, value in {**query, "format": "csv", "limit": limit}.items() if value}

@@ -1,0 +1,52 @@
+"""`holdfast help`: the help of a command, and the exit statuses of all."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.terminal import console
+from holdfast_formats.errors import InvalidRequest
+
+EXIT = "exit"
+EXIT_STATUSES = (
+    (0, "done", ""),
+    (
+        1,
+        "`doctor` found something, `catalog` found or left a difference, the demo failed, you answered no, or "
+        "an error of no other kind",
+        "read the message",
+    ),
+    (2, "the request is wrong", "change it"),
+    (3, "not found", "look with `holdfast ls`"),
+    (4, "conflict: another client was first, or the checkpoint is pinned", "look, then decide"),
+    (5, "damaged", "do not use these bytes; restore another step"),
+    (6, "unavailable: daemon, storage, space or time", "fix it, or try again"),
+    (7, "denied: no token, or one that may not do this", "use another token"),
+)
+
+Topic = Annotated[list[str] | None, typer.Argument(metavar="[COMMAND…|exit]", help="A command, or `exit`.")]
+
+
+def help(context: typer.Context, topic: Topic = None) -> None:
+    """Show the help of a command, or what the exit statuses mean."""
+    if topic == [EXIT]:
+        table = console.table("STATUS", "MEANING", "WHAT TO DO", right=("STATUS",), wrap=("MEANING", "WHAT TO DO"))
+        for status, meaning, advice in EXIT_STATUSES:
+            table.add_row(str(status), meaning, advice)
+        console.show(table)
+        return
+    with console.reporting(as_json=False):
+        above: Any = context.parent
+        for name in topic or ():
+            above = _below(above, name)
+    print(above.get_help())
+
+
+def _below(above: Any, name: str) -> Any:
+    """The context of a command that a context's command has."""
+    if name not in getattr(above.command, "commands", {}):
+        raise InvalidRequest(f"there is no command {name!r}", hint="`holdfast --help` lists them; `holdfast help exit`")
+    _, command, _ = above.command.resolve_command(above, [name])
+    return type(above)(command, info_name=name, parent=above)
