@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -38,10 +39,10 @@ def snippets(page: Path) -> list[Snippet]:
     ]
 
 
-def script(page: Path) -> str:
+def script(parts: list[Snippet]) -> str:
     """One shell script of all snippets: files are written, daemons go on in the background, Python runs."""
     lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
-    for language, title, text in snippets(page):
+    for language, title, text in parts:
         if language == "python":
             lines.append(f"cat > {shlex.quote(title or 'snippet.py')} <<'SNIPPET'\n{text}SNIPPET")
             lines += [] if title else ["python snippet.py"]
@@ -52,8 +53,8 @@ def script(page: Path) -> str:
     return "\n".join(lines)
 
 
-def run(page: Path, **variables: str) -> str:
-    """What the snippets printed. The page's daemon has a port, a socket and a home of its own."""
+def run(page: Path, before: Sequence[Snippet] = (), **variables: str) -> str:
+    """What the snippets printed, after those of a test. The page's daemon has a port, a socket and a home of its own."""
     with tempfile.TemporaryDirectory(prefix="page", dir="/tmp") as place:
         programs = Path(place) / "bin"
         programs.mkdir()
@@ -75,7 +76,7 @@ def run(page: Path, **variables: str) -> str:
         (Path(place) / "work").mkdir()
         with tempfile.TemporaryFile() as output:
             shell = subprocess.Popen(
-                ["bash", "-c", script(page)],
+                ["bash", "-c", script([*before, *snippets(page)])],
                 cwd=Path(place) / "work",
                 env=about | variables,
                 stdin=subprocess.DEVNULL,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
+from holdfast_formats import errors
 from tests import snippets
-from tests.snippets import TOP
+from tests.snippets import BESIDE, TOP, Snippet
 
 DOCS = TOP / "docs"
 
@@ -39,3 +42,63 @@ def test_from_torch_save() -> None:
     assert begins(said) == [100]
     assert "would import  mine@100" in said and "imported  mine@100" in said
     assert "tensors: ['0.bias', '0.weight', '2.bias', '2.weight']" in said
+
+
+# A run that dies in step 500, with NaN, and of which one byte changes on the disk.
+DYING = """
+import os, signal, torch
+from holdfast import Checkpointer
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+with Checkpointer("llama3-8b", {"model": model, "optim": optimizer}) as checkpointer:
+    start = checkpointer.restore()
+    print(f"begins after step {start}", flush=True)
+    for step in range(start + 1, 601):
+        model(torch.randn(8, 64)).pow(2).mean().backward()
+        optimizer.step()
+        if step == 500:
+            checkpointer.fence()
+            model.weight.data[0, 0] = torch.nan
+        if step % 100 == 0:
+            checkpointer.save(step, metrics={"loss": 1.0 / step}, wait="durable")
+        if step == 500:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+BEFORE = [
+    Snippet("sh", BESIDE, "holdfast serve --root holdfast-data --replica nas=nas\n"),
+    Snippet("python", "train.py", DYING),
+    Snippet("sh", "", "python train.py || echo died; holdfast wait llama3-8b@500\n"),
+    Snippet("sh", "", "until holdfast show llama3-8b@300 | grep -q 'nas (present'; do sleep 0.2; done\n"),
+    Snippet(
+        "python",
+        "",
+        "with open('holdfast-data/llama3-8b/checkpoints/step-00000300/model.safetensors', 'r+b') as file:\n"
+        "    file.seek(-5, 2)\n    file.write(b'\\x55')\n",
+    ),
+]
+
+
+def test_when_something_went_wrong() -> None:
+    """Of a run that died, with NaN and damage, each command of the page does what the page says."""
+    said = snippets.run(DOCS / "when-something-went-wrong.md", BEFORE)
+    assert begins(said) == [0, 500, 600]
+    assert re.search(r"^llama3-8b\t.*\tdied$", said, re.MULTILINE), said
+    assert re.search(r"^model\tweight\tF32\t[1-9]", said, re.MULTILINE), said
+    assert re.search(r"^repaired .*checkpoints/300", said, re.MULTILINE), said
+    assert re.search(r"^kept: ", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("name", ["when-something-went-wrong.md", "when-something-went-wrong.zh-CN.md"])
+def test_buttons_and_codes_that_help_exist(name: str) -> None:
+    """Each button and alert that the page tells people to look for is on the pages, and each code is an error's."""
+    text = (DOCS / name).read_text()
+    console = TOP / "service" / "holdfast_service" / "wings" / "console"
+    pages = "\n".join(path.read_text() for path in sorted(console.rglob("*")) if path.suffix in {".py", ".html"})
+    shown = {re.sub(r" \d+$", "", word) for word in re.findall(r"`([A-Z][a-z]\w* ?[^`(]*)`", text)}
+    buttons = {word for word in shown if not hasattr(errors, word)} - {"SaveWarning"}
+    assert {"Resume from step", "Acknowledge", "Died"} <= buttons
+    assert [word for word in sorted(buttons) if word not in pages] == []
+    codes = {error.code for error in vars(errors).values() if isinstance(error, type) and hasattr(error, "code")}
+    listed = re.findall(r"`([a-z-]+)`", "\n".join(re.findall(r"^\| (`[a-z]+-[a-z-]+`[^|]*)", text, re.MULTILINE)))
+    assert len(listed) > 6 and set(listed) <= codes
