@@ -83,7 +83,7 @@ def test_when_something_went_wrong() -> None:
     """Of a run that died, with NaN and damage, each command of the page does what the page says."""
     said = snippets.run(DOCS / "when-something-went-wrong.md", BEFORE)
     assert begins(said) == [0, 500, 600]
-    assert re.search(r"^llama3-8b\t.*\tdied$", said, re.MULTILINE), said
+    assert re.search(r"^llama3-8b\t.*\tdied\b", said, re.MULTILINE), said
     assert re.search(r"^model\tweight\tF32\t[1-9]", said, re.MULTILINE), said
     assert re.search(r"^repaired .*checkpoints/300", said, re.MULTILINE), said
     assert re.search(r"^kept: ", said, re.MULTILINE), said
