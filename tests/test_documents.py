@@ -112,6 +112,13 @@ def test_the_journeys_of_the_architecture_exist() -> None:
             found = getattr(found, name)
 
 
+def test_the_picture_says_the_same_in_light_and_dark() -> None:
+    """Its two files differ in their colours alone."""
+    light, dark = ((TOP / "docs" / "pictures" / f"how-it-works-{kind}.svg").read_text() for kind in ("light", "dark"))
+    assert light != dark
+    assert re.sub(r"#[0-9a-f]{6}", "", light) == re.sub(r"#[0-9a-f]{6}", "", dark)
+
+
 def test_a_word_is_explained_in_one_place() -> None:
     """The glossary has the product's words, the architecture those of the code alone; both languages have 40 at most."""
     explained = [re.findall(r"^\| ([^|]+?) \| [^|]+\|$", page.read_text(), re.MULTILINE)[1:] for page in in_both("glossary")]
