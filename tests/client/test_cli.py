@@ -332,7 +332,7 @@ def test_serve_without_its_dependencies(root: Path, monkeypatch: pytest.MonkeyPa
     result = call("serve")
     assert result.exit_code == 2
     assert "no_such_module" in result.stderr
-    assert "pip install 'holdfast-checkpoint[service]'" in result.stderr
+    assert "[service]" in result.stderr
 
 
 def test_help_documents_exit_statuses() -> None:
@@ -417,3 +417,23 @@ def test_lines_of_events_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -
     events._line({"text": "a\x9b2J\u202eb"})
     shown = capsys.readouterr().out
     assert json.loads(shown) == {"text": "a\x9b2J\u202eb"} and shown.isascii()
+
+
+def test_what_asks_names_the_option_where_nothing_answers(service: Served) -> None:
+    """`rm` in a script says how it is told not to ask, and removes nothing; a no is a no."""
+    url = ("--url", service.url)
+    silent = call("rm", "tiny@5", *url)
+    assert silent.exit_code == 2 and "nothing was removed" in silent.stderr and "-y (--yes)" in silent.stderr
+    assert call("rm", "tiny@5", *url, stdin="n\n").exit_code == 1
+    assert [made["step"] for made in call_json("ls", "tiny", *url)] == [10, 5]
+    assert call("rm", "tiny@5", *url, stdin="y\n").exit_code == 0
+
+
+def test_a_token_without_an_end_and_a_quota_below_use_are_warned_of(service: Served) -> None:
+    """On stderr; what was asked for is done."""
+    url = ("--url", service.url)
+    endless, ending = call("token", "create", "a", *url), call("token", "create", "b", "--expires", "1d", *url)
+    assert "never expires" in endless.stderr and "never expires" not in ending.stderr
+    small, large = call("quota", "set", "*", "1kB", *url), call("quota", "set", "*", "1TB", *url)
+    assert "hold more than that" in small.stderr and "hold more" not in large.stderr
+    assert small.exit_code == large.exit_code == 0

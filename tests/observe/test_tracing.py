@@ -26,9 +26,7 @@ from tests.control.published import a_row
 from tests.databases import sqlite_catalog
 from tests.serving import served
 
-pytest.importorskip(
-    "opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed (pip install 'holdfast-checkpoint[otel]')"
-)
+pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed (the extra `otel`)")
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -158,7 +156,7 @@ def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     """An endpoint without the SDK is a warning that says what to install."""
     monkeypatch.setattr(watching, "find_spec", lambda name: None)
     watching.start_tracing({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}, "node-1")()
-    assert "holdfast-checkpoint[otel]" in caplog.text and not tracing.tracing()
+    assert "[otel]" in caplog.text and not tracing.tracing()
 
 
 def test_an_endpoint_starts_tracing() -> None:

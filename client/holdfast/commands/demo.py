@@ -10,6 +10,7 @@ import typer
 
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.installing import install
 
 _NEEDED = ("torch", "transformers", "safetensors", "fastapi", "uvicorn")
 Directory = Annotated[Path, typer.Option("--directory", metavar="DIR", help="Where everything is kept.")]
@@ -33,7 +34,7 @@ def demo(
     with console.reporting(as_json=False):
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing:
-            raise InvalidRequest(f"the demo needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[demo]'")
+            raise InvalidRequest(f"the demo needs {', '.join(missing)}", hint=install("demo"))
         from holdfast.demo import main
 
         raise typer.Exit(main(directory, steps, keep_daemon, device))

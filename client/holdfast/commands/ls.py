@@ -77,7 +77,7 @@ def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: b
     columns = lists.runs(isinstance(library, ServiceIndex), extra)
     console.listed(columns, runs, f"No runs in {library.label}.", as_json)
     if not as_json and (left := len(summaries) - len(runs)):
-        _warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
+        console.warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 
 
 def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:
@@ -92,11 +92,11 @@ def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, health
         console.listed(lists.checkpoints(isinstance(library, ServiceIndex)), listing.checkpoints, nothing, False)
     for checkpoint in listing.checkpoints:
         if checkpoint.damage is not None:
-            _warn(f"step {checkpoint.step} is damaged: {checkpoint.damage.get('detail', 'unknown')}")
+            console.warn(f"step {checkpoint.step} is damaged: {checkpoint.damage.get('detail', 'unknown')}")
     for step in _missing(library, run):
-        _warn(f"step {step} is gone: removed from the storage, and not by Holdfast (`holdfast repair {run}@{step}`)")
+        console.warn(f"step {step} is gone: removed from the storage, and not by Holdfast (`holdfast repair {run}@{step}`)")
     for error in listing.unreadable:
-        _warn(f"unreadable: {error.detail}")
+        console.warn(f"unreadable: {error.detail}")
 
 
 def _missing(library: CheckpointIndex, run: str) -> list[int]:
@@ -109,7 +109,3 @@ def _missing(library: CheckpointIndex, run: str) -> list[int]:
         return runs.about(library.api, run).missing[:MISSING_SHOWN]
     except NoSuchResource:  # an older service
         return []
-
-
-def _warn(text: str) -> None:
-    console.err().print(text, style="yellow", markup=False)

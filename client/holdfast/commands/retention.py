@@ -134,7 +134,7 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
             raise InvalidRequest(f"nothing was changed: this would {acts} checkpoints, and --json needs --yes for that")
         show(foreseen)
         question = f"{acts.capitalize()} these checkpoints in {api.url}, and later ones as the rules say?"
-        typer.confirm(question, abort=True, err=True)
+        console.confirm(question, "nothing was changed", as_json)
     return retention.set_policy(api, run, wanted, before.tag)
 
 

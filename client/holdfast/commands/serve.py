@@ -17,9 +17,10 @@ from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.installing import install
 from holdfast_formats.rest.operations import Link
 
-# Import names of the `holdfast-checkpoint[service]` extra; listed here because the client must not import the service.
+# Import names of the extra `service`; listed here because the client must not import the service.
 _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "zstandard")
 
 PagePart = Annotated[
@@ -42,7 +43,7 @@ def check_installed() -> None:
     """Raise `InvalidRequest` if the service's dependencies are not installed."""
     missing = [name for name in ("holdfast_service", *_EXTRAS) if importlib.util.find_spec(name) is None]
     if missing:
-        raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[service]'")
+        raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint=install("service"))
 
 
 def open(url: Url = None, shown: PagePart = False) -> None:

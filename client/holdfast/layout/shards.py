@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from holdfast.read.requests import Want
 from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.installing import install
 from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.region import Box
@@ -27,7 +28,7 @@ def check_framework(framework: str) -> None:
     if framework not in get_args(Framework):
         raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
     if framework == "torch" and find_spec("torch") is None:
-        raise InvalidRequest("torch is not installed", hint="pip install 'holdfast-checkpoint[torch]', or use numpy arrays")
+        raise InvalidRequest("torch is not installed", hint=f"{install('torch')}; or use numpy arrays")
 
 
 def nbytes(local: LocalTensor) -> int:

@@ -23,6 +23,7 @@ from typing import BinaryIO
 from holdfast.config import default_socket
 from holdfast.link import roots
 from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone
+from holdfast_formats.installing import install
 
 EXIT_WHEN_IDLE_S = 30
 START_TIMEOUT_S = 60.0
@@ -50,7 +51,7 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
             "cannot start an embedded daemon: the service is not installed here",
-            hint="pip install 'holdfast-checkpoint[service]', or start a daemon elsewhere and give its socket or URL as at=",
+            hint=f"{install('service')}; or start a daemon elsewhere and give its socket or URL as at=",
         )
     try:
         return _start(root.absolute(), but)

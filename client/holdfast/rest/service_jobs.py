@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.rest.api import Api
 from holdfast_formats.errors import CheckpointError, RoundAborted, from_problem
+from holdfast_formats.installing import install
 from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.rest.offline import OfflineWork
 from holdfast_formats.rest.operations import Job
@@ -66,9 +67,7 @@ def offline(work: OfflineWork, on_bytes: OnBytes | None = None) -> dict[str, Any
         errors.seek(0)
         why = (errors.read().strip().splitlines() or ["see its output above, if there is any"])[-1]
     if problem is None:
-        raise CheckpointError(
-            f"{PROGRAM} exited with status {status}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
-        )
+        raise CheckpointError(f"{PROGRAM} exited with status {status}: {why}", hint=install("service"))
     if status:
         raise from_problem(problem)
     return problem

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.installing import install
 from holdfast_formats.rest.offline import TokenWork
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Token, TokenRequest
 
@@ -66,6 +67,6 @@ class RootTokens(NamedTuple):
         if importlib.util.find_spec("holdfast_service") is None:  # checked here because the client may not import it
             raise InvalidRequest(
                 "changing a root's tokens needs the service's dependencies",
-                hint="pip install 'holdfast-checkpoint[service]'",
+                hint=install("service"),
             )
         return service_jobs.offline(TokenWork(root=str(self.root), catalog=self.catalog, **work))

@@ -94,10 +94,17 @@ def answer(value: Any, text: str | Text | Callable[[], None], as_json: bool) -> 
 
 
 def confirm(question: str, undone: str, as_json: bool) -> None:
-    """Ask on the terminal; `InvalidRequest` with what was not done if the output is JSON."""
+    """Ask on the terminal; `InvalidRequest` with what was not done if the output is JSON, or if nothing answers."""
     if as_json:
-        raise InvalidRequest(f"{undone}: --json needs --yes")
-    typer.confirm(question, abort=True, err=True)
+        raise InvalidRequest(f"{undone}: --json does not ask", hint="add -y (--yes)")
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise InvalidRequest(f"{undone}: there is no terminal to ask on", hint="add -y (--yes)") from None
+    if not agreed:
+        raise typer.Abort
 
 
 def print_json(value: Any) -> None:
@@ -124,6 +131,11 @@ def reporting(as_json: bool) -> Iterator[None]:
             if error.hint:
                 console.print(Text.assemble(("hint: ", "bold"), error.hint))
         raise typer.Exit(exit_status(error)) from error
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    err().print(text, style="yellow", markup=False)
 
 
 def table(*columns: str, right: Sequence[str] = (), drop: Sequence[str] = (), wrap: Sequence[str] = ()) -> Table:

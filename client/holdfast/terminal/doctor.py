@@ -24,6 +24,7 @@ from holdfast.terminal.console import human_bytes
 from holdfast.terminal.probes import Finding
 from holdfast_formats import memory_bounds
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.installing import install
 
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 6)
@@ -74,7 +75,7 @@ def _software() -> Iterator[Finding]:
             "daemon",
             "warn",
             "dependencies are missing",
-            "pip install 'holdfast-checkpoint[service]' on the daemon's machine",
+            f"on the daemon's machine: {install('service')}",
         )
 
 

@@ -122,7 +122,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
     )
     yield Finding("service", "ok", f"{api.url}: {text}")
     if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
-        advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
+        advice = "install the same minor version on both sides"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
     median = statistics.median(times)
     what = f"{median * 1000:.1f} ms per request"

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
+from holdfast_formats.installing import install
 from holdfast_service import __version__
 from holdfast_service.config import Config, notify_socket, otel_environment
 from holdfast_service.control.database.database import Database
@@ -20,7 +21,6 @@ from holdfast_service.observe import tracing
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-_HINT = "pip install 'holdfast-checkpoint[otel]'"
 
 
 def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
@@ -42,13 +42,13 @@ def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], Non
     if not wanted or off:
         return lambda: None
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        log.warning("OTEL_* sets an endpoint for spans, but the OpenTelemetry SDK is not installed: %s", _HINT)
+        log.warning("OTEL_* sets an endpoint for spans, but the OpenTelemetry SDK is not installed: %s", install("otel"))
         return lambda: None
     from holdfast_service.observe.otel import exporting
 
     tracer = exporting(node, __version__)
     if tracer is None:
-        log.warning("OTEL_* sets an endpoint for spans, but no OTLP exporter is installed: %s", _HINT)
+        log.warning("OTEL_* sets an endpoint for spans, but no OTLP exporter is installed: %s", install("otel"))
         return lambda: None
     return tracing.trace_with(tracer)
 

@@ -75,6 +75,10 @@ def create(  # noqa: PLR0913 - options of a command
             first = error.errors()[0]
             raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
         token = store.create(wanted)
+    if expires is None:
+        console.warn(
+            f"the token {name} never expires; --expires 90d limits its life, `holdfast token revoke {name}` ends it"
+        )
     _show(token, as_json)
 
 

@@ -27,6 +27,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
+from holdfast_formats.installing import install
 from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, plain, without_password
 from holdfast_service.control.database.migrations import migrate
 from holdfast_service.control.database.visible import restrict
@@ -90,7 +91,7 @@ class Database:
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise InvalidRequest(
                 f"{without_password(url)!r} is not a valid catalog URL: {_without(url, error)}",
-                hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
+                hint=f"use sqlite:///path or postgresql://… ({install('postgres')})",
             ) from None  # the cause would show the password
         if database.is_shared and "@" in (database.engine.url.database or ""):
             raise InvalidRequest(
