@@ -8,6 +8,8 @@ import pytest
 
 from holdfast_formats import errors
 from tests import snippets
+from tests.daemons import free_port
+from tests.databases import Postgres
 from tests.snippets import BESIDE, TOP, Snippet
 
 DOCS = TOP / "docs"
@@ -34,6 +36,14 @@ def test_fsdp2() -> None:
     again = begins(said)[2]
     assert begins(said) == [0, 0, again, again, 200] and 0 < again <= 140
     assert "torch.Size" not in said and "(256, 32)" in said
+
+
+def test_many_nodes(postgres: Postgres) -> None:
+    """Two daemons save checkpoints of two ranks together, and one rank goes on with one of them."""
+    page = DOCS / "tutorials" / "many-nodes.md"
+    said = snippets.run(page, HOLDFAST_CATALOG=postgres.make(), HEAD=f"127.0.0.1:{free_port()}")
+    assert begins(said) == [0, 0, 60]
+    assert re.search(r"^60\t.*\tverified\t", said, re.MULTILINE), said
 
 
 def test_from_torch_save() -> None:
