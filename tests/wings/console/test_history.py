@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 
 from holdfast_formats.disk.manifests import Extent, TensorEntry
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.measurements import FirstNonFinite, RunSummary
 from holdfast_service.wings.console import formatting, history, manifest_view
 from holdfast_service.wings.console.manifest_view import TensorLine
 
@@ -148,3 +150,44 @@ def test_stripes_are_the_rows_that_each_rank_held() -> None:
     assert cut[0].start == 0.2
     columns = TensorEntry("F32", (10, 4), "f", 40, entry.extents, "dp=Shard(dim=1)")
     assert len(manifest_view.stripes(TensorLine("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
+
+
+def test_marks() -> None:
+    """Each step from which training was resumed once, by step, and where NaN began."""
+    resumed = [
+        checkpoint(step, attempt=attempt, restored=restored)
+        for step, attempt, restored in ((10, 1, None), (20, 2, 10), (30, 2, 10), (40, 3, 30), (50, 4, 30))
+    ]
+    assert history.marks(resumed, None) == [{"step": 10, "what": "resumed from"}, {"step": 30, "what": "resumed from"}]
+    assert history.marks([], FirstNonFinite(step=7, nan=1)) == [{"step": 7, "what": "NaN from"}]
+
+
+def growing(**more: Any) -> RunSummary:
+    known = {name: None for name, field in RunSummary.model_fields.items() if field.is_required()}
+    figures = {
+        "run": "r",
+        "attempt": 1,
+        "checkpoints": 5,
+        "bytes": 500,
+        "free_bytes": 1000,
+        "saves": 5,
+        "failed": 0,
+        "dropped": 0,
+    }
+    return RunSummary(**(known | figures | {"life": "training", "interval_s": 60.0} | more))
+
+
+def stored(outcomes: list[str]) -> list[dict[str, Any]]:
+    return [{"outcome": outcome, "bytes": 100} for outcome in outcomes]
+
+
+def test_when_storage_is_full() -> None:
+    """From the newest saves and what is left; nothing where that says little."""
+    five = stored(["verified"] * 5)
+    assert history.full_in(growing(), five, limited=False) == 600.0
+    assert history.full_in(growing(quota_bytes=700), five, limited=False) == 120.0
+    assert history.full_in(growing(), five[:4], limited=False) is None
+    assert history.full_in(growing(), stored(["removed"]) + five, limited=False) is None
+    assert history.full_in(growing(), five, limited=True) is None
+    assert history.full_in(growing(life="finished"), five, limited=False) is None
+    assert history.full_in(growing(interval_s=None), five, limited=False) is None

@@ -28,7 +28,7 @@ PAGES = {
     "/?q=IN&sort=-name": ("tiny",),
     "/?metric=loss&sort=metric:loss": ("tiny", "loss", "2.5", "lowest loss first"),
     "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),
-    "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
+    "/runs/tiny": ("Saves by step", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
     "/runs/tiny/about": ("Owner and notes", "No launch has said anything of itself"),
     "/runs/other/delete": ("Delete other?", "Type the run’s name to confirm"),
     "/runs/other/rename": ("Rename other?", "Change the name in your trainer too"),

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.measurements import SaveTimes
+from holdfast_formats.rest.measurements import FirstNonFinite, RunSummary, SaveTimes
 from holdfast_service.wings.console.formatting import stamp
 
 # The possible outcomes of a save, in the order of the timeline's lanes from the top.
@@ -23,6 +23,8 @@ OUTCOMES = (
     "aborted",
     "under way",
 )
+KEPT = OUTCOMES[:6]  # of which the bytes are stored
+MARKS_DRAWN = 20
 _PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
 
 
@@ -53,6 +55,26 @@ def saves(
 
 
 METRICS_DRAWN = 12
+GROWTH_SAVES_MIN = 5  # from fewer, no forecast is made
+
+
+def marks(checkpoints: Sequence[bodies.CheckpointInfo], ill: FirstNonFinite | None) -> list[dict[str, Any]]:
+    """Steps at which training was resumed, and the one at which NaN began, by step."""
+    resumed = {(one.attempt, one.restored) for one in checkpoints if one.restored is not None}
+    found = [{"step": step, "what": "resumed from"} for step in sorted({step for _, step in resumed})][-MARKS_DRAWN:]
+    return found + ([] if ill is None else [{"step": ill.step, "what": f"{ill.kind} from"}])
+
+
+def full_in(summary: RunSummary, drawn: Sequence[dict[str, Any]], limited: bool) -> float | None:
+    """Seconds until the disk or the quota is full if a training run goes on saving like this; None if that is not known."""
+    newest: list[int] = [save["bytes"] for save in drawn if save["outcome"] in KEPT and save["bytes"]][-GROWTH_SAVES_MIN:]
+    gone = any(save["outcome"] == "removed" for save in drawn)
+    if summary.life != "training" or not summary.interval_s or limited or gone or len(newest) < GROWTH_SAVES_MIN:
+        return None
+    left = summary.free_bytes
+    if summary.quota_bytes is not None:
+        left = min(left, max(summary.quota_bytes - summary.bytes, 0))
+    return left / (sum(newest) / len(newest)) * summary.interval_s
 
 
 class MetricExtremes(NamedTuple):

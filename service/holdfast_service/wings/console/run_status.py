@@ -87,13 +87,11 @@ def verdict(summary: RunSummary) -> Clause:
     """A run in one sentence: whether its work is safe, and what to do if it is not."""
     worst = next((item for item in summary.attention if item.acknowledged is None), None)
     safe = _safe(summary)
-    if worst is not None and worst.level == "error":
-        return Clause(f"{_upper(worst.text)}. {safe}", "error")
     word = summary.standing or standing(summary.life).word
     lasts = summary.life_since and standing(summary.life).lasts and summary.nonfinite is None
     since = f" {ago_text(summary.life_since)}" if summary.life_since and lasts else ""
-    if worst is not None:
-        return Clause(f"{_upper(word)}{since}, but {worst.text}. {safe}", "warning")
+    if worst is not None:  # which is listed below
+        return Clause(f"{_upper(word)}{since}. {safe}", worst.level)
     if summary.life in ("idle", "failed", "archived"):
         return Clause(f"{summary.verdict} {safe}", "fine")
     crash = cost_of_a_crash(summary)

@@ -86,14 +86,13 @@ def test_buttons_mend(service: Served, browser: httpx.Client) -> None:
 
 
 def test_a_run_says_its_verdict_first(browser: httpx.Client) -> None:
-    """One sentence, then alerts, then the timeline with the metrics; all of it is what is fetched again."""
-    killed = "Ranks were killed or ended by an exception, without closing their Checkpointer."
-    for run, said in ((LONG, f"{killed} The last good checkpoint is step 1"),):
-        page = Page(browser.get(f"/runs/{run}").text)
-        assert page.faults() == []
-        assert said in page.text
-        assert page.text.index(said) < page.text.index("Timeline of saves") < page.text.index("lowest 2.5 at step 1")
-        assert page.text.index("lowest 2.5 at step 1") < page.text.index("Figures")
+    """One sentence, then alerts, figures, how to resume, checkpoints and curves; nothing is said twice."""
+    page = Page(browser.get(f"/runs/{LONG}").text)
+    assert page.faults() == []
+    said = ("The last good checkpoint is step 1", "ranks were killed", "Last commit", "checkpointer.restore()")
+    places = [page.text.index(one) for one in (*said, "Kept because", "Saves by step", "lowest 2.5 at step 1")]
+    assert places == sorted(places)
+    assert page.text.count("ranks were killed") == 1 == page.text.count("The last good checkpoint is")
 
 
 def test_runs_are_compared(browser: httpx.Client) -> None:

@@ -11,15 +11,16 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
-from holdfast_service.wings.console import history, refreshed_parts, run_status
+from holdfast_service.wings.console import history, recipes, refreshed_parts, run_status
 from holdfast_service.wings.console.pages.overview import KINDS
+from holdfast_service.wings.console.recipes import Snippet
 from holdfast_service.wings.console.rendering import link, may_of, page
 from holdfast_service.wings.console.routing import page_router
 from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, PagePart, ViewerApi, at, shown, to
 
 router = page_router()
 
-CHECKPOINTS_SHOWN = 25
+CHECKPOINTS_SHOWN = 10
 SAVES_DRAWN = LIMIT_MAX
 BACK = "run"
 VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these are on the policy's own page
@@ -55,6 +56,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     may = may_of(request)
     unseen = [one for one in alerts if one.acknowledged is None]
     by_level = {level: [one for one in unseen if one.level == level] for level in ("error", "warning")}
+    saves = history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None)
     failed = [item for item in rounds.items if item.state in ("aborted", "dropped")]
     return page(
         request,
@@ -82,10 +84,34 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         could_save=preview.value.could_save if preview.value else {},
         failed=failed[:20],
         under_way=[item for item in rounds.items if item.state in ("open", "sealed")],
-        saves=history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None),
+        saves=saves,
+        marks=history.marks(drawn.items, None if summary.value is None else summary.value.nonfinite),
+        held_before=max(run_found.bytes - sum(item.bytes for item in drawn.items), 0),
+        full_in=None if summary.value is None else history.full_in(summary.value, saves, limited=_limits(preview.value)),
+        resume=_resume(run_found, summary.value, drawn.items, nodes.value),
         lanes=history.OUTCOMES,
         drawn_all=drawn.next is None,
     )
+
+
+def _limits(preview: Preview | None) -> bool:
+    """Whether the policy removes checkpoints, or may: then storage does not grow for ever."""
+    return preview is None or preview.policy.limits
+
+
+def _resume(
+    run: bodies.Run,
+    summary: RunSummary | None,
+    drawn: list[bodies.CheckpointInfo],
+    nodes: bodies.Page[bodies.Node] | None,
+) -> Snippet | None:
+    """For a run that died: the loop that goes on from its last good checkpoint."""
+    good = None if summary is None or run.life != "died" else summary.good
+    if summary is None or good is None or not drawn:
+        return None
+    how: recipes.How = "healthy" if summary.nonfinite is not None else "newest"
+    root = (nodes.items[0].root if nodes and nodes.items else None) or "."
+    return recipes.resume(drawn[0].model_copy(update={"step": good.step}), how, root)[0]
 
 
 def _alerts(summary: RunSummary | None) -> list[Alert]:

@@ -1,4 +1,4 @@
-// The run's plots: what became of each save over time, and four measurements below it, all on one axis of time.
+// The run's plots: what became of each save, and measurements below it, all over steps.
 (function () {
   "use strict";
   const island = document.getElementById("saves");
@@ -7,13 +7,24 @@
     document.addEventListener("htmx:after:swap", () => { if (document.getElementById("saves")) location.reload(); });
     return;
   }
-  let { saves, lanes, run } = JSON.parse(island.textContent);
-  let times = saves.map((save) => save.at);
+  let saves, lanes, run, marks, held, steps;
+  // Saves by step: a step that was saved again after a resume has several. `stored` are the bytes of all up to it.
+  function take(text) {
+    ({ saves, lanes, run, marks, held } = JSON.parse(text));
+    saves.sort((a, b) => a.step - b.step || a.at - b.at);
+    steps = saves.map((save) => save.step);
+    let stored = held;
+    for (const save of saves) {
+      if (lanes.indexOf(save.outcome) < 6) stored += save.bytes || 0;
+      save.held = stored;
+    }
+  }
+  take(island.textContent);
   let drawn = island.textContent;
   const pointed = document.getElementById("pointed");
   const resting = () => `${saves.length} ${saves.length === 1 ? "save" : "saves"}. Point at one for details; click to open it.`;
   let charts = [];
-  let zoomed = null; // [from, to] in seconds, null for everything
+  let zoomed = null; // [from, to] in steps, null for everything
 
   const COLOURS = {
     pinned: "--pinned", verified: "--fine", committed: "--committed", unhealthy: "--warning", abandoned: "--gone", damaged: "--error",
@@ -45,7 +56,7 @@
   }
 
   function everything() {
-    const from = times[0], to = times[times.length - 1];
+    const from = steps[0], to = steps[steps.length - 1];
     const room = Math.max((to - from) * 0.03, 1);
     return [from - room, to + room];
   }
@@ -74,17 +85,27 @@
     }
   }
 
-  // Times as 24 hours; the first mark has the date, and so have marks that are days apart.
-  function clock(_, marks, __, ___, step) {
-    const two = (value) => String(value).padStart(2, "0");
-    return marks.map((mark, index) => {
-      const at = new Date(mark * 1000);
-      const day = `${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-      const time = `${two(at.getHours())}:${two(at.getMinutes())}` + (step < 60 ? `:${two(at.getSeconds())}` : "");
-      return step >= 86400 ? day : index === 0 ? `${time}\n${at.getFullYear()}-${day}` : time;
-    });
+  // Round steps, at distances of 1, 2 or 5 and zeros; large ones in thousands.
+  const ROUND = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((zeros) => [1, 2, 5].map((one) => one * 10 ** zeros));
+  const short = (value) => (value >= 1e6 ? `${+(value / 1e6).toPrecision(6)}M` : value >= 1e4 ? `${+(value / 1e3).toPrecision(6)}k` : `${value}`);
+  const stepAxis = () => axis({ values: (_, ticks) => ticks.map(short), space: 60, incrs: ROUND });
+  // Where training was resumed, and where NaN began.
+  function mark(chart) {
+    const pen = chart.ctx, { left, top, width, height } = chart.bbox;
+    for (const one of marks) {
+      const x = chart.valToPos(one.step, "x", true);
+      if (x < left || x > left + width) continue;
+      pen.save();
+      pen.strokeStyle = colour(one.what === "resumed from" ? "--pinned" : "--error");
+      pen.lineWidth = Math.max(1, window.devicePixelRatio || 1);
+      pen.setLineDash([4, 4]);
+      pen.beginPath();
+      pen.moveTo(x, top);
+      pen.lineTo(x, top + height);
+      pen.stroke();
+      pen.restore();
+    }
   }
-  const timeAxis = () => axis({ values: clock, space: 76, incrs: [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 10800, 21600, 86400, 172800, 604800, 2592000] });
 
   const axis = (more) => ({
     stroke: colour("--quiet"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 },
@@ -96,13 +117,14 @@
       width: element.clientWidth, height, legend: { show: false },
       cursor: { sync: { key: "saves" }, drag: { x: true, y: false }, focus: { prox: 24 }, points: { size: 9 } },
       hooks: {
+        draw: [mark],
         setCursor: [(chart) => tell(chart.cursor.left >= 0 ? chart.cursor.idx : null)],
         setSelect: [(chart) => {
           if (chart.select.width > 4) zoom([chart.posToVal(chart.select.left, "x"), chart.posToVal(chart.select.left + chart.select.width, "x")]);
         }],
       },
       ...more,
-      scales: { x: { time: true, min, max }, ...more.scales },
+      scales: { x: { time: false, min, max }, ...more.scales },
     };
   }
 
@@ -110,7 +132,7 @@
     const element = document.getElementById("lanes");
     const shown = lanes.filter((lane) => saves.some((save) => save.outcome === lane));
     const rows = shown.length;
-    const data = [times, ...shown.map((lane, row) => saves.map((save) => (save.outcome === lane ? rows - row : null)))];
+    const data = [steps, ...shown.map((lane, row) => saves.map((save) => (save.outcome === lane ? rows - row : null)))];
     const series = shown.map((lane) => ({
       label: lane, stroke: colour(COLOURS[lane]), paths: () => null,
       points: { show: true, size: 9, fill: colour(COLOURS[lane]), stroke: colour(COLOURS[lane]), width: 1 },
@@ -118,7 +140,7 @@
     const chart = new uPlot(options(element, Math.max(70 + rows * 30, 130), {
       series: [{}, ...series],
       scales: { y: { range: [0.4, rows + 0.6] } },
-      axes: [timeAxis(), axis({ size: 82, splits: () => shown.map((_, row) => rows - row), values: () => shown, grid: { stroke: colour("--line"), width: 1, dash: [2, 4] } })],
+      axes: [stepAxis(), axis({ size: 82, splits: () => shown.map((_, row) => rows - row), values: () => shown, grid: { stroke: colour("--line"), width: 1, dash: [2, 4] } })],
     }), data, element);
     chart.over.addEventListener("click", () => { if (chart.select.width <= 4) openSave(chart.cursor.idx); });
     chart.over.addEventListener("dblclick", () => zoom(null));
@@ -134,7 +156,7 @@
       element.append(none);
       return;
     }
-    const data = [times, ...names.map((name) => saves.map((save) => save[name]))];
+    const data = [steps, ...names.map((name) => saves.map((save) => save[name]))];
     const series = names.map((name, row) => ({
       label: name, stroke: colour(row ? "--gone" : "--accent"), width: row ? 1.5 : 1.75, spanGaps: true, dash: row ? [6, 4] : undefined,
       points: { show: row === 0 && saves.length < 200, size: 5, fill: colour("--accent") },
@@ -142,7 +164,7 @@
     const chart = new uPlot(options(element, 150, {
       series: [{}, ...series],
       scales: { y: { range: (_, low, high) => [0, Math.max(high || 0, 1e-9) * 1.12] } },
-      axes: [timeAxis(), axis({ size: 64, values: (_, marks) => marks.map(say) })],
+      axes: [stepAxis(), axis({ size: 64, values: (_, ticks) => ticks.map(say) })],
     }), data, element);
     chart.over.addEventListener("dblclick", () => zoom(null));
     charts.push(chart);
@@ -155,16 +177,16 @@
     const good = (save) => save.outcome === "pinned" || save.outcome === "verified" || save.outcome === "committed";
     const marked = [element.dataset.low, element.dataset.high].map((step) => (
       values.map((value, index) => (String(saves[index].step) === step && good(saves[index]) ? value : null))));
-    const mark = (label, token) => ({
+    const extreme = (label, token) => ({
       label, stroke: colour(token), paths: () => null, points: { show: true, size: 10, width: 2, stroke: colour(token), fill: colour("--panel") },
     });
-    const short = (value) => (value === null || value === undefined ? "" : `${+value.toPrecision(3)}`);
+    const digits = (value) => (value === null || value === undefined ? "" : `${+value.toPrecision(3)}`);
     const chart = new uPlot(options(element, 150, {
       series: [{}, { label: name, stroke: colour("--accent"), width: 1.75, spanGaps: true, points: { show: saves.length < 200, size: 5, fill: colour("--accent") } },
-        mark("lowest", "--fine"), mark("highest", "--pinned")],
+        extreme("lowest", "--fine"), extreme("highest", "--pinned")],
       scales: { y: { range: (_, low, high) => { const room = (high - low || Math.abs(high) || 1) * 0.12; return [low - room, high + room]; } } },
-      axes: [timeAxis(), axis({ size: 64, values: (_, marks) => marks.map(short) })],
-    }), [times, values, ...marked], element);
+      axes: [stepAxis(), axis({ size: 64, values: (_, ticks) => ticks.map(digits) })],
+    }), [steps, values, ...marked], element);
     chart.over.addEventListener("click", () => { if (chart.select.width <= 4) openSave(chart.cursor.idx); });
     chart.over.addEventListener("dblclick", () => zoom(null));
     charts.push(chart);
@@ -178,6 +200,7 @@
     drawMeasure("stall", ["stall"], seconds);
     drawMeasure("durable", ["durable"], seconds);
     drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
+    drawMeasure("held", ["held"], bytes);
     drawMeasure("bytes", ["bytes"], bytes);
     for (const element of document.querySelectorAll("[data-metric]")) drawMetric(element);
   }
@@ -187,8 +210,7 @@
     const now = document.getElementById("saves");
     if (!now || now.textContent === drawn) return;
     drawn = now.textContent;
-    ({ saves, lanes, run } = JSON.parse(drawn));
-    times = saves.map((save) => save.at);
+    take(drawn);
     draw();
   });
 

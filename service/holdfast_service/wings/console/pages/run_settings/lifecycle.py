@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -26,6 +27,15 @@ class LaunchLine(NamedTuple):
     git: str
     facts: dict[str, str]
     others: dict[str, str]
+    changes: list[LaunchChange]  # against the launch before
+
+
+class LaunchChange(NamedTuple):
+    """A value that a launch said and the one before said otherwise; None where one has not said it."""
+
+    name: str
+    before: str | None
+    now: str | None
 
 
 _DONE = {
@@ -33,6 +43,7 @@ _DONE = {
     "archive": (RunChange(archived=True), "archived"),
     "unarchive": (RunChange(archived=False), "unarchived"),
 }
+CHANGES_SHOWN = 50
 _LINES = ("user", "host", "python", "torch")
 _SHOWN = ("git", "command", "owner", "notes", *_LINES)
 
@@ -41,7 +52,7 @@ _SHOWN = ("git", "command", "owner", "notes", *_LINES)
 async def show_about(request: Request, api: Asked, run: str) -> Response:
     """Owner, notes and launches, with a form for what people may set."""
     metadata = await api.get(RunAbout, at(run) + "/about")
-    return page(request, "about.html", run=run, about=metadata, launches=[_line(launch) for launch in metadata.launches])
+    return page(request, "about.html", run=run, about=metadata, launches=_lines(metadata.launches))
 
 
 @router.post("/runs/{run}/about")
@@ -105,7 +116,30 @@ def _confirmed(form: Form, run: str) -> None:
         )
 
 
-def _line(launch: RunLaunch) -> LaunchLine:
+def _lines(launches: list[RunLaunch]) -> list[LaunchLine]:
+    by_attempt = sorted(launches, key=lambda launch: launch.attempt)
+    before = {newer.attempt: older for older, newer in pairwise(by_attempt)}
+    return [_line(launch, _changes(before.get(launch.attempt), launch)) for launch in launches]
+
+
+def _changes(older: RunLaunch | None, newer: RunLaunch) -> list[LaunchChange]:
+    """What differs, nested values by their path; the first so many."""
+    if older is None:
+        return []
+    was = _flat("", older.info) | {"ranks": str(older.world)}
+    now = _flat("", newer.info) | {"ranks": str(newer.world)}
+    names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+    return [LaunchChange(name, was.get(name), now.get(name)) for name in names[:CHANGES_SHOWN]]
+
+
+def _flat(path: str, value: Any) -> dict[str, str]:
+    if isinstance(value, dict):
+        parts = (_flat(f"{path}.{name}" if path else str(name), part) for name, part in value.items())
+        return {name: text for part in parts for name, text in part.items()}
+    return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+
+
+def _line(launch: RunLaunch, changes: list[LaunchChange]) -> LaunchLine:
     """Parses metadata defensively: trainers may have set anything under any name."""
     info = launch.info
     git, command = info.get("git"), info.get("command")
@@ -121,6 +155,7 @@ def _line(launch: RunLaunch) -> LaunchLine:
             for name, value in info.items()
             if name not in _SHOWN
         },
+        changes,
     )
 
 
