@@ -9,12 +9,12 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     StringConstraints,
     ValidationError,
     model_serializer,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has it from 2.10 on
 
 from holdfast_formats import naming
 from holdfast_formats.body import Body
@@ -200,7 +200,7 @@ class CompareJob(CheckpointJob):
 class ExportJob(CheckpointJob):
     """Write a checkpoint to a directory below the export root."""
 
-    wing: ClassVar = "convert"
+    wing: ClassVar[str] = "convert"
     kind: Literal["export"] = "export"
     arguments: ExportArguments
 
@@ -208,7 +208,7 @@ class ExportJob(CheckpointJob):
 class ImportJob(CheckpointJob):
     """Make a checkpoint of a directory below the export root."""
 
-    wing: ClassVar = "convert"
+    wing: ClassVar[str] = "convert"
     kind: Literal["import"] = "import"
     arguments: ImportArguments
 
@@ -216,7 +216,7 @@ class ImportJob(CheckpointJob):
 class MergeJob(CheckpointJob):
     """Make a checkpoint of others, by a recipe."""
 
-    wing: ClassVar = "merge"
+    wing: ClassVar[str] = "merge"
     kind: Literal["merge"] = "merge"
     arguments: MergeArguments
 
