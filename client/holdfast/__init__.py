@@ -73,6 +73,10 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)  # also names whose module is not imported yet
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f".{_HOME[name]}", __name__), name)

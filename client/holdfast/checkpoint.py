@@ -64,6 +64,10 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        thinned = "" if self.manifest.thinned is None else ", thinned"
+        return f"<Checkpoint {self.run}@{self.step}: {', '.join(self.groups)}{thinned}>"
+
     def close(self) -> None:
         """Close the files or the connection; arrays that you read stay valid."""
         self.reader.close()

@@ -190,6 +190,14 @@ class Checkpointer:
             hint="construct one where it is needed, or leave it out of what is copied",
         )
 
+    def __repr__(self) -> str:
+        parts = [f"rank {self._launch.rank} of {self._launch.world}"]
+        if self.last_restore is not None:
+            parts.append(f"restored step {self.last_restore.step}")
+        parts += [f"step {ticket.step} {'staged' if ticket.staged else 'saving'}" for ticket in self._tickets.open()]
+        parts += ["closed"] * self._closed
+        return f"<Checkpointer {self.run}: {', '.join(parts)}>"
+
     @property
     def notices(self) -> tuple[str, ...]:
         """What to know: what saves left out and restores did not use or replaced, damaged steps, and memory for saves (fewer
@@ -426,6 +434,34 @@ class Checkpointer:
 
         return self._calls.run("step_at()", self._settled(look), self._refuse_to_look)
 
+    def steps(self) -> list[int]:
+        """The committed steps of this run, the newest last. Any rank may call it. It starts no daemon.
+
+        Saves of this process that are not committed yet are not among them. Steps that are damaged, or that training
+        abandoned by restoring an older one, are: files are listed and not read, so a step that is listed may still fail to
+        restore. `restore()` without a step passes over damaged ones.
+
+        Returns:
+            Step numbers in ascending order; an empty list if the run has no checkpoint yet.
+
+        Raises:
+            InvalidRequest: After `close()`, or if neither the root's directory nor the daemon's HTTP address can be reached.
+            DaemonGone: If `at` is not a directory and no daemon answers.
+
+        Example:
+            >>> checkpointer.steps()
+            [500, 1000, 1500]
+        """
+        self._refuse_if_closed()
+        return sorted(self._calls.run("steps()", self._settled(self._session.steps), self._refuse_to_look))
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps()`, with the same errors; None if the run has no checkpoint yet.
+
+        `restore()` may return an older step, if this one is damaged, abandoned, or lacks a wanted group.
+        """
+        return max(self.steps(), default=None)
+
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
         """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it.
 
@@ -582,6 +618,7 @@ class Checkpointer:
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             self._session.warn_of(f"restore of {self.run}@{restored.step}", restored.notes)
+            _log_restore(self.run, self.last_restore)
         return 0 if restored is None else restored.step
 
     def _refuse_to_restore(self, during: str) -> int:
@@ -777,3 +814,16 @@ class Checkpointer:
             self._tickets.leaves_out(ticket.step, asked.exclude)
         part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, still, average, after)
         return SaveTask(ticket, part, self._tickets, self._copy_plans)
+
+
+def _log_restore(run: str, report: RestoreReport) -> None:
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
+    log.info(
+        "restored %s@%d: %d bytes in %.3f s, %.2f GB/s, from %s",
+        run,
+        report.step,
+        report.bytes,
+        report.seconds,
+        rate,
+        report.source,
+    )

@@ -69,6 +69,17 @@ class SaveTicket:
             hint="leave it out of what is copied; `holdfast wait` sees a step through from elsewhere",
         )
 
+    def __repr__(self) -> str:
+        return f"<SaveTicket {self.run}@{self.step}: {self._state()}>"
+
+    def _state(self) -> str:
+        error = self.error
+        if not self.done:
+            return "staged" if self.staged else f"waiting for the end of {self.awaits}" if self.awaits else "saving"
+        if error is None:
+            return "durable"
+        return "dropped" if self.dropped else f"failed, {type(error).__name__}: {error.detail}"
+
     @property
     def staged(self) -> bool:
         """Whether the daemon has this rank's part. Once all ranks' parts are staged, the step is saved even if the

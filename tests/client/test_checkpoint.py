@@ -14,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
+from holdfast.read.root_directory import listed_steps
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.errors import (
@@ -326,3 +327,29 @@ def test_a_damaged_byte_reaches_nobody_through_a_program(model: Built, tmp_path:
         assert checkpoint.shard("pp=2", 0, program="hf-paddle")
         with pytest.raises(CorruptExtent, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
             checkpoint.shard("pp=2", 1, program="hf-paddle")
+
+
+def test_repr_says_run_step_and_groups(model: Built) -> None:
+    """A checkpoint in a debugger says which one it is, also after it was closed."""
+    with holdfast.open("tiny@5", root=root_of(model)) as checkpoint:
+        assert repr(checkpoint) == f"<Checkpoint tiny@5: {', '.join(checkpoint.groups)}>"
+        assert "model" in repr(checkpoint)
+    assert repr(checkpoint).startswith("<Checkpoint tiny@5: ")
+
+
+def test_steps_are_listed_from_the_directory_and_over_http(model: Built, url: str) -> None:
+    """Both give the same; a run without checkpoints has no steps, and without directory and address the root is named."""
+    for place in ((root_of(model), None), (None, url)):
+        assert listed_steps(*place, "tiny") == [5]
+        assert listed_steps(*place, "none-yet") == []
+    with pytest.raises(InvalidRequest, match="the daemon's root /far is not visible here"):
+        listed_steps(None, None, "tiny", "/far")
+
+
+def test_dir_shows_the_public_names_before_their_modules_are_imported() -> None:
+    """In a fresh interpreter `dir()` lists what `__all__` has, nothing else, and imports no torch for it."""
+    code = (
+        "import sys, holdfast; assert 'torch' not in sys.modules; print(*dir(holdfast)); assert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert shown == sorted(holdfast.__all__) and "Checkpointer" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -434,3 +435,56 @@ def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) 
     checkpointer.close()
     with pytest.raises(InvalidRequest, match="closed"):
         checkpointer.save(1)
+
+
+def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """Newest last; none before the first save, after which the newest is what `restore()` returns."""
+    with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer:
+        assert checkpointer.steps() == [] and checkpointer.latest_step() is None
+        for step in (2, 10):
+            checkpointer.save(step, wait="durable")
+        assert checkpointer.steps() == [2, 10] and checkpointer.latest_step() == 10
+        assert checkpointer.restore() == 10
+    with pytest.raises(InvalidRequest, match="closed"):
+        checkpointer.steps()
+    with Checkpointer(run, training_state(1), at=tmp_path / "no-daemon") as unserved:
+        assert unserved.steps() == []
+    assert not (tmp_path / "no-daemon").exists()
+
+
+def test_repr_says_run_step_and_state(daemon: RunningDaemon, run: str) -> None:
+    """Of a Checkpointer and of a ticket, from the first save to the close."""
+    state = training_state(1)
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
+        assert repr(checkpointer) == f"<Checkpointer {run}: rank 0 of 1>"
+        ticket = checkpointer.save(3, wait="durable")
+        assert repr(ticket) == f"<SaveTicket {run}@3: durable>"
+        checkpointer.restore()
+        assert repr(checkpointer) == f"<Checkpointer {run}: rank 0 of 1, restored step 3>"
+    assert repr(checkpointer) == f"<Checkpointer {run}: rank 0 of 1, restored step 3, closed>"
+
+
+def test_repr_of_a_ticket_follows_its_save() -> None:
+    """Saving, staged, then how it ended; the error is named."""
+    ticket = SaveTicket("llama", 7, 1)
+    assert repr(ticket) == "<SaveTicket llama@7: saving>"
+    ticket.awaits = "fence()"
+    assert repr(ticket) == "<SaveTicket llama@7: waiting for the end of fence()>"
+    ticket.mark_staged()
+    assert repr(ticket) == "<SaveTicket llama@7: staged>"
+    ticket.end(DaemonGone("no answer"))
+    assert repr(ticket) == "<SaveTicket llama@7: failed, DaemonGone: no answer>"
+
+
+def test_a_restore_logs_one_line(daemon: RunningDaemon, run: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Step, bytes, seconds, speed and source; a restore that finds nothing logs none."""
+    with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer, caplog.at_level(logging.INFO):
+        assert checkpointer.restore() == 0
+        assert not [one for one in caplog.messages if one.startswith("restored ")]
+        checkpointer.save(3, wait="durable")
+        checkpointer.restore()
+        report = checkpointer.last_restore
+    assert report is not None
+    [line] = [one for one in caplog.messages if one.startswith("restored ")]
+    assert line.startswith(f"restored {run}@3: {report.bytes} bytes in {report.seconds:.3f} s, ")
+    assert line.endswith(f" GB/s, from {report.source}")

@@ -18,7 +18,7 @@ from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
+from holdfast.read.root_directory import committed_steps, listed_steps, living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
@@ -245,6 +245,16 @@ class Session:
         if error is None or choice.turn is not None or choice.root is None:
             return None
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
+
+    def steps(self) -> list[int]:
+        """The committed steps of the run, newest first; without a daemon, those in the directory. Starts no daemon."""
+        try:
+            welcome = self.connected(start=False)
+        except DaemonGone:
+            if self._place.directory is None:
+                raise
+            return committed_steps(self._place.directory, self._who.run)
+        return listed_steps(self._readable(welcome), welcome.url, self._who.run, welcome.root)
 
     def read_file(self, step: int, name: str) -> bytes:
         """A file of a committed checkpoint, checked against its digest. Starts no daemon.

@@ -10,7 +10,7 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource, HttpSource
 from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
-from holdfast_formats.errors import DaemonGone, Damaged, Denied, NoSuchCheckpoint
+from holdfast_formats.errors import DaemonGone, Damaged, Denied, InvalidRequest, NoSuchCheckpoint, NoSuchRun
 
 
 def open_checkpoint(root: Path | None, url: str | None, run: str, step: int, served: str = "") -> CheckpointReader:
@@ -48,6 +48,28 @@ def _mount(served: str) -> str:
         f"mount {served} at the same path here, readable for this user (read-only is enough); or give an "
         "address that can be reached from here: at=URL"
     )
+
+
+def listed_steps(root: Path | None, url: str | None, run: str, served: str = "") -> list[int]:
+    """The committed steps of a run, newest first, from the directory if that is visible, otherwise over HTTP.
+
+    Damaged steps are among them. Raises `InvalidRequest` if neither can be reached.
+    """
+    if root is not None:
+        return committed_steps(root, run)
+    if url is None:
+        raise InvalidRequest(
+            f"cannot list the checkpoints of {run}: the daemon's root {served} is not visible here, and the daemon does "
+            "not listen for HTTP",
+            hint=_mount(served),
+        )
+    from holdfast.rest.api import Api  # a listing of a directory starts without httpx
+
+    try:
+        with Api(url) as api:
+            return sorted((checkpoint.step for checkpoint in api.checkpoints(run)), reverse=True)
+    except NoSuchRun:  # the run has no checkpoint yet
+        return []
 
 
 def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:
