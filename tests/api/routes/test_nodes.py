@@ -83,6 +83,14 @@ def test_members_are_told_of(http: httpx.Client) -> None:
     assert (lost["live"], lost["runs"], lost["ranks"], lost["arena_bytes"], lost["sealed"]) == (False, {}, 0, 0, 0)
 
 
+def test_a_node_that_has_not_described_itself_yet_is_listed(http: httpx.Client, nodes: Nodes) -> None:
+    """It has joined and starts still: the list shows its name and state, and the others are as before."""
+    nodes.add("node-5", joined=False).membership.join(0.0)
+    found = listed(http)
+    assert (found["node-5"]["state"], found["node-5"]["version"], found["node-5"]["ranks"]) == ("live", "", 0)
+    assert found["node-2"]["version"] == "9.9"
+
+
 def test_a_token_of_other_runs_sees_no_run_in_a_duty(http: httpx.Client) -> None:
     """A check of a checkpoint is a duty whose name is the checkpoint's."""
     asked = {"name": "other", "scope": "read", "runs": "other-*", "expires_s": 600}

@@ -79,7 +79,9 @@ class _Record(NamedTuple):
 
     @classmethod
     def of(cls, member: ClusterNode, ranks: Mapping[str, int]) -> _Record:
-        about = {name: member.about[name] for name in bodies.Node.model_fields if name in member.about}
+        joined: dict[str, Any] = {"name": member.name, "version": "", "socket": None, "started": write(member.since)}
+        about = joined | {"arena_bytes": 0, "ranks": 0}  # a node describes itself some moments after it has joined
+        about |= {name: member.about[name] for name in bodies.Node.model_fields if name in member.about}
         return cls(bodies.Node(**about), member.about.get("held", {}), ranks if member.live else {})
 
     def seen_by(self, viewer: Principal) -> bodies.Node:
