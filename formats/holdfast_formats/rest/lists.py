@@ -83,7 +83,8 @@ QUOTAS: Listing[Quota] = Listing(
 
 def _about(entry: AuditEntry) -> tuple[CellPart | str | None, ...]:
     asked = CellPart(f"{entry.method} {entry.path}", "code") if entry.kind in ("read", "other") else None
-    return checkpoint(entry.run, entry.step) if entry.run else None, entry.target, asked
+    target = CellPart(entry.target, "code") if entry.target else None
+    return checkpoint(entry.run, entry.step) if entry.run else None, target, asked
 
 
 def _result(entry: AuditEntry) -> tuple[CellPart | str | None, ...]:

@@ -143,7 +143,7 @@ def _badge(state: str) -> Markup:
 
 
 def _more(values: Mapping[str, str]) -> Markup:
-    pairs = (Markup("<dt>{}</dt><dd>{}</dd>").format(name, text) for name, text in values.items())
+    pairs = (Markup("<dt>{}</dt><dd class='code'>{}</dd>").format(name, text) for name, text in values.items())
     return Markup('<dl class="facts">{}</dl>').format(Markup().join(pairs))
 
 
