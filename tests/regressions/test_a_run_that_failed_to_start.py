@@ -57,5 +57,5 @@ def test_a_typo_in_the_first_save_is_no_alert(
         shown = CliRunner().invoke(app, ["ls", "--url", daemon.url])
         assert "typo" not in shown.stdout and "1 archived or failed run is not shown" in shown.stderr
         lines = CliRunner().invoke(app, ["ls", "--all", "--url", daemon.url]).stdout.splitlines()
-        assert [line.split()[-1] for line in lines if line.startswith("typo")] == ["failed"]
+        assert [line.endswith("failed to start") for line in lines if line.startswith("typo")] == [True]
         assert "typo" not in CliRunner().invoke(app, ["top", "--once", "--url", daemon.url]).stdout
