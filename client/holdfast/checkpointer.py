@@ -435,7 +435,8 @@ class Checkpointer:
         return self._calls.run("step_at()", self._settled(look), self._refuse_to_look)
 
     def steps(self) -> list[int]:
-        """The committed steps of this run, the newest last. Any rank may call it. It starts no daemon.
+        """The committed steps of this run, the newest last. Any rank may call it, and so may a process beside a running
+        training: it starts no daemon, and declares no launch.
 
         Saves of this process that are not committed yet are not among them. Steps that are damaged, or that training
         abandoned by restoring an older one, are: files are listed and not read, so a step that is listed may still fail to
@@ -445,8 +446,9 @@ class Checkpointer:
             Step numbers in ascending order; an empty list if the run has no checkpoint yet.
 
         Raises:
-            InvalidRequest: After `close()`, or if neither the root's directory nor the daemon's HTTP address can be reached.
-            DaemonGone: If `at` is not a directory and no daemon answers.
+            InvalidRequest: After `close()`; before `restore()` or `save()` if `at` is a socket, or is not given and your
+                daemon runs; or if neither the root's directory nor the daemon's HTTP address can be reached.
+            DaemonGone: If `at` is an address and no daemon answers.
 
         Example:
             >>> checkpointer.steps()

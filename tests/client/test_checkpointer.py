@@ -440,6 +440,9 @@ def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) 
 def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     """Newest last; none before the first save, after which the newest is what `restore()` returns."""
     with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer:
+        with pytest.raises(InvalidRequest, match="after restore"):
+            checkpointer.steps()  # only a connection could tell, and that would declare a launch
+        assert checkpointer.restore() == 0
         assert checkpointer.steps() == [] and checkpointer.latest_step() is None
         for step in (2, 10):
             checkpointer.save(step, wait="durable")
@@ -450,6 +453,16 @@ def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, 
     with Checkpointer(run, training_state(1), at=tmp_path / "no-daemon") as unserved:
         assert unserved.steps() == []
     assert not (tmp_path / "no-daemon").exists()
+
+
+def test_steps_are_asked_for_beside_a_training(daemon: RunningDaemon, run: str) -> None:
+    """By the directory or the address, as in a notebook: the launch that trains is not shut out."""
+    with Checkpointer(run, training_state(1), at=daemon.socket) as training:
+        training.save(1, wait="durable")
+        with Checkpointer(run, {}, at=daemon.root) as beside:
+            assert beside.steps() == [1]
+        training.save(2, wait="durable")
+        assert training.steps() == [1, 2]
 
 
 def test_repr_says_run_step_and_state(daemon: RunningDaemon, run: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
 
+STOP_S = 10.0  # for what the daemon removes; each message that still comes gives it as long again
+
 
 def socket_of(api: Api) -> Path | None:
     """The socket of the daemon that answers there, if it is visible here and belongs to exactly that daemon."""
@@ -25,7 +28,7 @@ def socket_of(api: Api) -> Path | None:
             at = os.stat(node.socket) if node.socket is not None else None
         except OSError:
             continue
-        if at is not None and node.socket_id in (None, naming.socket_id(at.st_ino, at.st_ctime_ns)):
+        if at is not None and node.socket_id == naming.socket_id(at.st_ino, at.st_ctime_ns):
             return Path(str(node.socket))
     return None
 
@@ -71,8 +74,10 @@ class OwnDaemon:
                 return expected(request, self._reply(on_bytes), wire.JobDone).result
             except KeyboardInterrupt:
                 connection.shutdown(sockets.SHUT_WR)  # the daemon sees it, removes what it has written, and hangs up
-                while connection.recv(RECEIVE_BYTES):
-                    pass
+                connection.settimeout(STOP_S)
+                with suppress(TimeoutError):  # it stands still, and removes that when it goes on
+                    while connection.recv(RECEIVE_BYTES):
+                        pass
                 raise RoundAborted("stopped by a signal", hint="the same command begins again") from None
 
     def _reply(self, on_bytes: Callable[[int, int], None]) -> wire.Reply:

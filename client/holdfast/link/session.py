@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast import launch
-from holdfast.config import take_over
+from holdfast.config import default_socket, take_over
 from holdfast.left_out import LeftOutNote, LeftOutWarning
 from holdfast.link import roots
 from holdfast.link.address import DaemonAddress
@@ -18,7 +18,7 @@ from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.root_directory import committed_steps, listed_steps, living_steps, open_checkpoint, published_steps
+from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint, published_steps
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
@@ -30,6 +30,7 @@ from holdfast_formats.errors import (
     DaemonGone,
     Damaged,
     DeadlineExceeded,
+    InvalidRequest,
     NoSuchCheckpoint,
     StateMismatch,
     from_problem,
@@ -247,14 +248,23 @@ class Session:
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def steps(self) -> list[int]:
-        """The committed steps of the run, newest first; without a daemon, those in the directory. Starts no daemon."""
-        try:
-            welcome = self.connected(start=False)
-        except DaemonGone:
-            if self._place.directory is None:
-                raise
-            return committed_steps(self._place.directory, self._who.run)
-        return listed_steps(self._readable(welcome), welcome.url, self._who.run, welcome.root)
+        """The committed steps of the run, newest first. Neither starts a daemon nor connects to one as a rank: that would
+        declare a launch, and shut out the one that trains.
+
+        Raises `InvalidRequest` if only a connection could tell where the checkpoints are.
+        """
+        run, place, welcome = self._who.run, self._place, self._welcome
+        if welcome is not None:
+            return listed_steps(self._readable(welcome), welcome.url, run, welcome.root)
+        directory = place.root
+        if place.fallback is not None and not default_socket().exists():
+            directory = place.fallback
+        if directory is None and place.url is None:
+            raise InvalidRequest(
+                f"where the checkpoints of {run} are is known after restore() or save() has connected to the daemon",
+                hint="or construct the Checkpointer with the root's directory or the daemon's address: at=",
+            )
+        return listed_steps(directory, place.url, run)
 
     def read_file(self, step: int, name: str) -> bytes:
         """A file of a committed checkpoint, checked against its digest. Starts no daemon.

@@ -314,7 +314,7 @@ def test_another_daemons_socket_at_the_same_path_is_not_taken(tmp_path: Path) ->
         return bodies.Node(socket=str(path), socket_id=socket_id, **known)  # type: ignore[arg-type]
 
     build_root(tmp_path / "root", {"tiny": (1,)})
-    for socket_id, found in ((naming.socket_id(at.st_ino, at.st_ctime_ns), path), ("1-2", None)):
+    for socket_id, found in ((naming.socket_id(at.st_ino, at.st_ctime_ns), path), ("1-2", None), (None, None)):
         about = partial(node, socket_id)
         with served(tmp_path / "root", node=about) as service, Api(service.url) as api:
             assert socket_of(api) == found

@@ -201,3 +201,11 @@ def test_lines_are_python(how: recipes.How) -> None:
         if one.key != "torchrun":
             compile(one.lines, one.key, "exec")
     assert "--nproc-per-node 8 " in recipes.resume(checkpoint(10), how, root)[2].lines
+
+
+def test_a_viewer_without_the_root_gets_the_address() -> None:
+    """Another directory, such as the current one, would begin a training without its checkpoints."""
+    known = {"name": "n", "version": "1", "socket": None, "started": "", "arena_bytes": 0, "ranks": 0}
+    here, hidden = (bodies.Page(items=[bodies.Node(root=root, **known)]) for root in ("/data", None))  # type: ignore[arg-type]
+    assert recipes.place(here, "http://host:8420/") == "/data"
+    assert recipes.place(hidden, "http://host:8420/") == recipes.place(None, "http://host:8420/") == "http://host:8420"

@@ -39,8 +39,16 @@ def how_to_reach(checkpoint: bodies.CheckpointInfo, newer: Sequence[bodies.Check
     return "healthy" if checkpoint.step == healthy else "step"
 
 
+def place(nodes: bodies.Page[bodies.Node] | None, url: object) -> str:
+    """What `at=` of a trainer takes: the root, or the service's address for viewers that are not shown it. Another directory
+    would begin a training without its checkpoints.
+    """
+    root = nodes.items[0].root if nodes and nodes.items else None
+    return root or str(url).rstrip("/")
+
+
 def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snippet]:
-    """For a loop of one's own, for the Trainer of transformers, and for torchrun."""
+    """For a loop of one's own, for the Trainer of transformers, and for torchrun. `root` is what `at=` takes."""
     run, step = checkpoint.run, checkpoint.step
     asked = {"newest": "", "healthy": "healthy=True", "step": f"step={step}"}[how]
     trainer = {"newest": "", "healthy": 'resume_from_checkpoint="latest-healthy"', "step": f"resume_from_checkpoint={step}"}

@@ -117,7 +117,7 @@ async def show_restoring(
         made=checkpoint,
         healthy=healthy_step,
         how=how,
-        resume=recipes.resume(checkpoint, how, root),
+        resume=recipes.resume(checkpoint, how, recipes.place(nodes.value, request.base_url)),
         left=recipes.left_behind(checkpoint, newer.items, newer.next is not None, root),
         unhealthy=[one.step for one in newer.items if one.healthy is False],
         fields=wanted.fields if wanted.asked else wanted.fields | _as_saved(checkpoint.world),

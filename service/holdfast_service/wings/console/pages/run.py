@@ -88,7 +88,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         marks=history.marks(drawn.items, None if summary.value is None else summary.value.nonfinite),
         held_before=max(run_found.bytes - sum(item.bytes for item in drawn.items), 0),
         full_in=None if summary.value is None else history.full_in(summary.value, saves, limited=_limits(preview.value)),
-        resume=_resume(run_found, summary.value, drawn.items, nodes.value),
+        resume=_resume(run_found, summary.value, drawn.items, recipes.place(nodes.value, request.base_url)),
         lanes=history.OUTCOMES,
         drawn_all=drawn.next is None,
     )
@@ -103,15 +103,14 @@ def _resume(
     run: bodies.Run,
     summary: RunSummary | None,
     drawn: list[bodies.CheckpointInfo],
-    nodes: bodies.Page[bodies.Node] | None,
+    place: str,
 ) -> Snippet | None:
     """For a run that died: the loop that goes on from its last good checkpoint."""
     good = None if summary is None or run.life != "died" else summary.good
     if summary is None or good is None or not drawn:
         return None
     how: recipes.How = "healthy" if summary.nonfinite is not None else "newest"
-    root = (nodes.items[0].root if nodes and nodes.items else None) or "."
-    return recipes.resume(drawn[0].model_copy(update={"step": good.step}), how, root)[0]
+    return recipes.resume(drawn[0].model_copy(update={"step": good.step}), how, place)[0]
 
 
 def _alerts(summary: RunSummary | None) -> list[Alert]:
