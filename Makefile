@@ -39,8 +39,10 @@ serve: $(READY) ## run the daemon on ./holdfast-data
 
 # Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
+# A test that has not ended after minutes says where each of its threads stands, and ends the run.
+HANGS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 test: $(READY) tools ## all tests but the long ones; PROFILE=nightly with ten times as many examples
-	$(BIN)/python -m pytest --hypothesis-profile $(PROFILE) --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python -m tests.again $$?
+	$(BIN)/python -m pytest --hypothesis-profile $(PROFILE) --cache-clear -n $(TESTERS) --dist loadfile --no-loadscope-reorder $(HANGS) || $(BIN)/python -m tests.again $$?
 
 # Its testers find the tests compiled, which takes each of them half a minute otherwise.
 collected: $(READY) ## compile the tests

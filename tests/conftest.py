@@ -50,6 +50,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """End the run when a tester dies: this is never chance, and pytest-xdist 3.8 then waits for ever (its issue 1378)."""
+    pytest.exit(f"a tester died in {crashitem}", returncode=pytest.ExitCode.INTERNAL_ERROR)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the crash lab; they must be known before its own settings are read."""
     parser.addoption("--crash-report", metavar="PATH", help="write the crash lab's table to this file, as JSON")
