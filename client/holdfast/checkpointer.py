@@ -355,6 +355,9 @@ class Checkpointer:
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 if there is none yet.
 
+        Only the job that trains calls it: it declares a launch, which is refused as `RunBusy` while another job of the run
+        lives. A notebook or an evaluation beside a training reads with `holdfast.open()`.
+
         Without `step`, the newest sound one with the wanted groups is loaded, less those that `exclude` leaves out
         completely, and with the groups that it `needs` for a later restore. `StateMismatch` if there are checkpoints and
         none has all of them; with `strict=False` the newest of those with the most groups is loaded then. With `healthy`,
@@ -465,9 +468,10 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
-        """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it.
+        """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it, and so may
+        a process beside a running training: it starts no daemon, and declares no launch.
 
-        Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
+        Raises `NoSuchCheckpoint`, `StateMismatch` if the checkpoint has no file of this name, and what `steps()` raises.
         """
         self._refuse_if_closed()
         number = check_step(step)

@@ -9,6 +9,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import AF_UNIX, socket
 
 import numpy as np
 import pytest
@@ -442,6 +443,8 @@ def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, 
     with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer:
         with pytest.raises(InvalidRequest, match="after restore"):
             checkpointer.steps()  # only a connection could tell, and that would declare a launch
+        with pytest.raises(InvalidRequest, match="after restore"):
+            checkpointer.read_asset(2, "notes.json")
         assert checkpointer.restore() == 0
         assert checkpointer.steps() == [] and checkpointer.latest_step() is None
         for step in (2, 10):
@@ -455,14 +458,31 @@ def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, 
     assert not (tmp_path / "no-daemon").exists()
 
 
-def test_steps_are_asked_for_beside_a_training(daemon: RunningDaemon, run: str) -> None:
+@pytest.mark.parametrize("at", ["root", "url"])
+def test_a_run_is_looked_at_beside_its_training(daemon: RunningDaemon, run: str, at: str) -> None:
     """By the directory or the address, as in a notebook: the launch that trains is not shut out."""
     with Checkpointer(run, training_state(1), at=daemon.socket) as training:
-        training.save(1, wait="durable")
-        with Checkpointer(run, {}, at=daemon.root) as beside:
-            assert beside.steps() == [1]
+        training.save(1, assets={"notes.json": "{}"}, wait="durable")
+        with Checkpointer(run, {}, at=getattr(daemon, at)) as beside:
+            assert beside.steps() == [1] and beside.read_asset(1, "notes.json") == b"{}"
         training.save(2, wait="durable")
         assert training.steps() == [1, 2]
+
+
+def test_a_socket_that_a_dead_daemon_left_is_no_daemon(
+    daemon: RunningDaemon, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `at`, the directory below the current one is read then."""
+    with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("holdfast").mkdir()
+    Path("holdfast-data").symlink_to(daemon.root)
+    with socket(AF_UNIX) as left:
+        left.bind("holdfast/holdfast.sock")
+    with Checkpointer(run, {}) as notebook:
+        assert notebook.steps() == [1]
 
 
 def test_repr_says_run_step_and_state(daemon: RunningDaemon, run: str) -> None:

@@ -248,41 +248,40 @@ class Session:
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def steps(self) -> list[int]:
-        """The committed steps of the run, newest first. Neither starts a daemon nor connects to one as a rank: that would
-        declare a launch, and shut out the one that trains.
-
-        Raises `InvalidRequest` if only a connection could tell where the checkpoints are.
-        """
-        run, place, welcome = self._who.run, self._place, self._welcome
-        if welcome is not None:
-            return listed_steps(self._readable(welcome), welcome.url, run, welcome.root)
-        directory = place.root
-        if place.fallback is not None and not default_socket().exists():
-            directory = place.fallback
-        if directory is None and place.url is None:
-            raise InvalidRequest(
-                f"where the checkpoints of {run} are is known after restore() or save() has connected to the daemon",
-                hint="or construct the Checkpointer with the root's directory or the daemon's address: at=",
-            )
-        return listed_steps(directory, place.url, run)
+        """The committed steps of the run, newest first. Declares no launch: see `_unconnected`."""
+        at = self._unconnected(None)
+        return listed_steps(at.root, at.url, self._who.run, at.served)
 
     def read_file(self, step: int, name: str) -> bytes:
-        """A file of a committed checkpoint, checked against its digest. Starts no daemon.
+        """A file of a committed checkpoint, checked against its digest. Declares no launch: see `_unconnected`.
 
         Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
         """
-        try:
-            welcome = self.connected(start=False)
-        except DaemonGone:
-            if self._place.directory is None:
-                raise
-            choice = Choice(step, self._place.directory, None)
-        else:
-            choice = Choice(step, self._readable(welcome), welcome.url, served=welcome.root)
-        with open_checkpoint(choice.root, choice.url, self._who.run, step, choice.served) as reader:
+        at = self._unconnected(step)
+        with open_checkpoint(at.root, at.url, self._who.run, step, at.served) as reader:
             if reader.manifest.file(name) is None:
                 raise StateMismatch(f"{reader.source.label} has no file {name!r}", hint="was it an asset of this save?")
             return reader.read_file(name)
+
+    def _unconnected(self, step: int | None) -> Choice:
+        """Where the run's checkpoints are read. Neither starts a daemon nor connects to one as a rank: that would declare a
+        launch, and shut out the one that trains.
+
+        Raises `InvalidRequest` if only a connection could tell where the checkpoints are.
+        """
+        place, welcome = self._place, self._welcome
+        if welcome is not None:
+            return Choice(step, self._readable(welcome), welcome.url, served=welcome.root)
+        directory = place.root
+        if place.fallback is not None and not roots.answers(default_socket()):
+            directory = place.fallback
+        if directory is None and place.url is None:
+            raise InvalidRequest(
+                f"where the checkpoints of {self._who.run} are is known after restore() or save() has connected to the "
+                "daemon",
+                hint="or construct the Checkpointer with the root's directory or the daemon's address: at=",
+            )
+        return Choice(step, directory, place.url)
 
     def warn(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)

@@ -52,7 +52,8 @@ ANSWER_BYTES_MAX = 32
 SEEN_S, SEEN_POLL_S = 60.0, 0.5  # how long a name that another node has made may take to be seen on this machine
 SETTLE_POLL_S = 0.2
 BUSY_HINT = (
-    "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
+    "stop the other job, or use another run name; to read beside it, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes the "
+    "run over and shuts the other job out"
 )
 
 
