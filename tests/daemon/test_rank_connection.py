@@ -8,6 +8,7 @@ from holdfast_formats.root_files import RootMark
 from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.rank_connection import DataPlane, RankConnection
+from holdfast_service.daemon.rank_socket import RankSocket
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.serving import Serving
 from tests.daemon.saver_world import saver_world
@@ -27,9 +28,9 @@ def test_a_connection_that_is_closed_has_lost_its_rank() -> None:
         )
         here, there = socket.socketpair()
         ended: list[RankConnection] = []
-        conversation = RankConnection(here, plane, SERVING, Callers(), ended.append)
-        assert not conversation.has_lost_its_rank()
+        conversation = RankConnection(RankSocket(here), plane, SERVING, Callers(), ended.append)
+        assert not conversation.socket.has_lost_its_rank()
         conversation.thread.start()
         there.close()
         conversation.thread.join(60)
-        assert ended == [conversation] and conversation.has_lost_its_rank()
+        assert ended == [conversation] and conversation.socket.has_lost_its_rank()

@@ -1,34 +1,26 @@
-"""A rank's connection over the node's socket, in its own thread: requests, replies, and outcomes."""
+"""What a rank at the node's socket asks for, answered in its own thread, request by request."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from holdfast_formats.errors import (
-    CheckpointError,
-    DeadlineExceeded,
-    InvalidRequest,
-    LimitExceeded,
-    from_problem,
-)
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest, from_problem
 from holdfast_formats.memory_bounds import Bound
 from holdfast_formats.staging import average, wire
 from holdfast_formats.staging.arena import geometry
 from holdfast_formats.staging.messages import restate
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.callers import Caller, Callers
-from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
+from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, ShareHolder, ShareRequester
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.own_jobs import OwnJobs, SentProgress, check_own, no_jobs
+from holdfast_service.daemon.rank_socket import RankSocket, Unsent
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.other_nodes import NO_OTHER_NODES, Borrower, RemoteSlots
 from holdfast_service.daemon.saving.rounds import Participant
@@ -38,8 +30,6 @@ from holdfast_service.daemon.serving import Serving
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 65_536
-FDS_MAX = 16
 REFUSED_WAIT_S = 5.0  # for the first request of a refused peer
 
 
@@ -55,32 +45,23 @@ class DataPlane(NamedTuple):
     own_jobs: OwnJobs = no_jobs
 
 
-class _Unsent(OSError):
-    """The rank disconnected before it got the reply."""
-
-
 class RankConnection:
-    """One rank: reads its requests, replies to each, and sends outcomes to it from any thread."""
+    """One rank: its thread reads requests and replies to each. The thread ends with the connection."""
 
     def __init__(
         self,
-        connection: socket.socket,
+        socket: RankSocket,
         plane: DataPlane,
         serving: Serving,
         callers: Callers,
         ended: Callable[[RankConnection], None],
     ) -> None:
-        self._connection = connection
+        self.socket = socket
         self._plane, self._serving, self._callers, self._when_ended = plane, serving, callers, ended
-        self._peer = PeerProcess(connection)
-        self._send_lock = threading.Lock()
-        self._ending, self._over = threading.Lock(), False  # the lock: no thread queries a descriptor that is being closed
-        self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._asker = NOBODY
         self._borrower = Borrower(plane.peers)
         self._segments: list[ArenaSegment] = []
-        self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
         self._withdrawn: set[int] = set()  # steps of leases that were withdrawn before they were read
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
@@ -109,22 +90,10 @@ class RankConnection:
             wire.Farewell: self._farewell,
         }
 
-    def has_lost_its_rank(self) -> bool:
-        """Whether the connected process is gone, even if a child of it holds the connection open. Thread-safe."""
-        with self._ending:
-            return self._over or self._peer.gone or hung_up(self._connection)
-
-    def hang_up(self) -> None:
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            log.debug("the rank had already disconnected: %s", error)
-
     def _run(self) -> None:
         try:
             self._meet()
-            while data := self._receive():
-                requests = self._decoder.feed(data)
+            for requests in self.socket.requests():
                 self._withdrawn = {request.step for request in requests if isinstance(request, wire.Withdraw)}
                 for request in requests:
                     self._answer(request)
@@ -140,36 +109,22 @@ class RankConnection:
                 self._plane.averages.leave(self._who.owner, self, self._who.parted)
             self._borrower.release()
             self._when_ended(self)
-            with self._ending:
-                self._over = True
-                self._connection.close()
-                self._peer.close()
+            self.socket.close()
             for segment in self._segments:
                 if segment.user is self:
                     self._plane.arena.drop(segment)
             self._segments = []
-            for fd in self._fds:
-                os.close(fd)
 
     def _meet(self) -> None:
         """Authenticate the peer. A refused one gets the error as the reply to its first request, and is disconnected."""
         try:
-            caller = Caller.of(self._connection)
+            caller = self.socket.caller()
             self._callers.check(caller)
             self._asker = ShareRequester(caller.tenant, not caller.tenant)
             self._caller = caller
         except CheckpointError as error:
             self._refused = error
-            self._connection.settimeout(REFUSED_WAIT_S)
-
-    def _receive(self) -> bytes:
-        data, fds, _, _ = socket.recv_fds(self._connection, RECEIVE_BYTES, 1)
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        self._fds += fds
-        if len(self._fds) > FDS_MAX:
-            raise LimitExceeded(f"received {len(self._fds)} unexpected file descriptors")
-        return data
+            self.socket.limit_wait(REFUSED_WAIT_S)
 
     def _answer(self, request: wire.Request) -> None:
         try:
@@ -178,32 +133,14 @@ class RankConnection:
             reply = self._answers[type(request)](request)
         except CheckpointError as error:
             reply = wire.Failed(reply_to=request.id, problem=error.problem())
-        except _Unsent:
+        except Unsent:
             raise
         except Exception:
             log.exception("a request failed: %s", type(request).__name__)
             opaque = CheckpointError("unexpected failure in the daemon", hint="see the daemon's log")
             reply = wire.Failed(reply_to=request.id, problem=opaque.problem())
         if reply is not None:
-            self._send(reply)
-
-    def _send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
-        frame = wire.encode_frame(message)
-        try:
-            with self._send_lock:
-                if fds:
-                    sent = socket.send_fds(self._connection, [frame], list(fds))
-                    frame = frame[sent:]
-                self._connection.sendall(frame)
-        except OSError as error:
-            raise _Unsent(*error.args) from error
-
-    def _notify(self, message: wire.Outcome | wire.Stop) -> None:
-        try:
-            self._send(message)
-        except OSError as error:
-            what = f"the outcome of step {message.step}" if isinstance(message, wire.Outcome) else "that it is to stop"
-            log.info("cannot tell a rank %s: %s", what, error)
+            self.socket.send(reply)
 
     def _known(self) -> Participant:
         if self._who is None:
@@ -216,7 +153,7 @@ class RankConnection:
         self._serving.check(request.root)
 
         def join(attempt: int) -> Participant:
-            who = self._who = ConnectedRank(request, attempt, self._notify, self.has_lost_its_rank)
+            who = self._who = ConnectedRank(request, attempt, self.socket.notify, self.socket.has_lost_its_rank)
             plane.saver.join(who)
             return who
 
@@ -245,7 +182,7 @@ class RankConnection:
             spilled=segment.spilled,
             notice=segment.notice,
         )
-        self._send(reply, (segment.fd,))
+        self.socket.send(reply, (segment.fd,))
 
     def _holder(self, who: Participant, bounds: Sequence[Bound]) -> ShareHolder:
         """The holder of this rank's memory share, and what its own limits leave for it."""
@@ -253,7 +190,7 @@ class RankConnection:
 
     def _attach(self, request: wire.Attach) -> wire.Reply:
         who, plane = self._known(), self._plane
-        with self._received_fd("a segment") as fd:
+        with self.socket.received_fd("a segment") as fd:
             segment, taken = plane.arena.attach(fd, who.owner, self._asker.tenant)
         self._use(segment)
         refused = plane.adoption.take_up(segment, taken, who).refused
@@ -262,19 +199,8 @@ class RankConnection:
         plane.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
 
-    @contextmanager
-    def _received_fd(self, what: str) -> Iterator[int]:
-        """The next descriptor that came, for the length of a block."""
-        if not self._fds:
-            raise InvalidRequest(f"attaching {what} needs its file descriptor")
-        fd = self._fds.pop(0)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
     def _use(self, segment: ArenaSegment) -> None:
-        segment.used_by(self, PeerProcess(self._connection))
+        segment.used_by(self, self.socket.process())
         self._part_with_segments(but=segment)
         self._segments = [segment]
 
@@ -337,16 +263,16 @@ class RankConnection:
         reply = wire.Segment(
             reply_to=request.id, slots=1, data_bytes=sizes.data_bytes, table_bytes_max=sizes.table_bytes_max
         )
-        self._send(reply, (segment.fd,))
+        self.socket.send(reply, (segment.fd,))
 
     def _attach_average(self, request: wire.AttachAverage) -> wire.Reply:
-        with self._received_fd("an average") as fd:
+        with self.socket.received_fd("an average") as fd:
             self._plane.averages.attach(fd, self._known().owner, self, self._asker.tenant)
         return wire.Done(reply_to=request.id)
 
     def _lend(self, request: wire.Request, parts: tuple[wire.HeldPart, ...], fds: tuple[int, ...]) -> None:
         try:
-            self._send(wire.HeldSlots(reply_to=request.id, parts=parts), fds)
+            self.socket.send(wire.HeldSlots(reply_to=request.id, parts=parts), fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -360,8 +286,8 @@ class RankConnection:
 
     def _do_job(self, request: wire.DoJob) -> wire.Reply:
         self._serving.check(request.root)
-        check_own(self._caller, self._peer)
-        result = self._plane.own_jobs(request, SentProgress(self._send, self.has_lost_its_rank))
+        check_own(self._caller, self.socket.peer)
+        result = self._plane.own_jobs(request, SentProgress(self.socket.send, self.socket.has_lost_its_rank))
         return wire.JobDone(reply_to=request.id, result=result)
 
     def _measured(self, request: wire.Measured) -> None:

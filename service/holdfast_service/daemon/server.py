@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast_service.daemon.arena.callers import Callers, listen
 from holdfast_service.daemon.rank_connection import DataPlane, RankConnection
+from holdfast_service.daemon.rank_socket import RankSocket
 from holdfast_service.daemon.saving.run_lifecycle import RunLifecycles
 
 from .serving import Serving
@@ -76,7 +77,7 @@ class Daemon:
         with self._lock:
             conversations = list(self._conversations)
         for conversation in conversations:
-            conversation.hang_up()
+            conversation.socket.hang_up()
         for conversation in conversations:
             conversation.thread.join(timeout=5)
         for thread in self._threads:
@@ -103,7 +104,8 @@ class Daemon:
                 if len(self._conversations) >= CONVERSATIONS_MAX:
                     connection.close()
                     continue
-                conversation = RankConnection(connection, self._plane, self.serving, self.callers, self.forget)
+                rank = RankSocket(connection)
+                conversation = RankConnection(rank, self._plane, self.serving, self.callers, self.forget)
                 self._conversations.add(conversation)
             conversation.thread.start()
 
@@ -118,8 +120,8 @@ class Daemon:
         with self._lock:
             conversations = list(self._conversations)
         for conversation in conversations:
-            if conversation.has_lost_its_rank():
-                conversation.hang_up()
+            if conversation.socket.has_lost_its_rank():
+                conversation.socket.hang_up()
         self.saver.expire()
         self.adoption.expire(time.monotonic())
         self.lives.record()
