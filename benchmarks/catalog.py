@@ -59,11 +59,11 @@ def saves(catalog: Catalog, events: Events, size: Size) -> Iterator[list[float]]
 
     def save(number: int) -> None:
         run, step = name(random.randrange(size.runs)), NEW + number
-        round_id = catalog.note_round(run, step, 1, 2, at(number))[0]
+        round_id = catalog.rounds.open(run, step, 1, 2, at(number))[0]
         for sealed in (1, 2):
-            catalog.update_round(round_id, sealed=sealed)
+            catalog.rounds.update(round_id, sealed=sealed)
         catalog.record_checkpoint(bodies.describe(a_manifest(run, step)))
-        catalog.end_round(round_id, "committed", at(number))
+        catalog.rounds.end(round_id, "committed", at(number))
         events.add("checkpoint-committed", "committed", run, step)
         mark_verified(catalog, run, step)
         run_figures.renew(catalog.database)  # as the thread that writes the catalog does
@@ -104,7 +104,7 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
         of = run()
         catalog.run(of)
         catalog.checkpoints(of, None, 100)
-        catalog.rounds(of, limit=100)
+        catalog.rounds.page(of, limit=100)
         events.newest(None, 50, of)
 
     return {
@@ -121,15 +121,15 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
         "checkpoints ?state=unhealthy": lambda: checkpoints("unhealthy"),
         "checkpoints ?step_min&step_max": lambda: checkpoints(step_min=10, step_max=60),
         "checkpoints ?since": lambda: checkpoints(since=late),
-        "rounds": lambda: catalog.rounds(limit=100),
-        "rounds ?run": lambda: catalog.rounds(run(), limit=100),
-        "rounds ?state=committed": lambda: catalog.rounds(None, "committed", limit=100),
-        "rounds ?state=aborted": lambda: catalog.rounds(None, "aborted", limit=100),
-        "rounds ?run&state": lambda: catalog.rounds(run(), "aborted", limit=100),
-        "rounds ?since": lambda: catalog.rounds(limit=100, within=Within(since=late)),
-        "rounds ?since, none": lambda: catalog.rounds(limit=100, within=Within(since="2999-01-01")),
-        "rounds ?step_min, none": lambda: catalog.rounds(limit=100, within=Within(step_min=NEW * 2)),
-        "rounds by state and code": lambda: (catalog.round_counts(), catalog.failure_counts()),
+        "rounds": lambda: catalog.rounds.page(limit=100),
+        "rounds ?run": lambda: catalog.rounds.page(run(), limit=100),
+        "rounds ?state=committed": lambda: catalog.rounds.page(None, "committed", limit=100),
+        "rounds ?state=aborted": lambda: catalog.rounds.page(None, "aborted", limit=100),
+        "rounds ?run&state": lambda: catalog.rounds.page(run(), "aborted", limit=100),
+        "rounds ?since": lambda: catalog.rounds.page(limit=100, within=Within(since=late)),
+        "rounds ?since, none": lambda: catalog.rounds.page(limit=100, within=Within(since="2999-01-01")),
+        "rounds ?step_min, none": lambda: catalog.rounds.page(limit=100, within=Within(step_min=NEW * 2)),
+        "rounds by state and code": lambda: (catalog.rounds.counts(), catalog.rounds.failure_counts()),
         "events": lambda: events.newest(None, 100),
         "events ?run": lambda: events.newest(None, 100, run()),
         "a run's page": run_page,

@@ -36,7 +36,6 @@ LARGE = {
     "client/holdfast/checkpointer.py:Checkpointer": "the public class; the order of a save and of a restore is still in it",
     "client/holdfast/link/unix_socket.py:SocketLink": _TO_CUT,
     "client/holdfast/integrations/lightning/positions.py:EpochPosition": _TO_CUT,
-    "service/holdfast_service/control/catalog/catalog.py:Catalog": _TO_CUT,
 }
 
 # Where the tests of a folder's modules stand, below it in the same folders; the first that fits counts.

@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("root")
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
     with served(root) as running:
-        running.services.control.catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:00Z")
+        running.services.control.catalog.rounds.open("tiny", 20, 1, 2, "2026-01-02T00:00:00Z")
         yield running
 
 

@@ -82,7 +82,7 @@ def test_a_damaged_run_file_hides_no_checkpoint(api: Api, service: Served) -> No
 def test_rounds_by_step_and_time(api: Api, service: Served) -> None:
     """Rounds take the same bounds."""
     for step in (1, 2, 3):
-        service.services.control.catalog.note_round("tiny", step, 1, 1, f"2030-01-0{step}T00:00:00.000Z")
+        service.services.control.catalog.rounds.open("tiny", step, 1, 1, f"2030-01-0{step}T00:00:00.000Z")
     assert [made.step for made in api.rounds("tiny", wanted=Filter(step_min=2))] == [3, 2]
     assert [made.step for made in api.rounds(wanted=Filter(since="2030-01-02", step_max=2))] == [2]
     assert [made.step for made in api.rounds(state="committed", wanted=Filter(since="2030-01-02"))] == []

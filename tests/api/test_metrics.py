@@ -122,7 +122,7 @@ def test_number_of_series_is_bounded(tmp_path: Path) -> None:
     with served(tmp_path) as running_service:
         catalog = running_service.services.control.catalog
         for n in range(RUNS_MAX + 5):
-            catalog.note_round(f"run-{n}", 1, 1, 1, "2026-01-02T00:00:00Z")
+            catalog.rounds.open(f"run-{n}", 1, 1, 1, "2026-01-02T00:00:00Z")
         families = scrape(running_service.url)
     runs = {labels["run"] for labels, _, _ in families["holdfast_run_bytes"]}
     assert len(runs) == RUNS_MAX

@@ -64,12 +64,12 @@ def test_save_and_its_phases(catalog: Catalog, exported: InMemorySpanExporter) -
     """One trace a save: phases in their order, fsync at the end of writing, verifying after the commit."""
     history = RoundHistory(catalog.database, "node-1")
     watcher = Watcher(history, JobSpans(catalog.database, "node-1"), look_s=0.01)
-    made = catalog.note_round("llama", 5, 3, 8, BEGAN)[0]
+    made = catalog.rounds.open("llama", 5, 3, 8, BEGAN)[0]
     catalog.record_checkpoint(a_row("llama", 5))
     catalog.node = "node-1"
-    catalog.end_round(made, "committed", ENDED, **PHASES)
-    failed = catalog.note_round("llama", 6, 3, 8, BEGAN)[0]
-    catalog.end_round(failed, "aborted", ENDED, "no-space", "full")
+    catalog.rounds.end(made, "committed", ENDED, **PHASES)
+    failed = catalog.rounds.open("llama", 6, 3, 8, BEGAN)[0]
+    catalog.rounds.end(failed, "aborted", ENDED, "no-space", "full")
     watcher.close()
     found = [span for span in exported.get_finished_spans() if span.attributes["holdfast.step"] == 5]  # type: ignore[index]
     by_name = {span.name.removeprefix("holdfast.save"): span for span in found}

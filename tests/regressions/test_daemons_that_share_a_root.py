@@ -66,37 +66,37 @@ def test_a_start_leaves_the_saves_and_the_list_of_others(pair: tuple[Node, Node]
     """What node a has open, stages and lists is there when node b has started, also a second time."""
     a, b = pair
     committed(a, 1)
-    number, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    number, _ = a.catalog.rounds.open(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     staged = naming.staging_path(RUN, 2, 1)
     a.tier.put(f"{staged}/model.safetensors", b"half")
     b.control.recovery.recover()
     assert b.control.record_queue.recorded(30)
-    assert [found.id for found in a.catalog.rounds(RUN, "open").items] == [number]
+    assert [found.id for found in a.catalog.rounds.page(RUN, "open").items] == [number]
     assert a.tier.list(staged) == ["model.safetensors"] and steps(b) == [1]
 
 
 def test_its_own_saves_of_before_end_with_its_start(pair: tuple[Node, Node]) -> None:
     """A daemon that comes back ends what it had open, and nothing else."""
     a, b = pair
-    mine, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
-    other, _ = b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
+    mine, _ = a.catalog.rounds.open(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    other, _ = b.catalog.rounds.open("other", 2, 1, 1, "2026-01-01T00:00:00Z")
     a.control.recovery.recover()
     assert a.control.record_queue.recorded(30)
-    assert [found.id for found in a.catalog.rounds(None, "open").items] == [other]
-    assert [found.id for found in a.catalog.rounds(RUN, "aborted").items] == [mine]
+    assert [found.id for found in a.catalog.rounds.page(None, "open").items] == [other]
+    assert [found.id for found in a.catalog.rounds.page(RUN, "aborted").items] == [mine]
 
 
 def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tuple[Node, Node]) -> None:
     """And no others."""
     a, b = pair
-    gone, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
-    b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
+    gone, _ = a.catalog.rounds.open(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    b.catalog.rounds.open("other", 2, 1, 1, "2026-01-01T00:00:00Z")
     b.maintenance.run_once()
-    assert len(b.catalog.rounds(None, "open").items) == 2
+    assert len(b.catalog.rounds.page(None, "open").items) == 2
     a.cluster.close()
     b.maintenance.run_once()
-    assert [found.id for found in b.catalog.rounds(None, "aborted").items] == [gone]
-    assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
+    assert [found.id for found in b.catalog.rounds.page(None, "aborted").items] == [gone]
+    assert [found.run for found in b.catalog.rounds.page(None, "open").items] == ["other"]
 
 
 def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_root(pair: tuple[Node, Node]) -> None:
@@ -116,7 +116,7 @@ def test_what_a_lost_node_put_into_the_place_of_another_is_listed_as_it_is(pair:
     """
     a, b = pair
     committed(a, 1, 2)
-    a.catalog.note_round(RUN, 2, 2, 1, "2026-01-01T00:00:00Z")
+    a.catalog.rounds.open(RUN, 2, 2, 1, "2026-01-01T00:00:00Z")
     a.cluster.close()
     b.maintenance.run_once()
     assert b.catalog.checkpoint(RUN, 2).verified and b.catalog.checkpoint(RUN, 2).attempt == 1
@@ -139,7 +139,7 @@ def test_a_save_that_another_node_committed_does_not_go_on_in_the_catalog(pair: 
     late.set()
     for node in pair:
         assert node.control.record_queue.recorded(30)
-    assert [found.state for found in b.catalog.rounds(RUN).items] == ["committed"]
+    assert [found.state for found in b.catalog.rounds.page(RUN).items] == ["committed"]
 
 
 def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
@@ -150,7 +150,7 @@ def test_a_save_that_all_nodes_gave_up_is_one(pair: tuple[Node, Node]) -> None:
             assert node.control.record_queue.recorded(30)
             node.control.saves.abort(number, RoundAborted("a rank is gone"), None)
             assert node.control.record_queue.recorded(30)
-        assert [found.step for found in pair[0].catalog.rounds(RUN, "aborted").items].count(step) == 1
+        assert [found.step for found in pair[0].catalog.rounds.page(RUN, "aborted").items].count(step) == 1
         events = pair[0].control.events.after(0, 50, RUN, "save-aborted")
         assert [found.step for found in events].count(step) == 1
 
@@ -168,12 +168,12 @@ def test_a_save_is_one_record_however_late_a_node_tells_of_it(pair: tuple[Node, 
             assert b.control.record_queue.recorded(30)
     late.set()
     assert a.control.record_queue.recorded(30)
-    assert [found.state for found in a.catalog.rounds(RUN).items] == ["aborted"]
+    assert [found.state for found in a.catalog.rounds.page(RUN).items] == ["aborted"]
     assert len(a.control.events.after(0, 50, RUN, "save-aborted")) == 1
     again = a.control.saves.begin(RUN, 2, 1, 2)
     a.control.saves.joined(again, RUN, 2, 1, {})
     assert a.control.record_queue.recorded(30)
-    assert [found.state for found in a.catalog.rounds(RUN).items] == ["committed", "aborted"]
+    assert [found.state for found in a.catalog.rounds.page(RUN).items] == ["committed", "aborted"]
 
 
 def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
@@ -312,7 +312,7 @@ def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Nod
 def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> None:
     """A save of node a is no save that nobody writes, for node b; once node a is gone it is."""
     a, b = pair
-    a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    a.catalog.rounds.open(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     assert b.control.writers() == {"a", "b"}
     assert consistency.check(b.control.store, b.catalog, b.control.writers()).count == 0
     a.cluster.close()

@@ -69,12 +69,12 @@ def test_the_second_root_is_refused_and_the_first_one_keeps_all(tmp_path: Path, 
         with Checkpointer("run", {"model": model}, at=daemon.socket) as checkpointer:
             checkpointer.save(1, wait="durable").result()
             with closing(Catalog.open(postgres_url)) as catalog:
-                catalog.note_round("run", 2, 1, 1, NOW)
+                catalog.rounds.open("run", 2, 1, 1, NOW)
             done = started(other, postgres_url)
             assert done.returncode == 4 and "wrong-root" in done.stderr and str(root) in done.stderr, done.stderr
             assert "catalog adopt" in done.stderr
             with closing(Catalog.open(postgres_url)) as catalog:
-                assert [found.step for found in catalog.rounds("run", "open").items] == [2]
+                assert [found.step for found in catalog.rounds.page("run", "open").items] == [2]
             assert listed(postgres_url) == [1]
             checkpointer.save(3, wait="durable").result()
     assert listed(postgres_url) == [3, 1]

@@ -13,7 +13,7 @@ from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, Quot
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.api.request_metrics import Requests
-from holdfast_service.control.catalog.catalog import ENDED
+from holdfast_service.control.catalog.listing import ENDED
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.retention.rotation import WHY_REMOVED
@@ -103,7 +103,7 @@ class Collected(Collector):
 
     def _told(self) -> Samples:
         """Metrics from the catalog."""
-        counts = self._services.control.catalog.round_counts()
+        counts = self._services.control.catalog.rounds.counts()
         open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
         return {
             "holdfast_rounds": [((state,), counts.get(state, 0)) for state in ENDED],
@@ -127,7 +127,7 @@ class Collected(Collector):
 
     def _failures(self) -> dict[str, int]:
         """Failures for lack of resources, including zeros, so that alerts can be set up before the first one."""
-        return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.control.catalog.failure_counts()
+        return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.control.catalog.rounds.failure_counts()
 
     def _saves(self) -> Samples:
         phases, size = self._services.history.counted()

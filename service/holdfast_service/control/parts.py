@@ -46,14 +46,14 @@ class RecordParts:
         )
         self.attempts = nodes.attempts(tier)
         self.events = Events(catalog.database, catalog.node or "node", utc_now, self.record_queue.enqueue)
-        self.rounds = Rounds(catalog, self.record_queue, utc_now)
+        self.rounds = Rounds(catalog.rounds, self.record_queue, utc_now)
         self.statistics = StatisticsStore(catalog.database)
         self.health = HealthRecords(tier, self.statistics, self.events)
         self.files = RunFiles(
             tier,
             usual,
             is_run=self.attempts.has,
-            has_saved=lambda run: catalog.has_saved(run, self.attempts.newest(run)),
+            has_saved=lambda run: catalog.rounds.has_committed(run, self.attempts.newest(run)),
             elsewhere=lambda run: nodes.locked(changing(run)),
         )
         self.run_metadata = RunMetadata(tier, catalog, self.files, self.events)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.catalog.round_records import RoundRecords
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.storage import Store
@@ -28,10 +28,12 @@ class _Step(NamedTuple):
 class RecoveredSaves:
     """Nothing here waits for the catalog. `settle` is called once ranks have had time to reconnect with their memory."""
 
-    def __init__(self, store: Store, catalog: Catalog, record_queue: RecordQueue, rounds: Rounds, events: Events) -> None:
-        self._store, self._catalog, self._record_queue, self._rounds, self._events = (
+    def __init__(
+        self, store: Store, records: RoundRecords, record_queue: RecordQueue, rounds: Rounds, events: Events
+    ) -> None:
+        self._store, self._records, self._record_queue, self._rounds, self._events = (
             store,
-            catalog,
+            records,
             record_queue,
             rounds,
             events,
@@ -55,12 +57,12 @@ class RecoveredSaves:
 
     def _say_lost(self) -> None:
         lost = {}
-        for save in self._catalog.staged_rounds():
+        for save in self._records.staged():
             if self._rounds.knows(save.run, save.step, save.attempt):
                 continue  # its ranks, or what kept its memory, have brought it
             key = _Step(save.run, save.step)
             why = f"all ranks had staged this save, and it is lost: {self._reasons.get(key, NOT_KEPT)}"
-            if self._catalog.end_round(save.id, "aborted", utc_now(), "round-aborted", why) is not None:
+            if self._records.end(save.id, "aborted", utc_now(), "round-aborted", why) is not None:
                 lost[key] = why
         for key, reason in self._reasons.items():  # the catalog may never have heard of it
             if key not in lost and key.step not in roots.committed(self._store, key.run):

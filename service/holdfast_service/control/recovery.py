@@ -68,7 +68,7 @@ class Recovery:
         why = "the daemon ended before this save was complete"
         self._record_queue.enqueue(
             "which saves ended with the last daemon",
-            lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
+            lambda: self._catalog.rounds.abort_open(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
 
     def reconcile(self) -> list[roots.Unreadable]:
@@ -108,7 +108,7 @@ class Recovery:
         self._catalog.note_attempts(self._attempts.known())
         if self._started:
             return
-        for found in self._catalog.settle_committed_rounds(utc_now()):
+        for found in self._catalog.rounds.settle_committed(utc_now()):
             text = f"step {found.step} is committed; the daemon ended before it could report it"
             self._events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True

@@ -129,8 +129,8 @@ def test_a_slow_answer_is_no_slow_head(ajar: Guarded, monkeypatch: pytest.Monkey
     def slow() -> None:
         time.sleep(2)
 
-    readiness = ajar.running.services.control.catalog.round_counts
-    monkeypatch.setattr(ajar.running.services.control.catalog, "round_counts", lambda: (slow(), readiness())[1])
+    readiness = ajar.running.services.control.catalog.rounds.counts
+    monkeypatch.setattr(ajar.running.services.control.catalog.rounds, "counts", lambda: (slow(), readiness())[1])
     assert ajar.ask("GET", "/readyz").status_code == 200
 
 

@@ -204,8 +204,8 @@ def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> 
 
 def test_metrics_of_some_runs(closed: Guarded) -> None:
     """A token for some runs is told of each of these, and nothing that is counted of all together."""
-    closed.running.services.control.catalog.note_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
-    closed.running.services.control.catalog.note_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.control.catalog.rounds.open("other", 2, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.control.catalog.rounds.open("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
     every, some = (closed.ask("GET", "/metrics", closed.token("admin", runs)).text for runs in ("*", "team-*"))
     lines = [line for line in some.splitlines() if line and not line.startswith("#")]
     assert lines and all('run="team-' in line for line in lines)
@@ -228,7 +228,7 @@ def test_what_is_wrong_is_not_told_to_anybody(closed: Guarded, monkeypatch: pyte
     def fails() -> None:
         raise StorageFailed("/secret/place cannot be read")
 
-    monkeypatch.setattr(closed.running.services.control.catalog, "round_counts", fails)
+    monkeypatch.setattr(closed.running.services.control.catalog.rounds, "counts", fails)
     answer = closed.ask("GET", "/readyz")
     assert code(answer) == (503, "storage-failed") and "secret" not in answer.text
     assert "secret" in closed.ask("GET", "/readyz", closed.token()).text

@@ -191,7 +191,7 @@ def test_what_is_being_removed_is_not_there(service: Served, http: httpx.Client)
 def test_metrics_count_removals_and_refusals(service: Served, http: httpx.Client) -> None:
     """Refusals for want of room are there before the first one; what was removed is counted by why."""
     catalog = service.services.control.catalog
-    catalog.end_round(catalog.note_round("tiny", 30, 1, 1, "now")[0], "aborted", "now", "quota-exceeded", "no room")
+    catalog.rounds.end(catalog.rounds.open("tiny", 30, 1, 1, "now")[0], "aborted", "now", "quota-exceeded", "no room")
     http.delete(f"{TINY}/checkpoints/5")
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
     failed = {sample.labels["code"]: sample.value for sample in families["holdfast_rounds_failed"].samples}

@@ -26,8 +26,8 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
     build_root(tmp_path, {"tiny": (5, 10), "other": (1,)})
     with served(tmp_path) as running:
         catalog = running.services.control.catalog
-        failed = catalog.note_round("tiny", 15, 1, 2, "2026-01-02T00:00:00Z")[0]
-        catalog.end_round(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the disk is full")
+        failed = catalog.rounds.open("tiny", 15, 1, 2, "2026-01-02T00:00:00Z")[0]
+        catalog.rounds.end(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the disk is full")
         yield running
 
 

@@ -81,7 +81,7 @@ def test_the_service_is_looked_through(tmp_path: Path, monkeypatch: pytest.Monke
         def dead() -> dict[str, int]:
             raise StorageFailed("the catalog: it is gone", hint="mend it")
 
-        monkeypatch.setattr(running.services.control.catalog, "round_counts", dead)
+        monkeypatch.setattr(running.services.control.catalog.rounds, "counts", dead)
         found = {f.name: f for f in probes.service(api, "1.0.0")}
         assert [found[name].status for name in ("versions", "network", "catalog")] == ["warn", "warn", "fail"]
         assert found["catalog"].advice == "mend it"

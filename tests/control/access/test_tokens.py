@@ -188,7 +188,7 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
     catalog, summaries = world.catalog, Summaries(MemoryTier(), world.catalog)
     for run in ("Team-c", "a_b", "axb", "team-a", "team-b", "zoo"):
         catalog.declare_attempt(run, "launch", 1, NOW)
-        catalog.note_round(run, 1, 1, 1, NOW)
+        catalog.rounds.open(run, 1, 1, 1, NOW)
         world.events.add("attempt-declared", "one", run)
     world.events.add("daemon-started", "of no run")
     with limited_to("team-*"):
@@ -196,11 +196,15 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
         assert first.items == ["team-a"]
         assert summaries.names(first.next, 5, EVERY_RUN).items == ["team-b"]
         assert [run.name for run in summaries.runs(["zoo", "team-a"])] == ["team-a"]
-        assert sorted(made.run for made in catalog.rounds().items) == ["team-a", "team-b"]
+        assert sorted(made.run for made in catalog.rounds.page().items) == ["team-a", "team-b"]
         assert [event.run for event in world.events.after(0, 99)] == ["team-a", "team-b"]
-        assert catalog.round_counts()["open"] == 2
+        assert catalog.rounds.counts()["open"] == 2
         assert catalog.newest_attempt("zoo") == 0
-        for call in (lambda: catalog.run("zoo"), lambda: catalog.checkpoints("zoo", None, 1), lambda: catalog.rounds("zoo")):
+        for call in (
+            lambda: catalog.run("zoo"),
+            lambda: catalog.checkpoints("zoo", None, 1),
+            lambda: catalog.rounds.page("zoo"),
+        ):
             with pytest.raises(NoSuchRun):
                 call()
     with limited_to("a_*"):

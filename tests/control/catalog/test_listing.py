@@ -106,14 +106,14 @@ def test_filtered_rounds(
         catalog.set_keep_last(f"{run}-{number}", None)
     made = []
     for attempt, (run, step, ended) in enumerate(opened, 1):
-        round_id = catalog.note_round(f"{run}-{number}", step, attempt, 1, at(attempt))[0]
+        round_id = catalog.rounds.open(f"{run}-{number}", step, attempt, 1, at(attempt))[0]
         if ended == "sealed":
-            catalog.update_round(round_id, sealed=1)
+            catalog.rounds.update(round_id, sealed=1)
         elif ended != "open":
-            catalog.end_round(round_id, ended, at(attempt))  # type: ignore[arg-type]
+            catalog.rounds.end(round_id, ended, at(attempt))  # type: ignore[arg-type]
         made.append((round_id, run, ended, step, at(attempt)))
     run = None if of is None else f"{of}-{number}"
-    found = pages(lambda cursor: catalog.rounds(run, state, cursor, limit, within))
+    found = pages(lambda cursor: catalog.rounds.page(run, state, cursor, limit, within))
     wanted = [
         round_id
         for round_id, run, ended, step, since in made
@@ -208,7 +208,7 @@ def test_what_is_no_time_is_refused(catalog: Catalog, text: str) -> None:
     catalog.set_keep_last("run", None)
     for ask in (
         lambda: catalog.checkpoints("run", None, 10, within=Within(since=text)),
-        lambda: catalog.rounds(within=Within(since=text)),
+        lambda: catalog.rounds.page(within=Within(since=text)),
     ):
         with pytest.raises(InvalidRequest, match="is not a time"):
             ask()

@@ -77,10 +77,10 @@ def test_a_round_whose_checkpoint_stands_is_committed(control: Control) -> None:
     catalog = control.catalog
     attempt = catalog.checkpoint("tiny", 15).attempt
     catalog.forget_checkpoint("tiny", 15)
-    published = catalog.note_round("tiny", 15, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
-    lost = catalog.note_round("tiny", 20, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
+    published = catalog.rounds.open("tiny", 15, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
+    lost = catalog.rounds.open("tiny", 20, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
     control.recovery.recover()
-    ended = {made.id: made for made in catalog.rounds("tiny").items}
+    ended = {made.id: made for made in catalog.rounds.page("tiny").items}
     assert (ended[published].state, ended[published].node, ended[published].code) == ("committed", "node", None)
     assert (ended[lost].state, ended[lost].code) == ("aborted", "round-aborted")
     assert [step for step, _ in told(control, "checkpoint-committed")] == [15]

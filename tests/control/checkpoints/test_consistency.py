@@ -81,7 +81,7 @@ def plant(kind: str, tier: MemoryTier, catalog: Catalog) -> tuple[str, str | Non
         change(catalog, update(RunRow).where(RunRow.name == "a").values(attempt=0))
         return kind, "a", None
     elif kind == "round-nobody-writes":
-        catalog.note_round("a", gone, 1, 2, NOW)
+        catalog.rounds.open("a", gone, 1, 2, NOW)
         at = ("a", gone)
     elif kind == "job-nobody-runs":
         change(catalog, a_job("running", "node-9"))
@@ -130,7 +130,7 @@ def test_only_a_thorough_check_reads_what_stands_unchanged(tier: MemoryTier, cat
 
 def test_what_is_going_on_is_no_contradiction(tier: MemoryTier, catalog: Catalog) -> None:
     """Rounds and jobs of daemons that are up are theirs; of others they are not."""
-    catalog.note_round("a", 9, 1, 2, NOW)
+    catalog.rounds.open("a", 9, 1, 2, NOW)
     change(catalog, a_job("running", "node-1"), a_job("queued", "node-9"), a_job("done", "node-9"))
     assert kinds(tier, catalog, "node-1") == []
     assert kinds(tier, catalog, "node-2") == [("job-nobody-runs", "a", 1)]
@@ -146,11 +146,11 @@ def test_known_damage_is_no_contradiction(tier: MemoryTier, catalog: Catalog) ->
 
 def test_a_round_that_was_published_ends_as_committed(tier: MemoryTier, catalog: Catalog) -> None:
     """Its daemon died between the rename and the end of the round: the directory says what became of it."""
-    catalog.note_round("a", 8, 1, 2, NOW)
-    catalog.note_round("a", 9, 1, 2, NOW)
+    catalog.rounds.open("a", 8, 1, 2, NOW)
+    catalog.rounds.open("a", 9, 1, 2, NOW)
     put_checkpoint(tier, a_manifest("a", 8))
     consistency.rebuild(PosixStore(tier), catalog, (), NOW)
-    assert [(made.step, made.state) for made in catalog.rounds("a").items] == [(9, "aborted"), (8, "committed")]
+    assert [(made.step, made.state) for made in catalog.rounds.page("a").items] == [(9, "aborted"), (8, "committed")]
 
 
 def test_what_was_found_out_stays_through_a_rebuild(tier: MemoryTier, catalog: Catalog) -> None:

@@ -51,7 +51,7 @@ def declare_and_open(url: str) -> list[tuple[str, int, int]]:
     def one(number: int) -> tuple[str, int, int]:
         launch = f"launch-{number % LAUNCHES}"
         attempt = catalog.declare_attempt("run", launch, 1, NOW)
-        return launch, attempt, catalog.note_round("shared", 5, 1, 1, NOW)[0]
+        return launch, attempt, catalog.rounds.open("shared", 5, 1, 1, NOW)[0]
 
     with ThreadPoolExecutor(THREADS) as pool:
         given = list(pool.map(one, range(4 * LAUNCHES)))
@@ -90,9 +90,9 @@ class TestWhatNoDatabaseKeeps:
 
     def test_texts_of_any_origin_are_written_out(self, catalog: Catalog) -> None:
         """The message of an error may have the bytes of a file's name in it."""
-        made = catalog.note_round("run", 5, 1, 1, NOW)[0]
-        catalog.end_round(made, "aborted", NOW, "storage-failed", "a\0b \udcff größe")
-        assert catalog.rounds().items[0].detail == "a\\x00b \\udcff größe"
+        made = catalog.rounds.open("run", 5, 1, 1, NOW)[0]
+        catalog.rounds.end(made, "aborted", NOW, "storage-failed", "a\0b \udcff größe")
+        assert catalog.rounds.page().items[0].detail == "a\\x00b \\udcff größe"
         events = Events(catalog.database, "node", lambda: NOW)
         events.add("save-aborted", "a\0b", "run", 5, problem={"detail": "a\0b \udcff"})
         kept = events.newest(None, 1).items[0]
@@ -169,7 +169,7 @@ class TestDurability:
 
         catalog.declare_attempt("run", "a", 1, NOW)
         levels.append(level())
-        catalog.note_round("run", 5, 1, 1, NOW)
+        catalog.rounds.open("run", 5, 1, 1, NOW)
         levels.append(level())
         catalog.declare_attempt("run", "b", 1, NOW)
         levels.append(level())

@@ -37,9 +37,9 @@ def test_by_run(catalog: Catalog, gauges: Gauges) -> None:
     catalog.declare_attempt("run", "launch", 2, BEGAN)
     for step, verified in ((1, True), (2, False)):
         catalog.record_checkpoint(a_row("run", step, verified))
-        made = catalog.note_round("run", step + 10, 1, 2, BEGAN)[0]
-        catalog.end_round(made, "aborted", BEGAN, "no-space")
-    catalog.note_round("young", 1, 1, 1, BEGAN)
+        made = catalog.rounds.open("run", step + 10, 1, 2, BEGAN)[0]
+        catalog.rounds.end(made, "aborted", BEGAN, "no-space")
+    catalog.rounds.open("young", 1, 1, 1, BEGAN)
     assert read(gauges, "holdfast_last_commit_age_seconds") == {"run": 598.0}
     assert read(gauges, "holdfast_last_verified_age_seconds") == {"run": 599.0}
     assert read(gauges, "holdfast_save_failures") == {"run": 2, "young": 0}
@@ -50,7 +50,7 @@ def test_by_run(catalog: Catalog, gauges: Gauges) -> None:
 def test_runs_are_those_that_saved_last(catalog: Catalog, gauges: Gauges) -> None:
     """In the order of their newest save."""
     for step, run in enumerate(("b", "a", "b", "c")):
-        catalog.note_round(run, step, 1, 1, BEGAN)
+        catalog.rounds.open(run, step, 1, 1, BEGAN)
     assert gauges.active() == ["c", "b", "a"]
 
 

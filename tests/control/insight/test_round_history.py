@@ -41,10 +41,10 @@ def note(catalog: Catalog, round_id: int, measured: dict[str, float], node: str 
 
 
 def save(catalog: Catalog, step: int, state: str = "committed") -> int:
-    made = catalog.note_round("run", step, 1, 2, BEGAN)[0]
+    made = catalog.rounds.open("run", step, 1, 2, BEGAN)[0]
     if state == "committed":
         catalog.record_checkpoint(a_row("run", step))
-    catalog.end_round(made, state, ENDED, None if state == "committed" else "no-space")  # type: ignore[arg-type]
+    catalog.rounds.end(made, state, ENDED, None if state == "committed" else "no-space")  # type: ignore[arg-type]
     return made
 
 
@@ -70,19 +70,19 @@ def test_phases_are_counted_as_they_become_known(catalog: Catalog, history: Roun
 def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> None:
     """What had ended before is not, what had begun is."""
     save(catalog, 1)
-    going = catalog.note_round("run", 2, 1, 2, BEGAN)[0]
+    going = catalog.rounds.open("run", 2, 1, 2, BEGAN)[0]
     history = RoundHistory(catalog.database, "here", Clock(seconds_of(ENDED) + 1))
     assert counts(history) == {}
-    catalog.end_round(going, "committed", ENDED)
+    catalog.rounds.end(going, "committed", ENDED)
     assert counts(history) == {"durable": 1}
 
 
 def test_rounds_that_end_out_of_order(catalog: Catalog, history: RoundHistory) -> None:
     """An older round that ends after a newer one is counted as well."""
-    older = catalog.note_round("run", 1, 1, 2, BEGAN)[0]
+    older = catalog.rounds.open("run", 1, 1, 2, BEGAN)[0]
     save(catalog, 2)
     assert counts(history) == {"durable": 1}
-    catalog.end_round(older, "committed", ENDED)
+    catalog.rounds.end(older, "committed", ENDED)
     assert counts(history) == {"durable": 2}
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: Rou
     note(catalog, made, {"verify_s": 1.0})
     assert counts(history) == {"durable": 1}
     for step in range(2, PENDING_MAX // 100):
-        catalog.note_round("run", step, 1, 2, BEGAN)
+        catalog.rounds.open("run", step, 1, 2, BEGAN)
     history.update()
     assert len(history._pending) <= PENDING_MAX
 

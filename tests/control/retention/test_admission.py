@@ -66,7 +66,7 @@ def test_a_save_over_the_quota_is_refused_early() -> None:
         assert problem["needed"] == size
         assert "holdfast keep r --dry-run" in problem["hint"]
         assert tier.created == [] and tier.list(f"{RUN}/{naming.STAGING}") == []
-        assert world.catalog.failure_counts() == {"quota-exceeded": 1}
+        assert world.catalog.rounds.failure_counts() == {"quota-exceeded": 1}
         assert world.committed() == [1]
         grant(world, last=5, quota_bytes=3 * size)
         assert save(world, rank, 2) is None

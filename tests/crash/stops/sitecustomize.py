@@ -131,7 +131,7 @@ POINTS = {
     "after the job's end": Point("holdfast_service.control.jobs.catalog", "Jobs.finish", after=True),
     "before an event": Point("holdfast_service.control.catalog.events", "Events.add"),
     "after an event": Point("holdfast_service.control.catalog.events", "Events.add", after=True),
-    "a round has ended": Point("holdfast_service.control.catalog.catalog", "Catalog.end_round", after=True),
+    "a round has ended": Point("holdfast_service.control.catalog.round_records", "RoundRecords.end", after=True),
     "mid check": Point("holdfast_service.daemon.checking.layout_trials", "try_layouts"),
     # in the command line
     "mid export": Point("holdfast.export.copy", "write", after=True),

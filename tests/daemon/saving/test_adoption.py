@@ -336,7 +336,7 @@ def test_a_step_that_one_rank_had_no_slot_for(node: Node, first_back: int) -> No
 
 
 def rounds(node: Node) -> list[tuple[int, str, str | None]]:
-    return [(found.step, found.state, found.detail) for found in node.catalog.rounds().items]
+    return [(found.step, found.state, found.detail) for found in node.catalog.rounds.page().items]
 
 
 def lost(node: Node) -> list[tuple[int | None, str]]:

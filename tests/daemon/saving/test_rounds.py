@@ -47,7 +47,7 @@ def test_a_step_that_was_lost_is_saved_in_a_round_of_its_own() -> None:
         wait_until(lambda: second.wait(1).state == "committed")
         assert world.committed() == [1]
         assert isinstance(refused(first.lease, 1), AlreadyCommitted)
-        rounds = world.catalog.rounds(RUN).items
+        rounds = world.catalog.rounds.page(RUN).items
         assert sorted(found.state for found in rounds) == ["aborted", "committed"]
 
 

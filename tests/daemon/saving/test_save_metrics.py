@@ -27,7 +27,7 @@ PHASES = {"stage_s", "queue_s", "write_s", "fsync_s", "commit_s", "bytes"}
 
 
 def the_round(world: SaverWorld, step: int) -> bodies.Round:
-    return next(made for made in world.catalog.rounds("r").items if made.step == step)
+    return next(made for made in world.catalog.rounds.page("r").items if made.step == step)
 
 
 def awaited(world: SaverWorld, step: int, done: Callable[[dict[str, float]], bool]) -> dict[str, float]:

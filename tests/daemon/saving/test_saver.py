@@ -311,7 +311,7 @@ class Rounds(RuleBasedStateMachine):
             if rank.rank not in self.gone:
                 taken = sum(rank.rank in ranks for ranks in self.open.values()) + len(self.queue)
                 assert rank.free_slots() == SLOTS - taken
-        counts = self.world.catalog.round_counts()
+        counts = self.world.catalog.rounds.counts()
         assert counts["open"] + counts["sealed"] == len(self.open) + len(self.queue)
         assert (counts["dropped"], counts["committed"]) == (self.drops, len(self.expected))
 

@@ -39,7 +39,7 @@ def ended(world: SaverWorld) -> dict[int, tuple[str, str | None]]:
     """How each round of the catalog stands, once everything is saved."""
     world.tier.gate.swing(shut=False)  # type: ignore[attr-defined]
     assert world.saver.settle(RUN, 30)
-    return {found.step: (found.state, found.code) for found in world.catalog.rounds().items}
+    return {found.step: (found.state, found.code) for found in world.catalog.rounds.page().items}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_newest_wins_drops_what_waits_and_tells_every_rank(busy: tuple[SaverWorl
         rank.fill_and_seal(3, slot)
     assert ended(world) == {1: ("committed", None), 2: ("dropped", "generation-dropped"), 3: ("committed", None)}
     assert world.committed() == [1, 3]
-    assert world.catalog.round_counts()["dropped"] == 1
+    assert world.catalog.rounds.counts()["dropped"] == 1
 
 
 def test_oldest_durable_drops_the_new_save_for_every_rank(busy: tuple[SaverWorld, list[Rank]]) -> None:

@@ -262,9 +262,9 @@ def test_what_another_node_is_writing_is_waited_for(site: Site) -> None:
     """A sealed save of a node that lives, not an open one, and not one of a node that is gone."""
     a, b = site.node("a"), site.node("b")
     catalog = Catalog(a._database, "a")
-    number, _ = catalog.note_round(RUN, 1, 1, 1, "2026-01-01T00:00:00Z")
+    number, _ = catalog.rounds.open(RUN, 1, 1, 1, "2026-01-01T00:00:00Z")
     assert not b.sealed_elsewhere(RUN)
-    catalog.update_round(number, sealed=1)
+    catalog.rounds.update(number, sealed=1)
     assert b.sealed_elsewhere(RUN) and not a.sealed_elsewhere(RUN)
     site.clusters["a"].close()
     assert not b.sealed_elsewhere(RUN)

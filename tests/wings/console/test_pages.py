@@ -77,9 +77,9 @@ def service_to_read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
     with served(root) as running:
         catalog: Catalog = running.services.control.catalog
-        failed = catalog.note_round("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")[0]
-        catalog.end_round(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the <disk> is full")
-        catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
+        failed = catalog.rounds.open("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")[0]
+        catalog.rounds.end(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the <disk> is full")
+        catalog.rounds.open("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
         while run_figures.renew(catalog.database):  # as the thread does that writes the catalog
             pass
         yield running

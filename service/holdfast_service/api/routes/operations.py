@@ -33,7 +33,7 @@ def list_rounds(  # noqa: PLR0913 — one a filter
     limit: Limit = 100,
 ) -> bodies.Page[bodies.Round]:
     """All given filters apply together; `since` filters by start time."""
-    return services.control.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
+    return services.control.catalog.rounds.page(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
 @router.get("/healthz", dependencies=needs(None, "health"), summary="Liveness; `degraded` while the catalog does not answer")
@@ -50,7 +50,7 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
 )
 def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
-        services.control.catalog.round_counts()
+        services.control.catalog.rounds.counts()
         services.control.tier.free_bytes()
     except CheckpointError as error:
         if viewer.known and viewer.sees_all:

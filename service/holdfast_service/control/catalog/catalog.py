@@ -1,4 +1,4 @@
-"""The catalog: runs, attempts, saves (rounds) and checkpoints in SQL. An index of the directories, shared by nodes.
+"""The catalog: runs, attempts, checkpoints, and the records of saves, in SQL. An index of the directories, shared by nodes.
 
 Every call is one transaction. Calls that read before they write lock the run's row, so calls of several nodes are
 ordered.
@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, delete, exists, func, select, update
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy.orm import Session
 
 from holdfast_formats import naming
-from holdfast_formats.errors import (
-    InvalidRequest,
-    NoSuchCheckpoint,
-    NoSuchResource,
-)
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.search import SearchHit
 from holdfast_service.control.catalog import lineage_records, listing, search, statistics
 from holdfast_service.control.catalog.attempts import RunAttempts
-from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
+from holdfast_service.control.catalog.listing import EVERYTHING, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
+from holdfast_service.control.catalog.round_records import RoundRecords
 from holdfast_service.control.catalog.run_times import RunTimes
 from holdfast_service.control.catalog.search import Labels, SearchQuery
-from holdfast_service.control.database.cluster_schema import NodeRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
-
-__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
+from holdfast_service.control.database.run_rows import lock_run
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RunRow
 
 ANY_FILES = "*"  # a verified checkpoint of which it is not known as which files it was read back
-UNSAVED = ("aborted", "dropped")
-NEWEST = 64  # rounds of a run, among which is one that another node has just ended
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
 
 
@@ -63,6 +55,7 @@ class Catalog:
         """`node` writes the rounds that end here; `clock` sees time pass between commits."""
         self.database, self.node = database, node
         self._read, self._write = database.read, database.write
+        self.rounds = RoundRecords(database, node)
         self._times = RunTimes(database.is_shared, clock)
 
     @classmethod
@@ -151,137 +144,9 @@ class Catalog:
             session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
             return step
 
-    def note_round(
-        self, run: str, step: int, attempt: int, world: int, opened: str, others: Collection[int] = ()
-    ) -> tuple[int, str]:
-        """The id of the round of this step and attempt, and when it was opened: the current one, else one that another node
-        has ended since then, but for `others`; else a new one.
-        """
-        naming.check_step(step)
-        with self._write(hasty=True) as session:
-            lock_run(session, run).raise_attempt(attempt)
-            same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
-            going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
-            row_round = session.scalar(going)
-            if row_round is None and self.database.is_shared:
-                newest = select(RoundRow.id).where(RoundRow.run == run).order_by(RoundRow.id.desc()).limit(NEWEST)
-                ended = (RoundRow.ended >= opened, RoundRow.node != self.node, RoundRow.id.not_in(others))
-                row_round = session.scalar(select(RoundRow).where(RoundRow.id.in_(newest), *same, *ended).limit(1))
-            if row_round is None:
-                row_round = RoundRow(
-                    run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened, node=self.node
-                )
-                session.add(row_round)
-                session.flush()
-            return row_round.id, row_round.opened
-
-    def is_round(self, round_id: int, run: str, step: int, attempt: int, opened: str) -> bool:
-        """Whether the round of this id is one of this run, step and attempt, opened then."""
-        with self._read() as session:
-            row = session.get(RoundRow, round_id)
-            return row is not None and (row.run, row.step, row.attempt, row.opened) == (run, step, attempt, opened)
-
-    def knows_round(self, run: str, step: int, attempt: int) -> bool:
-        """Whether there is a round of this step and attempt, in any state."""
-        same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
-        with self._read() as session:
-            return session.scalar(select(RoundRow.id).where(*same).limit(1)) is not None
-
-    def has_saved(self, run: str, attempt: int) -> bool:
-        """Whether a save of this attempt was ever committed."""
-        same = (RoundRow.run == run, RoundRow.attempt == attempt)
-        with self._read() as session:
-            return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "committed").limit(1)) is not None
-
-    def is_sealed(self, run: str, step: int, attempt: int) -> bool:
-        """Whether a round is open that all ranks have sealed."""
-        same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
-        with self._read() as session:
-            return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
-
     def lines(self, run: str) -> list[lineage_records.ListedCheckpoint]:
         with self._read() as session:
             return lineage_records.of(session, run)
-
-    def update_round(self, round_id: int, *, sealed: int) -> None:
-        """Record how many ranks have sealed; does nothing for a round that has ended."""
-        with self._write(hasty=True) as session:
-            row = _lock_round(session, round_id)
-            if row.state in GOING_ON:
-                row.seal(sealed)
-
-    def end_round(
-        self,
-        round_id: int,
-        state: Literal["committed", "aborted", "dropped"],
-        now: str,
-        code: str | None = None,
-        detail: str | None = None,
-        **measured: float,
-    ) -> bodies.Round | None:
-        """End a round and return it, with its measured `SaveTimes`.
-
-        The first end counts; a second one changes nothing and returns None.
-        """
-        with self._write(hasty=True) as session:
-            row = _lock_round(session, round_id)
-            if row.state not in GOING_ON:
-                return None
-            row.end(state, now, code, detail, self.node)
-            if measured:
-                row.measure(measured)
-            return bodies.Round.model_validate(row, from_attributes=True)
-
-    def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
-        """Record timings found after a round's end."""
-        with self._write() as session:
-            _lock_round(session, round_id).measure(measured)
-
-    def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
-        """End the open rounds whose checkpoint is listed: it was published, and the daemon ended before it recorded that."""
-        same = [getattr(CheckpointRow, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
-        # Where another round of this launch has committed the step, this one was to replace it. Which one is on disk is
-        # unknown, since clocks may be wrong: this one's staged files are saved once more, or reported as lost.
-        before = aliased(RoundRow)
-        of_step = [getattr(before, name) == getattr(RoundRow, name) for name in ("run", "step", "attempt")]
-        first = ~exists().where(*of_step, before.id != RoundRow.id, before.state == "committed")
-        published = first & exists().where(*same)
-        wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
-        with self._write() as session:
-            rows = session.scalars(wanted.with_for_update()).all()
-            for row in rows:
-                row.end("committed", now, node=self.node)
-            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
-
-    def staged_rounds(self) -> list[bodies.Round]:
-        """The open rounds that all ranks have sealed, only of this node where there may be others."""
-        with self._read() as session:
-            rows = session.scalars(select(RoundRow).where(RoundRow.state == "sealed", *self._own()).order_by(RoundRow.id))
-            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
-
-    def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
-        """Abort every round that some rank has not sealed, except those to keep, of this node where there may be others;
-        return their ids.
-        """
-        with self._write(hasty=True) as session:
-            wanted = (RoundRow.state == "open", RoundRow.id.not_in(keep), *self._own())
-            rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
-            for row in rows:
-                row.end("aborted", now, code, detail)
-            return [row.id for row in rows]
-
-    def _own(self) -> tuple[ColumnElement[bool], ...]:
-        return (func.coalesce(RoundRow.node, self.node) == self.node,) if self.database.is_shared else ()
-
-    def abort_rounds_of_lost(self, now: str, code: str, detail: str) -> list[bodies.Round]:
-        """Abort the open rounds of nodes that are no members now; return them."""
-        with self._write() as session:
-            live = exists().where(NodeRow.name == RoundRow.node, NodeRow.until > func.clock_timestamp())
-            wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.is_not(None), ~live)
-            rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
-            for row in rows:
-                row.end("aborted", now, code, detail)
-            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def record_checkpoint(
         self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None, proven: str | None = None
@@ -438,55 +303,6 @@ class Catalog:
         with self._read() as session:
             rows = session.execute(columns.where(*wanted).order_by(CheckpointRow.step.desc()))
             return next((step for step, held in rows if set(groups) <= set(held)), None)
-
-    def rounds(
-        self,
-        run: str | None = None,
-        state: str | None = None,
-        cursor: str | None = None,
-        limit: int = 100,
-        within: Within = EVERYTHING,
-    ) -> bodies.Page[bodies.Round]:
-        """A page of rounds, the newest first; of one run, in one state, within these bounds, if given."""
-        with self._read() as session:
-            return listing.rounds(session, run, state, within, cursor, limit)
-
-    def round_counts(self) -> dict[str, int]:
-        """How many rounds there are in each state."""
-        with self._read() as session:
-            counted = session.execute(select(RoundRow.state, func.count()).group_by(RoundRow.state)).all()
-        return dict.fromkeys(ROUND_STATES, 0) | {state: count for state, count in counted}
-
-    def failure_counts(self) -> dict[str, int]:
-        """How many rounds ended without a checkpoint, by error code."""
-        counted = (
-            select(RoundRow.code, func.count())
-            .where(RoundRow.state.in_(UNSAVED), RoundRow.code.is_not(None))
-            .group_by(RoundRow.code)
-        )
-        with self._read() as session:
-            return {str(code): count for code, count in session.execute(counted)}
-
-
-def lock_run(session: Session, run: str) -> RunRow:
-    """The run's row, created if necessary, locked until this transaction ends."""
-    naming.check_run(run)
-    row = session.get(RunRow, run, with_for_update=True)
-    if row is None:
-        try:
-            with session.begin_nested():
-                session.add(RunRow(name=run, attempt=0))
-        except IntegrityError:
-            session.expire_all()  # another node was faster
-        row = session.get_one(RunRow, run, with_for_update=True)
-    return row
-
-
-def _lock_round(session: Session, round_id: int) -> RoundRow:
-    row = session.get(RoundRow, round_id, with_for_update=True)
-    if row is None:
-        raise NoSuchResource(f"there is no save with the round ID {round_id}")
-    return row
 
 
 def _row(

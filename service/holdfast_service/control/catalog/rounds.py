@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from holdfast_formats.errors import NoSuchResource
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.catalog.round_records import RoundRecords
 
 ENDED_MAX = 512  # rounds kept for late records
 NOTHING: Mapping[str, float] = {}
@@ -60,8 +60,8 @@ class _Round:
 class Rounds:
     """Thread-safe; nothing here waits for the catalog."""
 
-    def __init__(self, catalog: Catalog, record_queue: RecordQueue, now: Callable[[], str]) -> None:
-        self._catalog, self._record_queue, self._now = catalog, record_queue, now
+    def __init__(self, records: RoundRecords, record_queue: RecordQueue, now: Callable[[], str]) -> None:
+        self._records, self._record_queue, self._now = records, record_queue, now
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._rounds: OrderedDict[int, _Round] = OrderedDict()
@@ -136,7 +136,7 @@ class Rounds:
         with self._lock:
             save = self._rounds.get(number)
         if save is not None and (save.recorded or save.id is not None):
-            self._record_queue.enqueue("what a save cost", lambda: self._catalog.measure_round(self._id(save), measured))
+            self._record_queue.enqueue("what a save cost", lambda: self._records.measure(self._id(save), measured))
 
     def complete(self, run: str) -> list[tuple[int, int]]:
         """Step and attempt of the open rounds that all ranks have sealed."""
@@ -161,7 +161,7 @@ class Rounds:
         with self._lock:
             rounds = list(self._rounds.values())
         for round in rounds:
-            if round.id is not None and not self._catalog.is_round(round.id, *round.key, round.opened):
+            if round.id is not None and not self._records.matches(round.id, *round.key, round.opened):
                 round.known_as(None, round.opened)
 
     def _ended(self, save: _Round, ended: EndedRound) -> EndedRound:
@@ -181,7 +181,7 @@ class Rounds:
             return save.id
         with self._lock:  # the step may have been tried before
             others = [one.id for one in self._rounds.values() if one.key == save.key and one.id is not None]
-        id, opened = self._catalog.note_round(*save.key, save.world, save.opened, others)
+        id, opened = self._records.open(*save.key, save.world, save.opened, others)
         save.known_as(id, opened)
         return id
 
@@ -189,10 +189,10 @@ class Rounds:
         self._id(save)
 
     def _note_seals(self, save: _Round) -> None:
-        self._catalog.update_round(self._id(save), sealed=save.sealed)
+        self._records.update(self._id(save), sealed=save.sealed)
 
     def _note_end(self, save: _Round, ended: EndedRound) -> bool:
         state, at, code, detail, measured = ended
-        if state != "committed" and not save.recorded and self._catalog.knows_round(*save.key):
+        if state != "committed" and not save.recorded and self._records.knows(*save.key):
             return False  # another node of the save has recorded it
-        return self._catalog.end_round(self._id(save), state, at, code, detail, **measured) is not None
+        return self._records.end(self._id(save), state, at, code, detail, **measured) is not None

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from sqlalchemy import select
 
-from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import RunRow
 
 

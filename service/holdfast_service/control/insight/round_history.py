@@ -15,7 +15,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from holdfast_formats.timestamps import seconds_of
-from holdfast_service.control.catalog.catalog import GOING_ON
+from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow
 from holdfast_service.control.signals import Signal

@@ -8,8 +8,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError
 from holdfast_formats.lineage import Intent
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.record_queue import RecordQueue
+from holdfast_service.control.catalog.round_records import RoundRecords
 from holdfast_service.control.launches.lineage_index import LineageIndex
 
 log = logging.getLogger(__name__)
@@ -20,13 +20,10 @@ LOOK_S = 2.0  # how long to wait for the catalog's sealed rounds
 class SavePermits:
     """Refuses saves before they are staged. Thread-safe."""
 
-    def __init__(self, attempts: Attempts, lineage_index: LineageIndex, catalog: Catalog, record_queue: RecordQueue) -> None:
-        self._attempts, self._lineage_index, self._catalog, self._record_queue = (
-            attempts,
-            lineage_index,
-            catalog,
-            record_queue,
-        )
+    def __init__(
+        self, attempts: Attempts, lineage_index: LineageIndex, rounds: RoundRecords, record_queue: RecordQueue
+    ) -> None:
+        self._attempts, self._lineage_index, self._rounds, self._record_queue = attempts, lineage_index, rounds, record_queue
 
     def check_new(self, run: str, step: int, attempt: int, intent: Intent) -> None:
         """`StaleAttempt` (I6) or `AlreadyCommitted` for a save that may not begin."""
@@ -60,7 +57,7 @@ class SavePermits:
         if self._attempts.owes(run, step, attempt):
             return True
         try:
-            return self._record_queue.query(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
+            return self._record_queue.query(lambda: self._rounds.is_sealed(run, step, attempt), LOOK_S)
         except CatalogUnavailable as away:
             log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
             return False

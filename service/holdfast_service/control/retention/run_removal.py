@@ -8,10 +8,11 @@ from sqlalchemy import delete, select, update
 
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, InUse, NoSuchCheckpoint, Pinned
-from holdfast_service.control.catalog.catalog import Catalog, lock_run
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.checkpoints import removal, roots
 from holdfast_service.control.database.cluster_schema import NodeRanksRow, SpeakerRow
+from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import (
     AcknowledgementRow,
     AnswerRow,

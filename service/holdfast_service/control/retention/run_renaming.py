@@ -31,9 +31,10 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest.runs import RenamedRun
 from holdfast_service.control.catalog.attempts import Attempts
-from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog, lock_run
+from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation

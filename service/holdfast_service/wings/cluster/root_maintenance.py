@@ -64,7 +64,7 @@ class RootMaintenance:
 
     def _end_saves(self) -> None:
         why = "the node on which it was being saved is gone"
-        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why):
+        for ended in self._catalog.rounds.abort_of_lost_nodes(utc_now(), "round-aborted", why):
             text = f"step {ended.step} was not saved: {why}"
             log.warning("%s: %s (node %s)", ended.run, text, ended.node)
             self._events.add("save-aborted", text, ended.run, ended.step, level="warning")

@@ -37,8 +37,8 @@ from holdfast_service.control.catalog.attempts import (
     RunAttempts,
     read,
 )
-from holdfast_service.control.catalog.catalog import lock_run
 from holdfast_service.control.database.cluster_schema import SpeakerRow
+from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow
 from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster.joint_rounds import JointRounds
