@@ -20,7 +20,7 @@ READMES = [TOP / "README.md", TOP / "README.zh-CN.md"]
 PAGES = sorted((TOP / "docs").rglob("*.md"))
 EXAMPLES = [TOP / "examples" / "README.md", TOP / "examples" / "README.zh-CN.md"]
 TRANSLATED = [TOP / "README.zh-CN.md", EXAMPLES[1], *(page for page in PAGES if page.name.endswith(CHINESE))]
-REFERENCES = {"api.md", "benchmarks.md"}  # in English only
+BENCHMARKS = "benchmarks.md"  # in English only
 DOCUMENTS = [*READMES, *PAGES, *EXAMPLES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
 README_LINES_MAX = 150
 ARCHITECTURE_LINES_MAX = 500
@@ -77,12 +77,12 @@ def test_a_translation_names_the_same_things(page: Path) -> None:
 
 
 def test_every_guide_is_translated_and_in_the_site() -> None:
-    """All pages but the references are in both languages, and the site's navigation has each of them once."""
+    """All pages but the benchmarks are in both languages, and the site's navigation has each of them once."""
     names = {str(page.relative_to(TOP / "docs")) for page in PAGES}
-    guides = {name for name in names if not name.endswith(CHINESE)} - REFERENCES
+    guides = {name for name in names if not name.endswith(CHINESE)} - {BENCHMARKS}
     assert {name.replace(".md", CHINESE) for name in guides} == {name for name in names if name.endswith(CHINESE)}
     listed = re.findall(r": ([\w/-]+\.md)$", (TOP / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(guides | REFERENCES)
+    assert sorted(listed) == sorted({*guides, BENCHMARKS})
 
 
 @pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda path: path.name)
