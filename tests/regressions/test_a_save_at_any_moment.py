@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import tempfile
-import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -227,36 +230,56 @@ def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch:
     assert done.status == 0 and "daemon-gone@2" in done.text and "is lost" in done.text, done.text
 
 
-def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads go on at the end: saves begin and end while the process looks for what is under way."""
+class Joined:
+    """A save that is under way when the process ends."""
 
-    class Done:
-        def join(self, timeout: float | None = None) -> bool:
-            return True
+    def __init__(self) -> None:
+        self.joined = False
 
-    def go_on() -> None:
-        while not stop.is_set():
-            saves = [Done() for _ in range(50)]
-            for save in saves:
-                at_exit.see_through(save)
-            for save in saves:
-                at_exit.forget(save)
+    def join(self, timeout: float | None = None) -> bool:
+        self.joined = True
+        return True
 
+
+def at_instruction(number: int, act: Callable[[], object]) -> bool:
+    """End the process; another thread has its turn before the instruction of this number. False if there are fewer."""
+    left = number
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != at_exit.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == -1:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        at_exit._end()
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["one ends", "one begins"])
+def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Other threads go on at the end: a save ends, or begins, at any moment of the search for what is under way."""
     monkeypatch.setattr(at_exit, "_tickets", set())
     monkeypatch.setattr(at_exit, "warn", lambda text: None)
-    stop, before = threading.Event(), sys.getswitchinterval()
-    threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(10_000):
-            at_exit._end()
-    finally:
-        sys.setswitchinterval(before)
-        stop.set()
-        for thread in threads:
-            thread.join()
+    monkeypatch.setattr(at_exit, "own_threads", SimpleNamespace(end=bool))  # those of earlier tests are not to end
+    for number in itertools.count():
+        monkeypatch.setattr(at_exit, "_unfinished", {})
+        first, second = Joined(), Joined()
+        at_exit.see_through(first)
+        act = partial(at_exit.forget, first) if ends else partial(at_exit.see_through, second)
+        if not at_instruction(number, act):
+            break
+        assert ends or (first.joined and (second.joined or second in at_exit._unfinished.values()))
+    assert number > 20 and first.joined and not second.joined
 
 
 def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import torch
 from holdfast import Checkpointer
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
+from holdfast.stage.daemon_requests import WORK_MAX_S
 from holdfast_formats import naming
 from holdfast_formats.errors import DaemonGone, RunBusy
 from holdfast_formats.rest.offline import CatalogWork
+from holdfast_service.control.database.engines import ANSWER_TIMEOUT_S
 from tests.daemons import RunningDaemon, wait_until
 from tests.databases import Postgres
 
@@ -123,9 +124,8 @@ def test_a_killed_node_is_back_at_once_and_the_others_never_noticed(site: Site) 
         wait_until(lambda: any((site.root / "one" / naming.STAGING).glob("*/*.safetensors")))
         a.kill()
         two.save(1, wait="durable").result()
-        began = time.monotonic()
         a = site.start("a")
-        assert time.monotonic() - began < 20
+        assert "waiting until its lease ends" not in a.log.read_text()
         ticket.result()
         one.save(2, wait="durable").result()
         two.save(2, wait="durable").result()
@@ -153,19 +153,17 @@ def test_training_goes_on_on_all_nodes_while_the_catalog_is_away(site: Site) -> 
 
 
 def test_a_catalog_that_stops_answering_stalls_no_save(site: Site) -> None:
-    """SIGSTOP: the server keeps its connections and says nothing on them. Each save() returns as fast as before, and is
-    committed within seconds; a launch begins.
+    """SIGSTOP: the server keeps its connections and says nothing on them. Each save is committed all the same, and a launch
+    begins. One that asked the catalog would fail: save() gives up on the daemon before the daemon gives up on the catalog.
     """
+    assert ANSWER_TIMEOUT_S > WORK_MAX_S
     a = site.start("a")
     with Checkpointer("one", a_state(1.0), at=a.socket) as one:
         one.save(1, wait="durable").result()
         site.postgres.signal_all(signal.SIGSTOP)
         try:
             for step in range(2, 8):
-                began = time.monotonic()
-                ticket = one.save(step)
-                assert time.monotonic() - began < 3.0
-                ticket.result(timeout=30)
+                one.save(step).result(timeout=60)
             with Checkpointer("another", a_state(1.0), at=a.socket) as another:
                 another.save(1, wait="durable").result()
         finally:
@@ -197,22 +195,19 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
 
 
 def test_two_daemons_of_one_machine_have_two_names(site: Site) -> None:
-    """The second one of a name is refused at once, and the first one goes on."""
+    """The second one of a name is refused without waiting, and the first one goes on."""
     a = site.start("a")
-    began = time.monotonic()
     refused = started(site.root, "--catalog", site.url, "--node", "a")
     assert refused.returncode == 4 and "--node" in refused.stderr and str(a.process.pid) in refused.stderr
-    assert time.monotonic() - began < 20 and nodes(a)["a"]["live"]
+    assert "waiting until its lease ends" not in refused.stderr and nodes(a)["a"]["live"]
 
 
 def test_a_trainer_starts_no_daemon_of_its_own_on_a_shared_root(site: Site) -> None:
-    """It says at once which daemon is missing on this machine."""
+    """It says which daemon is missing on this machine."""
     site.start("a").stop()
-    began = time.monotonic()
     with pytest.raises(DaemonGone, match="share") as refused, Checkpointer("one", a_state(1.0), at=site.root) as one:
         one.save(1)
     assert "--catalog postgresql" in str(refused.value.hint) and "secret" not in str(refused.value)
-    assert time.monotonic() - began < 30
 
 
 def test_a_root_that_one_daemon_serves_alone_is_not_shared(site: Site) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,6 +22,13 @@ from tests.serving import received
 @pytest.fixture(scope="module")
 def ajar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with guarded(tmp_path_factory.mktemp("open"), Policy()) as made:
+        yield made
+
+
+@pytest.fixture
+def emptied(tmp_path: Path) -> Iterator[Guarded]:
+    """A service of one test's own: connections that earlier tests have closed may hold some of the places that it counts."""
+    with guarded(tmp_path / "root", Policy()) as made:
         yield made
 
 
@@ -176,41 +184,41 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STREAM = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
 
 
-def test_connections_that_ask_nothing_give_way(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_ask_nothing_give_way(emptied: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are open and idle, before or behind a request: one more is served, and another one after it."""
     monkeypatch.setattr(connections, "connections_max", lambda: 3)
     with ExitStack() as opened:
-        held = [opened.enter_context(raw(ajar)) for _ in range(3)]
+        held = [opened.enter_context(raw(emptied)) for _ in range(3)]
         held[1].sendall(HEALTH)
         assert held[1].recv(65_536).startswith(b"HTTP/1.1 200")
         held[2].sendall(b"GET /healthz HTTP/1.1\r\nHost: lo")
         for _ in range(3):
-            late = opened.enter_context(raw(ajar))
+            late = opened.enter_context(raw(emptied))
             late.sendall(HEALTH)
             assert late.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-def test_too_many_connections(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_connections(emptied: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all are busy, the one too many is told to come again; those before it go on."""
     monkeypatch.setattr(connections, "connections_max", lambda: 3)
     with ExitStack() as opened:
         for _ in range(3):
-            stream(ajar, opened)
-        with raw(ajar) as late:
+            stream(emptied, opened)
+        with raw(emptied) as late:
             assert b" 503 " in received(late).splitlines()[0]
-    wait_until(lambda: answers(ajar))
+    wait_until(lambda: answers(emptied))
 
 
-def test_requests_of_one_peer_leave_room(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_one_peer_leave_room(emptied: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three quarters of all places are the most that one address, or one token, has; health is always told."""
     monkeypatch.setattr(connections, "connections_max", lambda: 8)
     with ExitStack() as opened:
         for _ in range(6):
-            stream(ajar, opened)
-        assert code(ajar.ask("GET", "/v1/runs")) == (503, "daemon-gone")
-        assert ajar.ask("GET", "/v1/runs", ajar.token()).status_code == 200
-        assert ajar.ask("GET", "/healthz").status_code == 200
-    wait_until(lambda: answers(ajar))
+            stream(emptied, opened)
+        assert code(emptied.ask("GET", "/v1/runs")) == (503, "daemon-gone")
+        assert emptied.ask("GET", "/v1/runs", emptied.token()).status_code == 200
+        assert emptied.ask("GET", "/healthz").status_code == 200
+    wait_until(lambda: answers(emptied))
 
 
 def answers(guard: Guarded) -> bool:

@@ -45,9 +45,7 @@ def test_a_name_belongs_to_one_living_daemon(nodes: Nodes) -> None:
 def test_a_daemon_that_was_killed_here_is_not_waited_for(nodes: Nodes) -> None:
     """The next one of its name on this machine, or in another container of it, joins at once, though the lease lasts."""
     first = nodes.add("a")
-    began = time.monotonic()
-    nodes.add("a")
-    assert time.monotonic() - began < 5
+    nodes.add("a")  # refused, if it had to wait at all
     with first.database.read() as session:
         assert not first.membership.is_live(session, "a", first.membership.me.boot)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -36,7 +35,7 @@ def ear(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ear]:
     monkeypatch.setattr(notify_listener, "LISTEN_S", 0.2)
     made = Ear()
     listening = NotifyListener(nodes.add("b").database, made.ring)
-    assert made.heard(10)  # it listens
+    assert made.heard(60)  # it listens
     yield made
     listening.close()
 
@@ -49,13 +48,13 @@ def test_a_change_on_another_node_is_heard(nodes: Nodes, ear: Ear) -> None:
     c.rendezvous.arrive("run", 1, 1, 2, [1], b"declared", b"said")
     assert not ear.heard(0.3)
     c.rendezvous.seal(number)
-    assert ear.heard(10)
+    assert ear.heard(60)
     a.rendezvous.deliver(number, b"done")
     c.rendezvous.deliver(number, b"done")
     assert not ear.heard(0.3)
     assert a.rendezvous.claim(number)
     a.rendezvous.committed(number)
-    assert ear.heard(10)
+    assert ear.heard(60)
 
 
 def test_what_was_missed_is_looked_for(nodes: Nodes, ear: Ear) -> None:
@@ -64,13 +63,14 @@ def test_what_was_missed_is_looked_for(nodes: Nodes, ear: Ear) -> None:
     with a.database.apart() as session:
         others = "pid <> pg_backend_pid() AND query LIKE 'LISTEN%'"
         session.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"))
-    assert ear.heard(10)
+    assert ear.heard(60)
 
 
 def test_it_ends_when_it_is_told_to(nodes: Nodes) -> None:
     """Also where there is no server to listen to."""
     cluster = nodes.add("a")
     listening = NotifyListener(cluster.database, lambda: None)
-    began = time.monotonic()
-    listening.close()
-    assert time.monotonic() - began < 10
+    closing = threading.Thread(target=listening.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
