@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -38,6 +39,27 @@ log = logging.getLogger("holdfast_service")
 IDLE_CHECK_S = 0.5
 ROOT_GONE_S = 600.0  # of a root that is not there: it may be mounted again
 DEFAULT_URL = f"http://{LISTEN}"
+
+
+class StopSignal:
+    """Ends the wait of the main thread, also from a signal handler that interrupts this very wait.
+
+    `threading.Event` would not do: between two lines of its `wait` its lock is taken, and `set` in a handler would wait for
+    ever. A `SimpleQueue` is documented to be reentrant.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._asked.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it was set within so many seconds. Only the main thread waits, and only until it is set."""
+        with suppress(queue.Empty):
+            self._asked.get(timeout=timeout_s)
+            return True
+        return False
 
 
 class Activity:
@@ -86,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         start_logging(config.log_level, config.log_format, config.node)
         log_what_nobody_catches()
         libc.give_memory_back()
-        stop = threading.Event()
+        stop = StopSignal()
         with _running(config, stop) as serving:
             _serve(config, serving, stop)
     except CheckpointError as error:
@@ -99,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _running(config: Config, stop: threading.Event) -> Iterator[Served]:
+def _running(config: Config, stop: StopSignal) -> Iterator[Served]:
     """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.access import policy
 
@@ -162,7 +184,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://{bracketed(reachable(host))}:{port}"
 
 
-def _heed_signals(stop: threading.Event) -> None:
+def _heed_signals(stop: StopSignal) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
 
@@ -170,7 +192,7 @@ def _heed_signals(stop: threading.Event) -> None:
         signal.signal(number, on_signal)
 
 
-def _serve(config: Config, serving: Served, stop: threading.Event) -> None:
+def _serve(config: Config, serving: Served, stop: StopSignal) -> None:
     daemon, services = serving.daemon, serving.services
     activity, presence = Activity(), RootPresence(config.root.resolve())
     with ExitStack() as stack:
@@ -193,7 +215,7 @@ def _serve(config: Config, serving: Served, stop: threading.Event) -> None:
 
 
 @contextmanager
-def _http(listener: socket.socket, serving: Served, activity: Activity, stop: threading.Event) -> Iterator[None]:
+def _http(listener: socket.socket, serving: Served, activity: Activity, stop: StopSignal) -> Iterator[None]:
     """Run the REST edge in its own thread, so that the main thread stays free for signals."""
     from holdfast_service.api.access.connections import server as bounded
     from holdfast_service.api.app import RestApi
