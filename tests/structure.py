@@ -32,8 +32,6 @@ CLASS_CODE_MAX = 250
 _TO_CUT = "does two things, and is still to be cut"
 LARGE = {
     "service/holdfast_service/storage/posix.py": "the only module that renames and fsyncs",
-    "client/holdfast/checkpointer.py": "the file of Checkpointer",
-    "client/holdfast/checkpointer.py:Checkpointer": "the public class; the order of a save and of a restore is still in it",
     "client/holdfast/link/unix_socket.py:SocketLink": _TO_CUT,
     "client/holdfast/integrations/lightning/positions.py:EpochPosition": _TO_CUT,
 }

@@ -6,9 +6,7 @@ import logging
 import os
 import signal
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,16 +19,12 @@ from holdfast.link.checkpoint_links import CheckpointLinks
 from holdfast.link.session import RankIdentity, Session
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
-from holdfast.save_warning import warn
-from holdfast.stage import background_safe, cuda_copy, staging
+from holdfast.stage import background_safe
 from holdfast.stage.average_memory import AveragingRank
-from holdfast.stage.averaging import Averaging, Ema, of_save
-from holdfast.stage.copy_plans import CopyPlans
-from holdfast.stage.daemon_requests import DaemonRequest, DaemonRequests, SilenceTimer
+from holdfast.stage.averaging import Averaging, Ema
+from holdfast.stage.daemon_requests import DaemonRequests
 from holdfast.stage.from_master import FromMasters, ModelSource
-from holdfast.stage.lineage_origin import TrainingOrigin
-from holdfast.stage.preallocation import Preallocation
-from holdfast.stage.replica_claims import Claims
+from holdfast.stage.preparation import Preparation
 from holdfast.stage.reservation import Reservation
 from holdfast.stage.save_interval import SaveInterval
 from holdfast.stage.save_request import (
@@ -43,26 +37,20 @@ from holdfast.stage.save_request import (
     check_metrics,
     check_step,
 )
-from holdfast.stage.save_task import SaveTask, Sealable
+from holdfast.stage.saves import Saves, SavingRank
 from holdfast.stage.slot_contents import SlotContents
-from holdfast.stage.slot_growth import Need
-from holdfast.stage.slots import Slot, Slots
 from holdfast.state import assets as asset_files
 from holdfast.state import exclusion
 from holdfast.state.masters import Masters
-from holdfast.state.train_state import MASTER, Snapshot, TrainState
-from holdfast.tensors.leaves import is_ignored
-from holdfast.threads import child_deaths
-from holdfast.threads.preemption import Preemption
-from holdfast.threads.reentrancy import CLOSE, RESTORE, CallGuard, DeferredCall, OtherSteps, is_in_hook
+from holdfast.state.train_state import TrainState
+from holdfast.threads.preemption import TrainingStop
+from holdfast.threads.reentrancy import CLOSE, RESTORE, CallGuard, DeferredCall, is_in_hook
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
-from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.lineage import Existing
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.messages import Policy
-from holdfast_formats.staging.slot_table import digests_bytes
-from holdfast_formats.staging.wire import Welcome, Withdraw
 
 from . import checkpointer_options as options
 from . import launch as launches
@@ -78,9 +66,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 SLOTS = 2
-SLOT_WAIT_S = 3600.0
 GRACE_S = 30.0  # what torchrun and Kubernetes give
-LAST_SAVE_S_MIN = 1.0  # for the save at the end of a training, if the time was over before
 
 
 class Checkpointer:
@@ -132,39 +118,31 @@ class Checkpointer:
         options.check(slots, policy, file_bytes_max, keep_last, model)
         daemon, laid_out = address.place(at), options.declared_layout(layout)
         self._policy, self._launch = policy, launches.current(run)
-        asset_bytes = asset_files.collect(assets) if self._launch.rank == 0 or laid_out is not None else {}
-        declared = None if laid_out is None else declare(laid_out, self._launch, asset_bytes)
-        self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
+        launch = self._launch
+        asset_bytes = asset_files.collect(assets) if launch.rank == 0 or laid_out is not None else {}
+        declared = None if laid_out is None else declare(laid_out, launch, asset_bytes)
+        self._state = TrainState(state, launch.rank, launch.world, declared)
         rounded = None if model is None else FromMasters(state)
-        stored = asset_bytes if self._launch.rank == 0 else {}
-        self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded)
-        self._tickets, self._origin = Tickets(), TrainingOrigin()
-        self._preemption: Preemption | None = None
-        self._stopped = False
-        who = RankIdentity(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
-        info_texts = run_info.check(info)
-        asked_to_stop = weakref.WeakMethod(self._asked_to_stop)  # no cycle: a closed Checkpointer is free at once
-        self._session = Session(
-            who,
-            daemon,
-            self._tickets,
-            RunInfo(info_texts) if who.rank == 0 else None,
-            lambda: None if (stop := asked_to_stop()) is None else stop(),
-        )
+        self._tickets, self._rhythm, self._training_stop = Tickets(), SaveInterval(), TrainingStop()
+        who = RankIdentity(run, launch.rank, launch.world, launch.name, keep_last)
+        texts = run_info.check(info)
+        described = RunInfo(texts) if who.rank == 0 else None
+        self._session = Session(who, daemon, self._tickets, described, self._training_stop.asked)
         self._links = CheckpointLinks(run, self._session)
-        self._reservation = Reservation(self._session, slots, self._launch.peers)
-        self._task: SaveTask | None = None
-        self._preparation: Preallocation | None = None
-        self._asked_to_prepare = False
-        self._closed = False
-        self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
-        self._rhythm, self._noted = SaveInterval(), frozenset[str]()
-        self._averaging = None if ema is None else self._averaged(ema, fenced, file_bytes_max)
-        session = self._session
-        self._requests = DaemonRequests(lambda: session.heartbeat)
+        self._reservation = Reservation(self._session, slots, launch.peers)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
-        self._calls, self._other_steps = CallGuard(self._hooks.optimizers), OtherSteps(self._hooks.optimizers)
+        session, optimizers = self._session, self._hooks.optimizers
+        self._requests, self._calls = DaemonRequests(lambda: session.heartbeat), CallGuard(optimizers)
+        averaged = AveragingRank(run, launch.rank, launch.world, self._state, session, fenced, file_bytes_max)
+        ask = self._requests.asking(self._calls)
+        self._averaging = None if ema is None else Averaging(ema, averaged, ask, lambda: bool(optimizers))
+        stored = asset_bytes if launch.rank == 0 else {}
+        self._contents = SlotContents(self._state, stored, fenced, file_bytes_max, rounded, self._averaging)
+        rank = SavingRank(run, launch, self._state, session, self._tickets, self._requests, self._calls)
+        self._saves = Saves(rank, self._contents, self._reservation, self._averaging, self._hooks, policy)
+        self._preparation = Preparation(rank, self._contents, self._saves)
         self.last_restore: RestoreReport | None = None
+        self._hooks.renew()  # last: what is refused above leaves no hooks
 
     @classmethod
     def alone(cls, run: str, state: Mapping[str, Any], **chosen: Unpack[options.Options]) -> Checkpointer:
@@ -195,7 +173,7 @@ class Checkpointer:
         if self.last_restore is not None:
             parts.append(f"restored step {self.last_restore.step}")
         parts += [f"step {ticket.step} {'staged' if ticket.staged else 'saving'}" for ticket in self._tickets.open()]
-        parts += ["closed"] * self._closed
+        parts += ["closed"] * self._calls.closed
         return f"<Checkpointer {self.run}: {', '.join(parts)}>"
 
     @property
@@ -227,7 +205,7 @@ class Checkpointer:
 
     def root(self) -> Path | None:
         """The directory that the daemon serves, if it is on this machine. Starts a daemon where `save()` would."""
-        return self._calls.run("root()", self._settled(self._session.root), self._refuse_to_look)
+        return self._with_session("root()", self._session.root)
 
     def save(  # noqa: PLR0913 - all named and optional
         self,
@@ -275,12 +253,12 @@ class Checkpointer:
         left_out = exclusion.check(exclude, "exclude")
         ticket = SaveTicket(self.run, check_step(step), 0, self._session.until)
         if every is not None:
-            groups, note = self._rhythm.due(every, groups, self._groups())
+            groups, note = self._rhythm.due(every, groups, self._contents.groups())
             ticket.notes = () if note is None else (note,)
         how = check_check("sampled" if check is None else check) == "full"
-        chosen = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out)
-        with child_deaths.delayed():
-            return self._carried_out(chosen)
+        return self._saves.carry_out(
+            SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept, left_out)
+        )
 
     def on_preemption(self, signals: Collection[int] = (signal.SIGTERM,), grace_s: float = GRACE_S) -> None:
         """From now on, let these signals end the training at one step of all ranks: `should_stop()` says when.
@@ -293,16 +271,13 @@ class Checkpointer:
         Raises `InvalidRequest` for signals that cannot be handled, and what connecting to the daemon raises, through which
         several ranks agree.
         """
-        self._refuse_if_closed()
-        if self._preemption is not None:
-            raise InvalidRequest("on_preemption() was called before", hint="call it once, with all signals")
-        alone = self._launch.world == 1
-        preemption = Preemption(signals, grace_s, None if alone else self._session.stopping)
-        if not alone:
-            reach = self._settled(lambda: self._session.connected(start=True))
-            self._calls.run("on_preemption()", reach, self._refuse_to_look)
-        preemption.begin()
-        self._preemption = preemption
+        self._calls.refuse_if_closed()
+        session = self._session
+        if self._launch.world == 1:
+            self._training_stop.begin(signals, grace_s, None)
+        else:
+            reach = partial(self._with_session, "on_preemption()", lambda: session.connected(start=True))
+            self._training_stop.begin(signals, grace_s, session.stopping, reach)
 
     def should_stop(self, step: SupportsIndex, *, metrics: Mapping[str, float] | None = None, save: bool = True) -> bool:
         """Whether training stops after this step, because a signal of `on_preemption()` has reached a rank. Call it at the
@@ -314,30 +289,20 @@ class Checkpointer:
         answered in half of the time.
         """
         number = check_step(step)
-        if self._preemption is None:
-            raise InvalidRequest("should_stop() without on_preemption()", hint="call on_preemption() once, before the loop")
-        if not self._preemption.reached(number):
-            return False
-        if save and not self._stopped:
-            self._save_last(number, check_metrics(metrics or {}), self._preemption.left_s)
-        self._stopped = True
-        return True
+
+        def save_last(left_s: float) -> None:
+            self._saves.carry_out_last(number, check_metrics(metrics or {}), left_s)
+
+        return self._training_stop.after(number, save_last if save else None)
 
     @property
     def preempted(self) -> bool:
         """Whether `should_stop()` has returned True: the training ended early, at the same step on all ranks."""
-        return self._stopped
+        return self._training_stop.stopped
 
     def fence(self) -> None:
         """Return when the last save no longer reads the live state. Optimizer steps call it by themselves."""
-        fenced: SaveTask | None = None
-        while (task := self._task) is not fenced and task is not None:  # a signal handler may begin another one
-            began = time.monotonic()
-            task.fence()
-            task.held(time.monotonic() - began, last=True)
-            fenced = task
-        if self._averaging is not None:
-            self._averaging.fence()
+        self._saves.fence()
 
     def restore(  # noqa: PLR0913 - all named and optional
         self,
@@ -385,13 +350,14 @@ class Checkpointer:
         check_flags(strict=strict, healthy=healthy, prove_first=prove_first, cast=cast)
         kept = exclusion.check(keep, "keep")
         part = WantedPart(groups, left_out, strict, prove_first, masters, cast, kept)
-        restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
-        self._prepare_unasked(asked, groups)
+        restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), _refuse_to_restore)
+        if asked is None and groups is None:  # else training does not continue from here
+            self._preparation.begin_unasked()
         return restored
 
     def goes_on_from(self, step: int) -> None:
         """Record, on all ranks, that a step of this run was loaded by other means than `restore()`."""
-        self._origin.restored(check_step(step), (), ())
+        self._contents.origin.restored(check_step(step), (), ())
         self._contents.restored()
         if self._averaging is not None:
             self._averaging.goes_on_from(check_step(step))
@@ -413,13 +379,13 @@ class Checkpointer:
         is replaced. One rank calls it. Raises `InvalidRequest` if `path` is anything else, or if the daemon's directory is
         not on this machine, and `NoSuchCheckpoint`.
         """
-        self._refuse_if_closed()
+        self._calls.refuse_if_closed()
         target = of if isinstance(of, SaveTicket) else check_step(of)
 
         def put_off(during: str) -> None:
             self._calls.later(DeferredCall(during, lambda: self.link(target, path)))
 
-        self._calls.run("link()", self._settled(lambda: self._links.make(target, path)), put_off)
+        self._with_session("link()", lambda: self._links.make(target, path), put_off)
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
@@ -435,7 +401,7 @@ class Checkpointer:
                 settle(under_way)
             return self._links.step_at(path)
 
-        return self._calls.run("step_at()", self._settled(look), self._refuse_to_look)
+        return self._with_session("step_at()", look)
 
     def steps(self) -> list[int]:
         """The committed steps of this run, the newest last. Any rank may call it, and so may a process beside a running
@@ -457,8 +423,8 @@ class Checkpointer:
             >>> checkpointer.steps()
             [500, 1000, 1500]
         """
-        self._refuse_if_closed()
-        return sorted(self._calls.run("steps()", self._settled(self._session.steps), self._refuse_to_look))
+        self._calls.refuse_if_closed()
+        return sorted(self._with_session("steps()", self._session.steps))
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, with the same errors; None if the run has no checkpoint yet.
@@ -473,10 +439,9 @@ class Checkpointer:
 
         Raises `NoSuchCheckpoint`, `StateMismatch` if the checkpoint has no file of this name, and what `steps()` raises.
         """
-        self._refuse_if_closed()
+        self._calls.refuse_if_closed()
         number = check_step(step)
-        read = self._settled(lambda: self._session.read_file(number, name))
-        return self._calls.run("read_asset()", read, self._refuse_to_look)
+        return self._with_session("read_asset()", lambda: self._session.read_file(number, name))
 
     def prepare(self, wait: bool = False) -> None:
         """Reserve shared memory for the state and touch it, in the background, so that the first save is as fast as later
@@ -486,8 +451,7 @@ class Checkpointer:
         optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
         memory is ready, or cannot be reserved now.
         """
-        self._asked_to_prepare = True
-        preparation = self._calls.run("prepare()", self._prepare, lambda during: None)
+        preparation = self._preparation.begin()
         if wait and preparation is not None:
             preparation.join()
 
@@ -506,101 +470,18 @@ class Checkpointer:
 
         self._calls.run(CLOSE, lambda: self._close(wait), put_off)
 
-    def _carried_out(self, asked: SaveRequest) -> SaveTicket:
-        """Make the save, and wait for what it promises. Returns another ticket if the step is being saved already."""
-        ticket = asked.ticket
-        if asked.existing == "same":
-            groups = self._state.groups() if asked.groups is None else asked.groups
-            under_way = self._tickets.awaited(ticket.step, groups, asked.exclude)
-            if under_way is not None:
-                if asked.wait is not None:
-                    under_way.await_promise(asked.wait, asked.within_s)
-                return under_way
-        if asked.existing == "replace":
-            self._origin.replaces()
-        task = self._begin(asked)
-        if task is not None and asked.wait is not None:
-            self._see_through(task, asked, asked.wait)
-        return ticket
+    def _with_session(
+        self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result] | None = None
+    ) -> _Result:
+        """Call `act` after a request to the daemon that runs: both use the session. `instead` is called in a signal handler
+        that interrupted another call; without it, that raises.
+        """
 
-    def _save_last(self, step: int, metrics: Mapping[str, float], left_s: float) -> None:
-        """Save the step after which training stops, within the remaining time."""
-        ticket = SaveTicket(self.run, step, 0, self._session.until)
-        within_s = max(left_s, LAST_SAVE_S_MIN)
-        asked = SaveRequest(ticket, None, metrics, "durable", False, "same", within_s=within_s)
-        try:
-            with child_deaths.delayed():
-                self._carried_out(asked)
-        except DeadlineExceeded as late:
-            under_way = self._tickets.awaited(step, ())
-            link = self._session.link
-            if under_way is None or not under_way.staged or link is None or not link.near:  # the process is about to end
-                raise
-            warn(f"{self.run}@{step} is staged, and the daemon goes on with it: {late}")
+        def after() -> _Result:
+            self._requests.wait()
+            return act()
 
-    def _asked_to_stop(self) -> None:
-        if self._preemption is not None:
-            self._preemption.asked()
-
-    def _begin(self, asked: SaveRequest) -> SaveTask | None:
-        return self._calls.run_between_steps(
-            "save()", lambda: self._save(asked), lambda during: self._put_off(asked, during)
-        )
-
-    def _save(self, asked: SaveRequest) -> SaveTask | None:
-        """Begin a save; None if it has ended already, as its ticket states."""
-        self._refuse_if_closed()
-        self.fence()
-        began, moment = time.monotonic(), self._other_steps.between()
-        self._tickets.warn()
-        self._warn_of_lacking()
-        self._state.wholeness.check()
-        self._hooks.renew()
-        groups = asked.groups if asked.groups is None or self._averaging is None else set(asked.groups) - {EMA}
-        if self._averaging is not None:
-            self._averaging.refuse_own()
-        snapshot = self._contents.snapshot(groups, asked.exclude)
-        layout = self._contents.lay_out(snapshot, asked.assets)
-        ticket = asked.ticket
-        self._note(ticket, snapshot.notes)
-        try:
-            silence = SilenceTimer() if asked.wait is None else None
-            ticket.attempt = self._reached(silence).attempt
-            still = partial(self._other_steps.check, moment)
-            task = self._task_of(asked, snapshot, layout, silence, still)
-        except CheckpointError as error:
-            if not asked.ends_by(error, self._session.attempt, self._tickets):
-                raise
-            return None
-        self._task = task
-        if self._averaging is not None:
-            self._averaging.saving(task)
-        task.begin(waited=asked.wait is not None)
-        task.held(time.monotonic() - began)
-        return task
-
-    def _see_through(self, task: SaveTask, asked: SaveRequest, wait: Wait) -> None:
-        began = time.monotonic()
-        task.complete(self._session.until)
-        asked.ticket.await_promise(wait, asked.within_s)
-        task.held(time.monotonic() - began, last=True)
-
-    def _note(self, ticket: SaveTicket, notes: Sequence[str]) -> None:
-        """Report what a save leaves out, the first time."""
-        ticket.notes = (*ticket.notes, *notes)
-        news = [note for note in notes if note not in self._noted]
-        self._noted |= set(news)
-        self._session.warn_of(f"save of {self.run}@{ticket.step}", news)
-
-    def _warn_of_lacking(self) -> None:
-        for ticket in self._tickets.take_lacking():
-            self._session.warn_of(f"save of {self.run}@{ticket.step}", ticket.notes[-1:])
-
-    def _put_off(self, asked: SaveRequest, during: str) -> None:
-        """A signal handler saves during another call of this thread: save right after that call."""
-        self._refuse_if_closed()
-
-        self._calls.later(asked.put_off(during, lambda: self._begin(asked), self._tickets))
+        return self._calls.run(name, after, _refuse_to_look if instead is None else instead)
 
     def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
@@ -610,10 +491,7 @@ class Checkpointer:
         self._contents.restored()
         groups = part.groups
         wanted = tuple(set(groups) - {EMA} if self._averaging else groups) if groups is not None else self._state.groups()
-        needed = tuple(group for group in wanted if not is_ignored(group, part.exclude))
-        if groups is None and part.masters is not None:
-            needed = tuple(group for group in needed if group != MASTER)  # where there are none, the weights make them
-        needed = tuple(dict.fromkeys((*needed, *needs)))
+        needed = fallback.needed_groups(wanted, part, needs)
         asked = fallback.RestoreRequest(step, needed, part, step is None and groups is None, healthy)
         average = None if self._averaging is None else self._averaging.restored
         rank = RestoringRank(self.run, self._launch, self._session, self._state, average)
@@ -621,48 +499,25 @@ class Checkpointer:
         if restored is not None:
             if self._averaging is not None:
                 restored = restored._replace(notes=(*restored.notes, *self._averaging.taken_in()))
-            self._origin.restored(restored.step, wanted, self._state.groups())
+            self._contents.origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             self._session.warn_of(f"restore of {self.run}@{restored.step}", restored.notes)
             _log_restore(self.run, self.last_restore)
         return 0 if restored is None else restored.step
 
-    def _refuse_to_restore(self, during: str) -> int:
-        raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
-
-    def _refuse_to_look(self, during: str) -> NoReturn:
-        raise InvalidRequest(
-            f"a signal handler that interrupted {during} cannot ask for files", hint="ask when it has ended"
-        )
-
-    def _prepare(self) -> Preallocation:
-        need = self._contents.expected(staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world))
-        if self._averaging is not None:
-            average, beside = self._averaging.expected_bytes(), self._averaging.beside_bytes()
-            need = need._replace(data_bytes=need.data_bytes + average, average_bytes=beside)
-        self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(need.leaves))
-        return self._preparation
-
     def _close(self, wait: bool) -> None:
-        self._closed = True
-        if self._preemption is not None:
-            self._preemption.close()
-        if self._preparation is not None:
-            self._preparation.stop()
-            self._preparation = None
+        self._calls.close()
+        self._training_stop.close()
+        self._preparation.stop()
         if not is_in_hook():  # else they stay, and do nothing
             self._hooks.remove()
-        if self._task is not None:
-            self.fence()
-            with suppress(DeadlineExceeded):
-                self._task.see_through(self._session.until)
-            self._task = None
+        self._saves.leave_last()
         if wait:
-            self._see_all_through()
+            self._saves.see_all_through()
         if self._averaging is not None:
             self._averaging.close()
         if wait:
-            self._warn_of_lacking()
+            self._saves.warn_of_lacking()
         self._links.close()
         self._reservation.close()
         self._session.close(ended=wait)
@@ -670,156 +525,32 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _see_all_through(self) -> None:
-        """Wait for the end of every save; those of a silent daemon count as failed."""
-        try:
-            self._requests.wait()
-            self._session.waits()
-            for ticket in self._tickets.open():
-                settle(ticket)
-        except DeadlineExceeded as silent:
-            self._tickets.lost(silent)
-
-    def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
-        """Training continues from here, unless a certain step or a part of the state was requested."""
-        if step is None and groups is None and not self._asked_to_prepare:
-            try:
-                self.prepare()
-            except CheckpointError as error:
-                log.info("not prepared for saves: %s", error.detail)  # the first save reports it, if it matters
-
-    def _reserved(self, need: Need) -> Slots:
-        """Runs in a thread that no signal interrupts; a save need not wait for it."""
-
-        def reserve() -> Slots:
-            self._session.connected(start=True)
-            return self._reservation.room_for(need, self._task)
-
-        def begin() -> DaemonRequest:
-            self._refuse_if_closed()
-            if self._requests.busy:
-                raise DeadlineExceeded("the daemon has not answered yet")
-            return self._requests.begin(reserve)
-
-        request = self._calls.run("prepare()", begin, lambda during: begin())
-        slots: Slots = self._requests.result(request)
-        self._calls.run("prepare()", lambda: self._copy_plans.lay_ahead(slots, self._contents.layout), bool)
-        return slots
-
-    def _settled(self, act: Callable[[], _Result]) -> Callable[[], _Result]:
-        """The call, after a running errand: both use the session."""
-
-        def after() -> _Result:
-            self._requests.wait()
-            return act()
-
-        return after
-
-    def _reached(self, silence: SilenceTimer | None) -> Welcome:
-        """The daemon's welcome; an errand reconnects after a loss."""
-        if self._task is not None:  # a slot that was given back may be leased again: nothing still writes into it
-            self._task.leave(lambda written: self._requests.until(written, silence))
-        self._requests.wait(silence)
-        if self._session.link is not None and self._session.link.alive:
-            return self._session.connected(start=True)
-        return self._requests.run(lambda: self._session.connected(start=True), silence)
-
-    def _withdraw(self, step: int) -> None:
-        link = self._session.link
-        if link is not None:
-            link.notify(Withdraw(id=link.next_id(), step=step))
-
-    def _give_back(self, slot: Slot) -> None:
-        """The daemon granted a slot too late: the save has failed, for all ranks."""
-        slot.abandon(DeadlineExceeded(f"rank {self._launch.rank} got no answer from its daemon in time, and saved no part"))
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
-
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state is
         complete.
         """
-        if not self._closed and not self._calls.forked:  # a forked child has memory of its own
-            self._other_steps.passes()
+        if not self._calls.closed and not self._calls.forked:  # a forked child has memory of its own
+            self._saves.step_passes()
             self._state.wholeness.check()
-            self._prepare_unasked()
+            self._preparation.begin_unasked()
             self.fence()
-
-    def _groups(self) -> tuple[str, ...]:
-        groups = self._state.groups()
-        return groups if self._averaging is None else of_save(groups)
-
-    def _averaged(self, ema: Ema, fenced: bool, file_bytes_max: int) -> Averaging:
-        rank = AveragingRank(
-            self.run,
-            self._launch.rank,
-            self._launch.world,
-            self._state,
-            self._session,
-            fenced=fenced,
-            file_bytes_max=file_bytes_max,
-        )
-        return Averaging(ema, rank, self._ask_for_average, lambda: bool(self._hooks.optimizers))
-
-    def _ask_for_average(self, act: Callable[[], _Result]) -> _Result:
-        """Call it for the average: an optimizer's step does not wait for a silent daemon, a restore does."""
-        return self._calls.run(
-            "ema.update()",
-            lambda: self._requests.run(act, SilenceTimer()),
-            lambda during: self._requests.run(act, None),
-        )
 
     def _after_step(self, *given: Any) -> None:
         """The state is consistent again: average it, and do the saves that signal handlers requested during the step."""
-        if given and not self._closed and not self._calls.forked:
-            self._other_steps.passes()
+        if given and not self._calls.closed and not self._calls.forked:
+            self._saves.step_passes()
             self._state.unsaved.stepped(given[0])
             if self._averaging is not None:
                 self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)
         self._calls.catch_up(stepped=True)
 
-    def _task_of(
-        self,
-        asked: SaveRequest,
-        snapshot: Snapshot,
-        layout: staging.SlotLayout,
-        silence: SilenceTimer | None,
-        still: Callable[[], None],
-    ) -> SaveTask:
-        ticket = asked.ticket
-        who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
-        average, after = None, None
-        if self._averaging is not None:
-            after = self._averaging.decided
-            average = self._averaging.part(layout.data_bytes) if asked.groups is None or EMA in asked.groups else None
-            if average is not None:
-                snapshot = snapshot._replace(groups=of_save(snapshot.groups))
-            elif asked.groups is None or EMA in asked.groups:
-                self._note(ticket, ("saved without the group ema: no update of the average has been taken yet",))
-        ticket.groups = snapshot.groups
-        intent = self._origin.intent(asked.existing, snapshot.groups)
-        table = self._contents.table(who, snapshot, asked.metrics, intent, average)
-        says = self._claims.of(layout, ticket)
-        table_bytes = len(table) + (says.table_bytes if says is not None else 0)
-        table_bytes += digests_bytes(average.boxes) if average is not None and says is not None else 0
-        size = layout.data_bytes if average is None else average.handover.end
-        need = Need(size, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
-        if self._averaging is not None:
-            need = need._replace(average_bytes=self._averaging.beside_bytes())
-        policy: Policy = "wait" if asked.wait == "durable" else self._policy
-        last, wait_s = self._task, (asked.within_s or SLOT_WAIT_S) if policy == "wait" else 0.0
 
-        def lease() -> Slot:
-            slots = self._reservation.room_for(need, last)
-            return slots.lease(ticket.step, ticket.attempt, wait_s, policy, intent)
+def _refuse_to_restore(during: str) -> NoReturn:
+    raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
 
-        with self._tickets.beginning(ticket):
-            slot = self._requests.run(lease, silence, self._give_back, lambda: self._withdraw(ticket.step), wait_s)
-            self._tickets.leaves_out(ticket.step, asked.exclude)
-        part = Sealable(slot, layout, table, says, asked.full, self._contents.check_masters, still, average, after)
-        return SaveTask(ticket, part, self._tickets, self._copy_plans)
+
+def _refuse_to_look(during: str) -> NoReturn:
+    raise InvalidRequest(f"a signal handler that interrupted {during} cannot ask for files", hint="ask when it has ended")
 
 
 def _log_restore(run: str, report: RestoreReport) -> None:

@@ -421,7 +421,7 @@ def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) 
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
     with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 0
-        checkpointer._preparation.join()
+        checkpointer._preparation._under_way.join()
         prepared = checkpointer._reservation.slots
         assert prepared is not None
         model(torch.ones(1, 64)).sum().backward()

@@ -6,6 +6,7 @@ Who trains one model after the other in a process, or has the collector switched
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,21 @@ def test_a_closed_checkpointer_keeps_nothing(daemon: RunningDaemon, run: str, sa
     """The state and the slots are free as soon as nobody else has them; a thread that is just ending may take a moment."""
     left = trained(daemon, run, saves, ema)
     wait_until(lambda: all(one() is None for one in left) and mappings(run) == [])
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_one_that_waited_for_signals_keeps_nothing(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session calls what waits for signals, and is called by it; neither knows the checkpointer."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "two ranks")
+    model = nn.Linear(8, 8)
+    with Checkpointer("stopped", {"model": model}, at=daemon.socket) as checkpointer:
+        checkpointer.on_preemption((signal.SIGUSR1,))
+        assert not checkpointer.should_stop(1)
+    left = [weakref.ref(one) for one in (checkpointer, model.weight)]
+    del checkpointer, model
+    wait_until(lambda: all(one() is None for one in left))
 
 
 @pytest.mark.usefixtures("no_collector")

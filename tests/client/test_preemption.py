@@ -224,7 +224,7 @@ def test_one_rank_over_http_needs_nobody_to_agree_with(tmp_path: Path, monkeypat
         with Checkpointer("late", {"model": nn.Linear(4, 4)}, at=daemon.url) as made:
             made.on_preemption(grace_s=0.001)
             made.save(0, wait="durable")
-            monkeypatch.setattr("holdfast.checkpointer.LAST_SAVE_S_MIN", 0.5)
+            monkeypatch.setattr("holdfast.stage.saves.LAST_SAVE_S_MIN", 0.5)
             come()
             time.sleep(0.1)
             daemon.freeze()
@@ -240,7 +240,7 @@ def test_a_save_that_outlasts_the_time_is_told_of(daemon: RunningDaemon, monkeyp
     with checkpointer(daemon, "late") as made:
         made.on_preemption(grace_s=0.001)
         made.save(0, wait="durable")
-        monkeypatch.setattr("holdfast.checkpointer.LAST_SAVE_S_MIN", 0.001)
+        monkeypatch.setattr("holdfast.stage.saves.LAST_SAVE_S_MIN", 0.001)
         come()
         time.sleep(0.1)
         with warnings.catch_warnings(record=True) as said:

@@ -284,7 +284,7 @@ def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.M
 
 def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:
     """A script that exits without close() still hears that a save failed in the background."""
-    text = LAST_WORDS + "parameters[-1].add_(1)\ncheckpointer._task.join()\n"
+    text = LAST_WORDS + "parameters[-1].add_(1)\ncheckpointer._saves._last.join()\n"
     for number in range(8):  # on a busy machine the copy may be over before the change
         done = said("-c", text, str(daemon.socket), f"torn-{number}")
         if f"torn-{number}@2 failed" in done.text:

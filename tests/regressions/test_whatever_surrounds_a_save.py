@@ -106,7 +106,7 @@ def test_a_compiled_step_waits_for_the_copy(daemon: RunningDaemon) -> None:
         for number in (1, 2, 3):
             state["model"](torch.randn(4, 700)).sum().backward()
             ticket = checkpointer.save(number)
-            copy = checkpointer._task._copy
+            copy = checkpointer._saves._last._copy
             compiled()
             assert copy._copied.is_set()
             ticket.result(60)

@@ -20,6 +20,8 @@ from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
+from holdfast.state.train_state import MASTER
+from holdfast.tensors.leaves import is_ignored
 from holdfast_files.opened import read_placement
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
@@ -87,6 +89,14 @@ class RestoreRequest(NamedTuple):
     part: WantedPart
     training: bool  # goes on from what it restores, so that a daemon is there for it sooner or later
     healthy: bool = False  # the newest without new NaN or infinities, where no step is named
+
+
+def needed_groups(wanted: Collection[str], part: WantedPart, needs: Collection[str]) -> tuple[str, ...]:
+    """The groups that a checkpoint must have for this part of the `wanted` groups, and those that it `needs` besides."""
+    needed = [group for group in wanted if not is_ignored(group, part.exclude)]
+    if part.groups is None and part.masters is not None:
+        needed = [group for group in needed if group != MASTER]  # where there are none, the weights make them
+    return tuple(dict.fromkeys((*needed, *needs)))
 
 
 def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:

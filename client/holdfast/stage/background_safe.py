@@ -76,9 +76,7 @@ def _nothing(*_: object) -> None:
 
 
 class StepHooks:
-    """Calls the given hooks around each step of the state's optimizers, also of those added later. `optimizers` are
-    those found so far.
-    """
+    """Calls the given hooks around each step of the state's optimizers that `renew` has found: `optimizers`."""
 
     def __init__(
         self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None] = lambda *_: None
@@ -88,7 +86,6 @@ class StepHooks:
         self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
         self.optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        self.renew()
 
     def renew(self) -> None:
         """Hook new optimizers of the state. Raises `InvalidRequest` for one whose step has no hooks."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from holdfast.threads import own_threads
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
+from holdfast.threads.reentrancy import CallGuard
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded
 
 SILENCE_S = 0.8  # of a daemon, that one call waits for
@@ -146,6 +147,14 @@ class DaemonRequests:
         self.wait(silence)
         result: _Result = self.result(self.begin(act, give_back, when_left), silence, work_s)
         return result
+
+    def asking(self, calls: CallGuard) -> Callable[[Callable[[], Any]], Any]:
+        """`run` for the average, as one of these calls: an optimizer's step does not wait for a silent daemon, a restore
+        does.
+        """
+        return lambda act: calls.run(
+            "ema.update()", lambda: self.run(act, SilenceTimer()), lambda during: self.run(act, None)
+        )
 
     def wait(self, silence: SilenceTimer | None = None) -> None:
         if self._last is None:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, Protocol
 
@@ -202,6 +202,54 @@ class Preemption:
             hint = "look whether PostgreSQL answers (`holdfast doctor`)"
         text = f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}"
         return DeadlineExceeded(text, hint=hint)
+
+
+class TrainingStop:
+    """Whether training stops early. It does not before `begin`, which sets the handlers of signals."""
+
+    def __init__(self) -> None:
+        self._preemption: Preemption | None = None
+        self._stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `after` has returned True."""
+        return self._stopped
+
+    def begin(
+        self, signals: Collection[int], grace_s: float, report: Report | None, connect: Callable[[], object] = bool
+    ) -> None:
+        """Let these signals end the training; `connect` is called before, so that `report` has a connection.
+
+        Raises `InvalidRequest` for invalid signals and times, for a second call, and outside of the main thread.
+        """
+        if self._preemption is not None:
+            raise InvalidRequest("on_preemption() was called before", hint="call it once, with all signals")
+        preemption = Preemption(signals, grace_s, report)
+        connect()
+        preemption.begin()
+        self._preemption = preemption
+
+    def asked(self) -> None:
+        """The daemon requests this rank's last step. Called in the thread that reads from it."""
+        if self._preemption is not None:
+            self._preemption.asked()
+
+    def after(self, step: int, save: Callable[[float], object] | None) -> bool:
+        """Whether training stops after this step. Calls `save` the first time, with the seconds that are left."""
+        if self._preemption is None:
+            raise InvalidRequest("should_stop() without on_preemption()", hint="call on_preemption() once, before the loop")
+        if not self._preemption.reached(step):
+            return False
+        if save is not None and not self._stopped:
+            save(self._preemption.left_s)
+        self._stopped = True
+        return True
+
+    def close(self) -> None:
+        """Restore the handlers that were set before."""
+        if self._preemption is not None:
+            self._preemption.close()
 
 
 def _checked(signals: Collection[int]) -> tuple[signal.Signals, ...]:

@@ -45,6 +45,7 @@ class CallGuard:
         self._later: deque[DeferredCall] = deque()
         self._catching_up = False
         self._pid = os.getpid()
+        self._closed = False
 
     def run(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
         """Run `act` alone, or `instead` with the name of the call that a signal handler interrupted in this thread.
@@ -73,6 +74,18 @@ class CallGuard:
     @property
     def forked(self) -> bool:
         return os.getpid() != self._pid
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """From now on, `refuse_if_closed` raises. Other calls still run."""
+        self._closed = True
+
+    def refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
 
     def run_between_steps(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
         """As `run`, but also run `instead` in the middle of an optimizer's step, when only half of the state is updated."""

@@ -395,6 +395,7 @@ def test_its_hooks_wait_and_tell_how_it_will_grow():
     assert optimizer_wrappers.innermost(state) == [inner]
     assert background_safe.expected_growth(state).bytes >= 2 * flat.nbytes
     hooks = background_safe.StepHooks(state, lambda *_: part.kept.clear())
+    hooks.renew()
     flat.grad = torch.ones_like(flat)
     inner.step()
     assert part.kept == {} and hooks.optimizers == [inner]

@@ -103,6 +103,7 @@ def test_the_steps_inside_are_waited_for(kind: str) -> None:
     assert growth.tensors == 3 * len(list(module.parameters()))
     stepped: set[object] = set()
     hooks = StepHooks(state, lambda inner, *_: stepped.add(inner))
+    hooks.renew()
     step(module, optimizer, 1)
     assert stepped == set(optimizer_wrappers.innermost(state))
     leaf = next(leaf for leaf in TrainState(state, 0, 1).snapshot().leaves if leaf.group == "optim")
@@ -119,6 +120,7 @@ def test_an_optimizer_that_comes_later_is_waited_for_too() -> None:
     state: dict[str, Any] = {"model": module, "optim": parts(module)[:1]}
     called: list[object] = []
     hooks = StepHooks(state, lambda *_: called.append(1))
+    hooks.renew()
     state["optim"] = [*state["optim"], *parts(module)[1:]]
     hooks.renew()
     hooks.renew()
@@ -208,7 +210,7 @@ def test_an_optimizer_whose_step_cannot_be_hooked_is_refused() -> None:
 
     module = model()
     with pytest.raises(InvalidRequest, match=r"Bare\.step\(\) has no hooks"):
-        StepHooks({"model": module, "optim": Bare(module.parameters())}, print)
+        StepHooks({"model": module, "optim": Bare(module.parameters())}, print).renew()
 
 
 def test_state_of_what_is_in_no_group_is_refused() -> None:
