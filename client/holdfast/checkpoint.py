@@ -21,7 +21,8 @@ from urllib.parse import unquote
 from holdfast.layout import rules_choice, shards
 from holdfast.layout.rules_choice import LayoutSource, ProgramSource, RulesSource, program_of
 from holdfast.layout.shards import Framework
-from holdfast.read.checkpoint_index import LATEST, LATEST_HEALTHY, open_source, parse_target
+from holdfast.read.checkpoint_index import open_source, parse_target
+from holdfast.read.names import LATEST, LATEST_HEALTHY
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest.api import Api, Step

@@ -6,25 +6,34 @@ socket.
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 
-from pydantic import ConfigDict, Field
+import msgspec
 
-from holdfast_formats.body import Body
+from holdfast_formats.decoding import decoder
 
 GLOB = "http-*.key"
 BYTES_MAX = 4096
 SYSTEM_DIRECTORY = "/run/holdfast"  # where a service manager or a container puts the socket
 
 
-class OwnerKey(Body):
-    """The contents of the file: the address at which the daemon listens, and the token."""
+_TOKEN = re.compile(r"hf_[A-Za-z0-9_=-]{1,125}")
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field(max_length=64)
-    port: int = Field(ge=1, le=65_535)
-    token: str = Field(max_length=128, pattern=r"^hf_[A-Za-z0-9_=-]+$", repr=False)
+class OwnerKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of the file: the address at which the daemon listens, and the token. `ValueError` if one is invalid."""
+
+    host: str
+    port: int
+    token: str
+
+    def __post_init__(self) -> None:
+        if len(self.host) > 64 or not 1 <= self.port <= 65_535 or not _TOKEN.fullmatch(self.token):
+            raise ValueError("not the key of a daemon")
+
+    def __repr__(self) -> str:
+        return f"OwnerKey({self.host!r}, {self.port})"  # a log must not contain the token
 
     def address(self, host: str, port: int) -> str | None:
         """Where to connect for `host`:`port`; None unless that can only be this daemon.
@@ -41,6 +50,9 @@ class OwnerKey(Body):
     @property
     def _own(self) -> str:
         return reachable(self.host)
+
+
+read_key = decoder(OwnerKey)
 
 
 def file_name(port: int) -> str:

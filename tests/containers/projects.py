@@ -20,7 +20,7 @@ TESTS = f"{TOP}/tests:/tests/tests:ro"
 # What the daemon of this container answers to its owner.
 ASK_OWN = """
 import httpx, sys
-from holdfast.rest.owner_token import OwnersToken
+from holdfast.rest.owner_auth import OwnersToken
 url = "http://127.0.0.1:8420"
 print(httpx.get(url + sys.argv[1], auth=OwnersToken(url), trust_env=False).raise_for_status().text)
 """

@@ -11,7 +11,7 @@ import json, sys
 from holdfast_formats import model_building
 if sys.argv[1] == "late":
     model_building.build_late()
-from holdfast_formats import body, owner_key, root_files
+from holdfast_formats import body, root_files
 from holdfast_formats.rest import bodies, consistency, measurements, operations, retention
 made = [one for one in body.Body.__subclasses__() if not one.__pydantic_generic_metadata__["parameters"]]
 built = sum(one.__pydantic_complete__ for one in made)

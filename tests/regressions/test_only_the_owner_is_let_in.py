@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -113,7 +114,7 @@ def test_files_that_are_not_believed(
     daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
     """A file that others can read, or that is something else, is none."""
-    text = owner_key.OwnerKey(host="127.0.0.1", port=port(daemon), token="hf_x").model_dump_json()
+    text = msgspec.json.encode(owner_key.OwnerKey(host="127.0.0.1", port=port(daemon), token="hf_x")).decode()
     path = tmp_path / "holdfast" / owner_key.file_name(port(daemon))
     path.parent.mkdir()
     if spoil == "a directory":

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
 import typer
-from rich.text import Text
 
 from holdfast.read.checkpoint_index import open_source, parse_target
-from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
-from holdfast_files.comparing import ComparedFiles, bytes_to_read, compare
-from holdfast_formats.disk import codings
-from holdfast_formats.region import whole
-from holdfast_formats.rest import comparing, lists
-from holdfast_formats.rest.comparing import Octets, Pair
-from holdfast_formats.rest.measurements import Difference
+
+if TYPE_CHECKING:
+    from holdfast.read.reader import CheckpointReader
+    from holdfast_files.comparing import ComparedFiles
+    from holdfast_formats.rest import comparing
+    from holdfast_formats.rest.comparing import Octets, Pair
+    from holdfast_formats.rest.measurements import Difference
 
 SHOWN_MAX = 30
 DECODED_ELEMENTS = 2**20  # at once, of a tensor that is stored in fewer bytes
@@ -52,6 +50,9 @@ def diff(  # noqa: PLR0913 — a command's options
 
     Every byte is verified before it is compared. Exit status 0 whether they are equal or not.
     """
+    from holdfast.read.reader import CheckpointReader
+    from holdfast_formats.rest import comparing
+
     other = f"{a.partition('@')[0]}@{b}" if b.isascii() and b.isdigit() and "@" in a else b
     with console.reporting(as_json), open_source(parse_target(a), root, url) as left_source:
         left = CheckpointReader.open(left_source, complete=False)
@@ -69,6 +70,8 @@ def diff(  # noqa: PLR0913 — a command's options
 
 
 def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], shown: bool) -> list[Difference]:
+    from holdfast_files.comparing import bytes_to_read, compare
+
     def advance(count: int) -> None:
         bar.advance(bar.task_ids[0], count)
 
@@ -77,6 +80,12 @@ def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], s
 
 
 def _side(reader: CheckpointReader) -> ComparedFiles:
+    import numpy as np
+
+    from holdfast_files.comparing import ComparedFiles
+    from holdfast_formats.disk import codings
+    from holdfast_formats.region import whole
+
     def decoded(pair: Pair) -> Iterator[Octets]:
         for box in codings.slabs(whole(pair.entry.shape), DECODED_ELEMENTS):
             yield reader.read(pair.group, pair.name, box).reshape(-1).view(np.uint8)
@@ -85,6 +94,10 @@ def _side(reader: CheckpointReader) -> ComparedFiles:
 
 
 def _print(labels: list[str], differences: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:
+    from rich.text import Text
+
+    from holdfast_formats.rest import comparing, lists
+
     out = console.out()
     states = ", ".join(f"{count} {state.replace('-', ' ')}" for state, count in sorted(total.tensors.items()))
     apart = "" if total.relative is None else f"; relative change of the changed tensors: {total.relative:.3g}"

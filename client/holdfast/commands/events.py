@@ -6,19 +6,20 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice, takewhile
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from holdfast.rest import filters
-from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import Since, Url
 from holdfast_formats import timestamps
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.printable import visible_json
-from holdfast_formats.rest.operations import EVENTS, Event, Gap
+
+if TYPE_CHECKING:
+    from holdfast.rest.api import Api
+    from holdfast_formats.rest.operations import Event, Gap
 
 LAST = 50  # events that are shown without --since, --after and --last
 _COLOURS = {"info": "green", "warning": "yellow", "error": "bold red"}
@@ -51,6 +52,8 @@ def events(  # noqa: PLR0913 - options of a command
     """Show the events of all runs, or of one, oldest first. With --follow, a lost connection is made again, and no event is
     missed.
     """
+    from holdfast_formats.rest.operations import EVENTS, Event
+
     with console.service(url, as_json) as api, suppress(KeyboardInterrupt):
         if kind is not None and kind not in EVENTS:
             raise InvalidRequest(f"{kind!r} is not a kind of event", hint=f"one of {', '.join(EVENTS)}")
@@ -72,6 +75,9 @@ def events(  # noqa: PLR0913 - options of a command
 
 def _past(api: Api, query: dict[str, str | None], start: str | None, last: int | None, position: int) -> Iterator[Event]:
     """Stored events up to an ID, oldest first."""
+    from holdfast.rest.api import PAGE_ITEMS
+    from holdfast_formats.rest.operations import Event
+
     if last is None and start is None and query["after"] is None:
         last = LAST
     limit = str(PAGE_ITEMS if last is None else min(max(last, 1), PAGE_ITEMS))
@@ -87,6 +93,8 @@ def _joined(past: Iterator[Event], coming: Iterator[Event]) -> Iterator[Event]:
 
 
 def _print(event: Event) -> None:
+    from rich.text import Text
+
     where = "" if event.run is None else event.run if event.step is None else f"{event.run}@{event.step}"
     kind = (f"{event.kind:<22}", _COLOURS[event.level])
     time = event.at[:19].replace("T", " ")

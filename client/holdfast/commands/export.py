@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
-from holdfast.commands.jobs import finished
-from holdfast.export.copy import export as export_to
 from holdfast.read.checkpoint_index import open_source, parse_target
-from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import DirectorySource
-from holdfast.rest import service_jobs
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
-from holdfast_formats.rest.jobs import ConvertArguments, ExportArguments, ExportJob
-from holdfast_formats.rest.offline import DirectoryConversion
 
 from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, print_files
+
+if TYPE_CHECKING:
+    from holdfast.read.reader import CheckpointReader
+    from holdfast_formats.rest.jobs import ExportArguments
 
 LEFT_OUT_SHOWN = 20
 
@@ -74,6 +70,9 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     imported elsewhere. With --as, the directory is what another program loads; the report says what was converted
     and what was left out.
     """
+    from holdfast.read.reader import CheckpointReader
+    from holdfast_formats.rest.jobs import ExportArguments
+
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         reader = CheckpointReader.open(source)
         arguments = ExportArguments(
@@ -114,6 +113,10 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     every byte is read back before DEST gets its name. If it is killed, the same command goes on from the files that are
     finished.
     """
+    from holdfast.rest import service_jobs
+    from holdfast_formats.rest.jobs import ConvertArguments
+    from holdfast_formats.rest.offline import DirectoryConversion
+
     with console.reporting(as_json):
         arguments = ConvertArguments(
             source=source,
@@ -136,6 +139,8 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
 
 
 def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: bool) -> dict[str, Any]:
+    from holdfast.export.copy import export as export_to
+
     groups = ["model"] if model_only else []
     with console.progress("exporting", reader.manifest.bytes, shown=not as_json) as bar:
         copied = export_to(reader, target, groups, lambda count: bar.advance(bar.task_ids[0], count))
@@ -146,6 +151,12 @@ def _converted(
     reader: CheckpointReader, source: object, arguments: ExportArguments, url: str | None, as_json: bool
 ) -> dict[str, Any]:
     """Run it in a program of the service, on this machine if the checkpoint is here, else as a job."""
+    from holdfast.commands.jobs import finished
+    from holdfast.read.sources import DirectorySource
+    from holdfast.rest import service_jobs
+    from holdfast_formats.rest.jobs import ConvertArguments, ExportJob
+    from holdfast_formats.rest.offline import DirectoryConversion
+
     if isinstance(source, DirectorySource):
         terms = arguments.model_dump(exclude={"model_only"})
         conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
@@ -157,6 +168,8 @@ def _converted(
 
 
 def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
+    from rich.text import Text
+
     out = console.out()
     size = console.human_bytes(int(done["bytes"]))
     what = "a checkpoint" if done["committed"] else "a plain directory of the model"
@@ -174,6 +187,8 @@ def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
 
 
 def _print_plan(done: dict[str, Any]) -> None:
+    from rich.text import Text
+
     out = console.out()
     out.print(f"kind: {done['source']['kind']}")
     print_files(done["source"])

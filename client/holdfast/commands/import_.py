@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.text import Text
 
-from holdfast.commands.jobs import finished
-from holdfast.commands.labels_and_pins import named
 from holdfast.read.checkpoint_index import open_library, parse_target
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
 from holdfast.terminal.program_files import file_text, program_text
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest import lists
-from holdfast_formats.rest.jobs import ImportArguments, ImportJob, MergeArguments, MergeJob
-from holdfast_formats.rest.jobs import Int16 as Bits16
-from holdfast_formats.rest.recipes import average_of_last
 
 FILES_SHOWN = 40
 
@@ -38,7 +31,7 @@ Program = Annotated[
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
 Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
 Int16 = Annotated[
-    Bits16 | None,
+    Literal["integers", "bfloat16"] | None,
     typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
 ]
 Shards = Annotated[
@@ -80,6 +73,10 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     reason, which the report gives. A Holdfast checkpoint is verified on the way and keeps all its groups. A daemon
     of yours on this machine reads any directory of yours, with --root too; a service elsewhere does it as a job.
     """
+    from holdfast.commands.jobs import finished
+    from holdfast.commands.labels_and_pins import named
+    from holdfast_formats.rest.jobs import ImportArguments, ImportJob
+
     with console.reporting(as_json):
         run, step = named(checkpoint)
         arguments = ImportArguments(
@@ -98,6 +95,8 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
 
 
 def _print_imported(done: dict[str, Any], checkpoint: str, dry_run: bool) -> None:
+    from rich.text import Text
+
     if dry_run:
         _print_report(done)
     size = console.human_bytes(int(done["bytes"]))
@@ -111,6 +110,8 @@ def _print_imported(done: dict[str, Any], checkpoint: str, dry_run: bool) -> Non
 
 
 def _print_report(done: dict[str, Any]) -> None:
+    from holdfast_formats.rest import lists
+
     source = done["source"]
     console.out().print(f"kind: {source['kind']}")
     console.out().print(console.table_of(lists.GROUPS, sorted(done.get("groups", {}).items())))
@@ -119,6 +120,10 @@ def _print_report(done: dict[str, Any]) -> None:
 
 def print_files(source: dict[str, Any]) -> None:
     """Print every file of a source, its use, and the notes."""
+    from rich.text import Text
+
+    from holdfast_formats.rest import lists
+
     out = console.out()
     out.print(console.table_of(lists.SOURCE_FILES, source["files"][:FILES_SHOWN]))
     more = len(source["files"]) - FILES_SHOWN + source.get("more_files", 0)
@@ -144,6 +149,10 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     not match, and whatever is not understood in the recipe, are refused by name. A daemon of yours on this machine
     reads any directory of yours, with --root too; a service elsewhere does it as a job.
     """
+    from holdfast.commands.jobs import finished
+    from holdfast.commands.labels_and_pins import named
+    from holdfast_formats.rest.jobs import MergeArguments, MergeJob
+
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if average_last is None and dtype is not None:
@@ -160,6 +169,8 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
 
 def _average(run: str, count: int, dtype: str | None, root: Path | None, url: str | None) -> str:
     """A recipe for the mean of the newest checkpoints of a run."""
+    from holdfast_formats.rest.recipes import average_of_last
+
     target = parse_target(run)
     if target.directory is not None or run != target.run:
         raise InvalidRequest(f"{run!r} is not the name of a run", hint="with --average-last, give a run and no step")
@@ -169,6 +180,8 @@ def _average(run: str, count: int, dtype: str | None, root: Path | None, url: st
 
 
 def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool) -> None:
+    from rich.text import Text
+
     out, source = console.out(), done["source"]
     size = console.human_bytes(int(done["bytes"]))
     what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files, of {len(source['models'])} sources"

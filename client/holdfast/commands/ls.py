@@ -13,8 +13,7 @@ from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import completion, console, run_lists
 from holdfast.terminal.options import AsJson, Root, Since, Url
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
-from holdfast_formats.rest import lists
-from holdfast_formats.rest.measurements import RUN_SORTS
+from holdfast_formats.rest.columns import RUN_SORTS
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[
@@ -71,6 +70,8 @@ def ls(  # noqa: PLR0913 — one an option
 
 
 def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: bool) -> None:
+    from holdfast_formats.rest import lists
+
     summaries = run_lists.runs(library, sort)
     runs = [run for run in summaries if everything or run.life not in _HIDDEN]
     extra = None if as_json else run_lists.extra(library, sort)
@@ -81,6 +82,8 @@ def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: b
 
 
 def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:
+    from holdfast_formats.rest import lists
+
     listing = library.checkpoints(run, wanted)
     if healthy:
         listing = RunListing([c for c in listing.checkpoints if c.healthy], listing.unreadable)

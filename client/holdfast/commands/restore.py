@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from holdfast.export.copy import Copied, copy_checkpoint
-from holdfast.layout.rules_choice import program_of
 from holdfast.read.checkpoint_index import open_source, parse_target
-from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
 from holdfast_formats.errors import InvalidRequest
 
-from . import shard
+if TYPE_CHECKING:
+    from holdfast.export.copy import Copied
 
 Out = Annotated[
     Path | None,
@@ -62,6 +59,12 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     With --layout and --rank, the output is a safetensors file with that rank's shard of one group (default:
     model); its header is written last. With --layout alone, or --plan, only the shards are printed.
     """
+    from holdfast.export.copy import copy_checkpoint
+    from holdfast.layout.rules_choice import program_of
+    from holdfast.read.reader import CheckpointReader
+
+    from . import shard
+
     with console.reporting(as_json):
         if layout is not None:
             through = program_of(None if program is None else program_text(program))
@@ -92,6 +95,8 @@ def _one(groups: list[str] | None) -> str:
 
 
 def _print(out: Path, copied: Copied, as_json: bool) -> None:
+    from rich.text import Text
+
     if as_json:
         console.print_json({"out": str(out), "files": copied.files, "bytes": copied.bytes, "committed": copied.committed})
         return

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
-from rich.text import Text
 
 from holdfast.config import default_url
-from holdfast.rest import retention
-from holdfast.rest.api import Api
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest import lists
-from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
+
+if TYPE_CHECKING:
+    from holdfast.rest.api import Api
+    from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -49,7 +46,7 @@ Full = Annotated[
     typer.Option("--full", metavar="N", help="Of checkpoints older than the newest N whole ones keep the weights only."),
 ]
 Optim = Annotated[
-    OptimRule | None,
+    Literal["exact", "bf16", "int8"] | None,
     typer.Option("--optim", help="Store older checkpoints in fewer bytes: optimizer states as bf16 or int8, or exact."),
 ]
 OptimFull = Annotated[
@@ -89,6 +86,11 @@ def keep(  # noqa: PLR0913 — one option a rule
     --full, older checkpoints that stay lose their optimizer state and masters: they can be loaded, but not resumed. With
     --optim, they keep both in fewer bytes, masters bit for bit: they can be resumed.
     """
+    from rich.text import Text
+
+    from holdfast.rest import retention
+    from holdfast.rest.api import Api
+
     with console.reporting(as_json):
         rules = {
             "last": last,
@@ -122,6 +124,8 @@ def keep(  # noqa: PLR0913 — one option a rule
 
 def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool]) -> Preview:
     """Set the policy, after a confirmation if anything would be removed. Fails if it was changed in between."""
+    from holdfast.rest import retention
+
     yes, as_json = how
     before = retention.policy(api, run)
     foreseen = retention.preview(api, run, wanted)
@@ -140,6 +144,8 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
 
 def show(preview: Preview) -> None:
     """A table of verdicts with their reasons."""
+    from holdfast_formats.rest import lists
+
     out = console.out()
     out.print(console.table_of(lists.verdicts(""), preview.verdicts))
     out.print(_said(preview), markup=False)
@@ -166,6 +172,10 @@ def _said(preview: Preview) -> str:
 
 
 def _policy(rules: dict[str, Any]) -> RetentionPolicy:
+    from pydantic import ValidationError
+
+    from holdfast_formats.rest.retention import RetentionPolicy
+
     try:
         return RetentionPolicy.model_validate(rules)
     except ValidationError as error:
@@ -197,6 +207,8 @@ def parse_bytes(text: str | None) -> int | None:
 
 def parse_best(text: str) -> Best:
     """loss:3 -> the three lowest, accuracy:2:max -> the two highest; a metric's name may have colons itself."""
+    from holdfast_formats.rest.retention import Best
+
     match = re.fullmatch(r"(.+?):(\d+)(?::(min|max))?", text)
     try:
         if match is None:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.text import Text
-
-from holdfast.read import ancestry
 from holdfast.read.checkpoint_index import ServiceIndex, open_library, open_source, parse_target
-from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import HttpSource, Source
-from holdfast.rest import replicas, runs
 from holdfast.terminal import console
-from holdfast.terminal import run_description as about
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
-from holdfast_formats.disk import coded
-from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
-from holdfast_formats.rest import bodies
-from holdfast_formats.rest.runs import RunAbout
+
+if TYPE_CHECKING:
+    from holdfast.read.sources import Source
+    from holdfast_formats.disk.manifests import Manifest
+    from holdfast_formats.rest import bodies
+    from holdfast_formats.rest.runs import RunAbout
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
     """Show a checkpoint: origin, files and tensors. RUN alone shows what is remembered of the run, and its newest one."""
+    from holdfast.terminal import run_description as about
+
     with console.reporting(as_json):
         target = parse_target(checkpoint)
         metadata = None if "@" in checkpoint or target.directory is not None else _remembered(target.run, root, url)
@@ -42,6 +39,8 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
 
 def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
     """The service's metadata of a run; None for a directory, and if there is none."""
+    from holdfast.rest import runs
+
     with closing(open_library(root, url)) as library:
         if not isinstance(library, ServiceIndex):
             return None
@@ -52,6 +51,15 @@ def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None
 
 
 def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
+    from rich.text import Text
+
+    from holdfast.read import ancestry
+    from holdfast.read.reader import CheckpointReader
+    from holdfast.read.sources import HttpSource
+    from holdfast.rest import replicas
+    from holdfast_formats.disk import coded
+    from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
+
     reader = CheckpointReader.open(source, complete=False)
     manifest, origin = reader.manifest, ancestry.origin_of(reader)
     copies, known = [], None
@@ -113,6 +121,10 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
 
 
 def _print_tables(manifest: Manifest) -> None:
+    from rich.text import Text
+
+    from holdfast_formats.disk import coded
+
     out = console.out()
     files = console.table("FILE", "BYTES", right=("BYTES",))
     for file in manifest.files:
@@ -125,8 +137,8 @@ def _print_tables(manifest: Manifest) -> None:
         for name, tensor in held.items():
             form = coded.stored_form(manifest, group, name)
             as_stored = Text("" if form is None else f"{form}, {console.human_bytes(form.bytes)}")
-            about = (tensor.dtype, str(list(tensor.shape)), console.human_bytes(tensor.nbytes))
-            tensors.add_row(group, Text(name), *about, *([as_stored] if compact else []), Text(tensor.placement))
+            kind = (tensor.dtype, str(list(tensor.shape)), console.human_bytes(tensor.nbytes))
+            tensors.add_row(group, Text(name), *kind, *([as_stored] if compact else []), Text(tensor.placement))
         for alias, target in shown.aliases.get(group, {}).items():
             tensors.add_row(group, Text(alias), "", "", "", *([""] if compact else []), Text(f"tied to {target}"))
     out.print()
@@ -136,6 +148,9 @@ def _print_tables(manifest: Manifest) -> None:
 
 
 def _document(manifest: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
+    from holdfast_formats.disk import coded
+    from holdfast_formats.rest import bodies
+
     shown = coded.contents(manifest)
     tensors = [
         {
@@ -161,5 +176,7 @@ def _document(manifest: Manifest, known: bodies.CheckpointInfo | None) -> dict[s
 
 def _stored(manifest: Manifest, group: str, name: str) -> dict[str, object]:
     """Where a tensor is stored: its file, or the parts of a tensor stored in fewer bytes."""
+    from holdfast_formats.disk import coded
+
     form = coded.stored_form(manifest, group, name)
     return {"file": manifest.tensors[group][name].file} if form is None else {"file": None, "stored": form._asdict()}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import typer
-from rich.text import Text
 
 from holdfast.read.checkpoint_index import open_source, parse_target
-from holdfast.read.reader import CheckpointReader, Damage
-from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats import naming
 from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
-from holdfast_formats.rest.operations import Event
+
+if TYPE_CHECKING:
+    from holdfast.read.reader import Damage
+    from holdfast.read.sources import Source
+    from holdfast_formats.rest.operations import Event
 
 EVENTS_MAX = 500  # looked through for repairs
 REPAIRS_SHOWN = 5
@@ -39,6 +41,9 @@ def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: 
 
 
 def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
+    from holdfast.read.reader import CheckpointReader, Damage
+    from holdfast.read.sources import DirectorySource
+
     try:
         reader = CheckpointReader.open(source, complete=False)
     except (NotCommitted, CorruptManifest) as error:
@@ -56,6 +61,9 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
 
 def _repairs(source: Source) -> list[Event]:
     """The service's repairs of this checkpoint, newest first, after damage found by a check or a reader."""
+    from holdfast.read.sources import HttpSource
+    from holdfast_formats.rest.operations import Event
+
     if not isinstance(source, HttpSource):
         return []
     asked = {"run": source.run, "kind": "checkpoint-repaired"}
@@ -64,6 +72,8 @@ def _repairs(source: Source) -> list[Event]:
 
 
 def _print_sound(source: Source, checked: int, repairs: list[Event]) -> None:
+    from rich.text import Text
+
     out = console.out()
     word = ("repaired  ", "yellow") if repairs else ("intact  ", "green")
     out.print(Text.assemble(word, f"{source.label}: {console.human_bytes(checked)} match their digests"))
@@ -72,6 +82,8 @@ def _print_sound(source: Source, checked: int, repairs: list[Event]) -> None:
 
 
 def _print_damages(source: Source, damages: list[Damage]) -> None:
+    from rich.text import Text
+
     out = console.out()
     out.print(Text.assemble(("damaged  ", "bold red"), f"{source.label}: {len(damages)} findings"))
     numbers = ("BYTES FROM", "LENGTH")
@@ -85,6 +97,8 @@ def _print_damages(source: Source, damages: list[Damage]) -> None:
 
 
 def _next(source: Source) -> str:
+    from holdfast.read.sources import HttpSource
+
     if isinstance(source, HttpSource):
         other = f"without one, restore another step (`holdfast ls {source.run}`)"
         return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from holdfast.config import DEFAULT_ROOT, default_url, given_url
+from holdfast.read.names import BEST, LATEST, LATEST_HEALTHY
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast_formats import naming
 from holdfast_formats.errors import (
@@ -21,16 +22,13 @@ from holdfast_formats.errors import (
     InvalidRequest,
     NoSuchCheckpoint,
 )
-from holdfast_formats.rest import bodies
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
     from holdfast.rest.api import Api
+    from holdfast_formats.rest import bodies
 
 PROBE_TIMEOUT_S = 5.0  # without a listener the connection fails at once; a busy service takes its time
-LATEST: Literal["latest"] = "latest"
-LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
-BEST = "best"
 _BEST = re.compile(rf"{BEST}(?::(?P<metric>.+?)(?::(?P<mode>min|max))?)?")
 
 
@@ -66,11 +64,7 @@ class CheckpointIndex(Protocol):
 
     @property
     def label(self) -> str: ...
-    @property
-    def names(self) -> tuple[str, ...]: ...  # names for selection instead of a step
     def runs(self) -> list[bodies.Run]: ...
-    def run_names(self, prefix: str) -> Iterator[str]: ...  # of runs that begin so
-    def steps(self, run: str) -> Iterator[int]: ...  # the newest first
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing: ...
     def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
     def judged(self, target: CheckpointTarget) -> int: ...  # the step of a target that is `healthy` or the `best`
@@ -87,18 +81,8 @@ class ServiceIndex:
     def label(self) -> str:
         return self.api.url
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return LATEST, LATEST_HEALTHY, BEST
-
     def runs(self) -> list[bodies.Run]:
         return list(self.api.runs())
-
-    def run_names(self, prefix: str) -> Iterator[str]:
-        return (run.name for run in self.api.runs(prefix))
-
-    def steps(self, run: str) -> Iterator[int]:
-        return (checkpoint.step for checkpoint in self.api.checkpoints(run))
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
         return RunListing(list(self.api.checkpoints(run, wanted)), [])

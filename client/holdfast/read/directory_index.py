@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.read.checkpoint_index import LATEST, CheckpointTarget, RunListing
+from holdfast.read import names
+from holdfast.read.checkpoint_index import CheckpointTarget, RunListing
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
 from holdfast.read.sources import DirectorySource, Source
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast_formats import lineage, naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, NoSuchRun, StorageFailed
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.rest import bodies
 
 
@@ -27,24 +27,13 @@ class DirectoryIndex:
     def label(self) -> str:
         return str(self.root)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (LATEST,)
-
     def runs(self) -> list[bodies.Run]:
-        return [self._run(name) for name in self.run_names("")]
-
-    def run_names(self, prefix: str) -> Iterator[str]:
-        names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
-        return (name for name in names if naming.is_run_name(name) and name.startswith(prefix))
-
-    def steps(self, run: str) -> Iterator[int]:
-        return iter(self._steps(run))
+        return [self._run(name) for name in names.run_names(self.root, "")]
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
         found: list[bodies.CheckpointInfo] = []
         unreadable: list[CheckpointError] = []
-        for step in self._steps(run):
+        for step in names.step_directories(self.root, run):
             try:
                 with CheckpointReader.open(self.source(run, step), complete=False) as reader:
                     checkpoint = bodies.describe(reader.manifest)
@@ -57,7 +46,7 @@ class DirectoryIndex:
         return RunListing([checkpoint for checkpoint in placed if wanted.lets_through(checkpoint)], unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
-        steps = self._steps(run)
+        steps = names.step_directories(self.root, run)
         if not steps or (step is not None and step not in steps):
             wanted = run if step is None else f"{run}@{step}"
             raise NoSuchCheckpoint(
@@ -84,10 +73,3 @@ class DirectoryIndex:
             newest=next((checkpoint.step for checkpoint in held if not checkpoint.abandoned), None),
             bytes=sum(checkpoint.bytes for checkpoint in held),
         )
-
-    def _steps(self, run: str) -> list[int]:
-        directory = self.root / naming.check_run(run) / naming.CHECKPOINTS
-        if not directory.is_dir():
-            raise NoSuchRun(f"{self.root} has no run {run!r}", hint="`holdfast ls` lists the available checkpoints")
-        steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
-        return sorted((step for step in steps if step is not None), reverse=True)

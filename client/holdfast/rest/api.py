@@ -14,9 +14,10 @@ import httpx
 from pydantic import BaseModel
 
 from holdfast import config
-from holdfast.rest import bounded, owner_token
+from holdfast.rest import bounded
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
+from holdfast.rest.owner_auth import OwnersToken
 from holdfast.rest.rate_limit_retry import RateLimitRetry
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
@@ -75,7 +76,7 @@ class Api(JobsApi):
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
         self.url = url.rstrip("/")
         shown = config.stated_token() if token is None else config.check_token(token, "token=")
-        own = owner_token.OwnersToken(self.url) if shown is None else None
+        own = OwnersToken(self.url) if shown is None else None
         if own is not None and not own.token:
             shown = config.given_token()
         limits = httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta, timezone
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import timestamps
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest import bodies
+
+if TYPE_CHECKING:
+    from holdfast_formats.rest import bodies
 
 _AGO = re.compile(r"(\d{1,6})(s|min|h|d|w)")
 _DAYS_AGO = {"today": 0, "yesterday": 1}

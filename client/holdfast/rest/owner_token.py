@@ -1,20 +1,18 @@
-"""Finds the token that this user's own daemon left for this user's programs, by the daemon's address."""
+"""Finds the token that this user's own daemon left for this user's programs, by the daemon's address. No httpx."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import ValidationError
+import msgspec
 
 from holdfast import config
 from holdfast_formats import owner_key
-from holdfast_formats.owner_key import OwnerKey
+from holdfast_formats.owner_key import OwnerKey, read_key
 
 
 class FoundToken(NamedTuple):
@@ -41,37 +39,6 @@ def owners(url: str) -> FoundToken | None:
     return None
 
 
-class OwnersToken(httpx.Auth):
-    """Sends the token of this user's daemon, and reads it again when it is refused, because each start has a new one."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._found = owners(url)
-
-    @property
-    def token(self) -> bool:
-        return self._found is not None
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        if self._found is None:
-            self._found = owners(self._url)
-        shown = self._show(request)
-        answer = yield request
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            self._found = owners(self._url)
-            if self._found is not None and self._found != shown:
-                self._show(request)
-                yield request
-
-    def _show(self, request: httpx.Request) -> FoundToken | None:
-        token = self._found
-        if token is not None:
-            url = httpx.URL(token.url)
-            request.url = request.url.copy_with(host=url.host, port=url.port)
-            request.headers["Authorization"] = f"Bearer {token.token}"
-        return token
-
-
 def _read(path: Path) -> OwnerKey | None:
     """Read a key from a file that only this user can read; None for anything else. Root may read every user's."""
     try:
@@ -83,8 +50,8 @@ def _read(path: Path) -> OwnerKey | None:
         ours = status.st_uid == os.geteuid() or os.geteuid() == 0
         if not stat.S_ISREG(status.st_mode) or not ours or stat.S_IMODE(status.st_mode) & 0o077:
             return None
-        return OwnerKey.model_validate_json(os.read(descriptor, owner_key.BYTES_MAX))
-    except (OSError, ValidationError):
+        return read_key(os.read(descriptor, owner_key.BYTES_MAX))
+    except (OSError, msgspec.DecodeError):
         return None
     finally:
         os.close(descriptor)

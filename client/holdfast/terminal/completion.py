@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from typer import Context
 
-from holdfast.read.checkpoint_index import open_library
+from holdfast.read import names
 from holdfast_formats.errors import CheckpointError
 
 OFFERED_MAX = 50
@@ -18,23 +18,11 @@ WAIT_S = 2.0  # for one answer: a service that hangs, or a file system, must not
 
 
 def runs(context: Context, incomplete: str) -> list[str]:
-    def ask() -> Iterator[str]:
-        with closing(open_library(*_where(context))) as library:
-            yield from library.run_names(incomplete)
-
-    return _offered(ask, incomplete)
+    return _offered(lambda: _place(context).runs(incomplete), incomplete)
 
 
 def deleted(context: Context, incomplete: str) -> list[str]:
-    def ask() -> Iterator[str]:
-        from holdfast.config import default_url
-        from holdfast.rest import runs as rest
-        from holdfast.rest.api import Api
-
-        with Api(_where(context)[1] or default_url()) as api:
-            yield from dict.fromkeys(one.run for one in rest.trash(api).items)
-
-    return _offered(ask, incomplete)
+    return _offered(lambda: _place(context).deleted(), incomplete)
 
 
 def checkpoints(context: Context, incomplete: str) -> list[str]:
@@ -42,15 +30,7 @@ def checkpoints(context: Context, incomplete: str) -> list[str]:
     name, at, _ = incomplete.partition("@")
     if not at:
         return runs(context, incomplete)
-
-    def ask() -> Iterator[str]:
-        with closing(open_library(*_where(context))) as library:
-            steps = iter(library.steps(name))
-            newest = list(islice(steps, 1))  # without a service nothing is offered
-            yield from (f"{name}@{one}" for one in (*library.names, *newest))
-            yield from (f"{name}@{step}" for step in steps)
-
-    return _offered(ask, incomplete)
+    return _offered(lambda: _place(context).checkpoints(name), incomplete)
 
 
 def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
@@ -67,6 +47,6 @@ def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
     return list(offered)
 
 
-def _where(context: Context) -> tuple[Path | None, str | None]:
+def _place(context: Context) -> names.NamePlace:
     root, url = context.params.get("root"), context.params.get("url")
-    return (Path(root) if root else None), url
+    return names.place(Path(root) if root else None, url)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest import bodies
 from holdfast_formats.rest.columns import Column
-from holdfast_formats.rest.measurements import RunSummary
+
+if TYPE_CHECKING:
+    from holdfast_formats.rest import bodies
+    from holdfast_formats.rest.measurements import RunSummary
 
 METRIC = "metric:"
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from holdfast_formats.printable import spreadsheet_cell
 
 Row = TypeVar("Row")
+RUN_SORTS = ("name", "state", "age", "exposed", "stall", "goodput", "storage", "checkpoints", "newest")  # lists of runs
 # A moment is an exact time; progress is bytes that are done, and all, with a state; a meter is two numbers of bytes; more
 # is pairs of a name and a text, on a page only.
 Words = Literal["text", "quiet", "code", "error", "warning", "state", "more"]

@@ -230,7 +230,6 @@ class RunSummary(Body):
 
 
 # What runs are sorted by, beside `attention` and `metric:NAME`; with a minus, the largest first.
-RUN_SORTS = ("name", "state", "age", "exposed", "stall", "goodput", "storage", "checkpoints", "newest")
 
 
 class Overview(Body):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -55,3 +58,26 @@ def test_a_service_that_hangs_holds_up_no_shell(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HOLDFAST_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert offered("holdfast show ti") == offered("holdfast show tiny@") == offered("holdfast undelete ") == []
+
+
+_TAB = """
+import os, sys
+from holdfast.cli import app
+for command in "ls show verify diff restore export keep rename note archive acknowledge events undelete".split():
+    os.environ.update(_HOLDFAST_COMPLETE="complete_bash", COMP_WORDS=f"holdfast {command} ti", COMP_CWORD="2")
+    try:
+        app([], prog_name="holdfast")
+    except SystemExit:
+        print(command)
+print([name for name in ("httpx", "numpy", "rich", "torch", "holdfast_formats.body") if name in sys.modules])
+"""
+
+
+def test_tab_imports_no_library_that_takes_long(tmp_path: Path) -> None:
+    """The shell waits for it at every TAB. Commands import what they work with when they run."""
+    build_root(tmp_path, {"tiny": (5,)})
+    with served(tmp_path) as service:
+        environment = {**os.environ, "HOLDFAST_URL": service.url}
+        done = subprocess.run([sys.executable, "-c", _TAB], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split().count("tiny") == 12
+    assert done.stdout.splitlines()[-1] == "[]"

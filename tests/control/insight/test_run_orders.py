@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.measurements import RUN_SORTS, GoodCheckpoint, RunSummary, Trend
+from holdfast_formats.rest.columns import RUN_SORTS
+from holdfast_formats.rest.measurements import GoodCheckpoint, RunSummary, Trend
 from holdfast_formats.timestamps import write
 from holdfast_service.control.insight.run_orders import RunOrder, WantedRuns
 from tests.wings.notify.test_alerts import summary as summed

@@ -4,14 +4,15 @@ name.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.rest import runs
-from holdfast.terminal import completion, console, run_description
+from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.rest.runs import RunAbout, RunChange
+
+if TYPE_CHECKING:
+    from holdfast_formats.rest.runs import RunAbout, RunChange
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
@@ -25,6 +26,9 @@ Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
 
 def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
     """Set owner and notes of a run; without options, show what is remembered of it."""
+    from holdfast.rest import runs
+    from holdfast_formats.rest.runs import RunChange
+
     if owner is None and notes is None:
         with console.service(url, as_json) as api:
             metadata = runs.about(api, run)
@@ -35,16 +39,22 @@ def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as
 
 def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
     """Acknowledge that a run has died: it is idle then, and raises no alert until it dies again."""
+    from holdfast_formats.rest.runs import RunChange
+
     _change(run, RunChange(acknowledged=not undo), url, as_json)
 
 
 def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
     """Put a run away: it keeps its checkpoints and raises no alert. Only `holdfast ls --all` lists it."""
+    from holdfast_formats.rest.runs import RunChange
+
     _change(run, RunChange(archived=not undo), url, as_json)
 
 
 def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) -> None:
     """Rename a run without connected ranks. Nothing is copied; the checkpoints get new manifests."""
+    from holdfast.rest import runs
+
     with console.service(url, as_json) as api:
         renamed = runs.rename(api, run, name)
     if as_json:
@@ -56,12 +66,16 @@ def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) ->
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:
+    from holdfast.rest import runs
+
     with console.service(url, as_json) as api:
         metadata = runs.change(api, run, change)
     _show(metadata, as_json)
 
 
 def _show(metadata: RunAbout, as_json: bool) -> None:
+    from holdfast.terminal import run_description
+
     if as_json:
         console.print_json(metadata)
         return

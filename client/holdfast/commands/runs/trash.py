@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.rest import runs
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest import lists
-from holdfast_formats.rest.runs import Trash, TrashedRun
+
+if TYPE_CHECKING:
+    from holdfast_formats.rest.runs import Trash, TrashedRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.", autocompletion=completion.deleted)]
 Entry = Annotated[
@@ -23,6 +23,8 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 def remove_run(run: str, url: str | None, *, marked: bool, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Delete a whole run, after asking."""
+    from holdfast.rest import runs
+
     with console.service(url, as_json) as api:
         trashed = runs.delete(api, run, marked, dry_run=True)
         if not yes and not dry_run:
@@ -40,6 +42,8 @@ def remove_run(run: str, url: str | None, *, marked: bool, yes: bool, dry_run: b
 
 def undelete(run: Run, entry: Entry = None, url: Url = None, as_json: AsJson = False) -> None:
     """Bring a deleted run back from the trash."""
+    from holdfast.rest import runs
+
     with console.service(url, as_json) as api:
         restored = runs.undelete(api, run, entry)
     console.answer({"undeleted": restored}, f"brought {run} back ({_size(restored)})", as_json)
@@ -47,6 +51,8 @@ def undelete(run: Run, entry: Entry = None, url: Url = None, as_json: AsJson = F
 
 def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url = None, as_json: AsJson = False) -> None:
     """List deleted runs that can be brought back, and the space that they take."""
+    from holdfast.rest import runs
+
     with console.service(url, as_json) as api:
         if empty is None:
             if entry is not None:
@@ -65,6 +71,8 @@ def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url =
 
 
 def _show(trash: Trash) -> None:
+    from holdfast_formats.rest import lists
+
     if not trash.items:
         console.out().print("The trash is empty.")
         return

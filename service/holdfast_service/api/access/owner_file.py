@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from holdfast_formats import owner_key
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.owner_key import OwnerKey
@@ -45,7 +47,7 @@ def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
     stack.callback(os.close, descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends: a successor sweeps unlocked files
     os.fchmod(descriptor, 0o600)
-    os.write(descriptor, key.model_dump_json().encode())
+    os.write(descriptor, msgspec.json.encode(key))
     stack.callback(path.unlink, missing_ok=True)
     return True
 

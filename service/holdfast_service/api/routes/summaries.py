@@ -8,7 +8,8 @@ from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.measurements import RUN_SORTS, RunSummary
+from holdfast_formats.rest.columns import RUN_SORTS
+from holdfast_formats.rest.measurements import RunSummary
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Wired

@@ -12,7 +12,8 @@ from math import isfinite
 from typing import NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rest.measurements import RUN_SORTS, RunLife, RunSummary
+from holdfast_formats.rest.columns import RUN_SORTS
+from holdfast_formats.rest.measurements import RunLife, RunSummary
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight.attention import weight
 

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.alert_order import danger
-from holdfast_formats.rest.measurements import RUN_SORTS, Alert, Overview, RunSummary
+from holdfast_formats.rest.columns import RUN_SORTS
+from holdfast_formats.rest.measurements import Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.wings.console import alert_actions, refreshed_parts, run_status
 from holdfast_service.wings.console.rendering import may_of, page

@@ -1,0 +1,98 @@
+"""Names of runs and steps for the shell's TAB.
+
+The service is asked through `http.client`: importing httpx, pydantic and the models of the API takes longer than the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote, urlencode, urlsplit
+
+from holdfast import config
+from holdfast.rest import owner_token
+from holdfast_formats import naming
+from holdfast_formats.errors import NoSuchRun, StorageFailed
+
+LATEST: Literal["latest"] = "latest"
+LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
+BEST = "best"
+LISTED_MAX = 500
+ANSWER_BYTES_MAX = 4 * 2**20
+TIMEOUT_S = 5.0
+
+
+class NamePlace(NamedTuple):
+    """Where names are: in a directory, or known to a service."""
+
+    root: Path | None
+    url: str | None
+
+    def runs(self, prefix: str) -> Iterator[str]:
+        if self.root is not None:
+            return run_names(self.root, prefix)
+        return (run["name"] for run in self._items("/v1/runs", prefix=prefix))
+
+    def checkpoints(self, run: str) -> Iterator[str]:
+        """RUN@latest and the like, then RUN@STEP, newest first; none if the run has no checkpoint."""
+        names: tuple[str, ...] = (LATEST,)
+        if self.root is not None:
+            steps = step_directories(self.root, run)
+        else:
+            names = (LATEST, LATEST_HEALTHY, BEST)
+            steps = [checkpoint["step"] for checkpoint in self._items(f"/v1/runs/{quote(run, safe='')}/checkpoints")]
+        return (f"{run}@{name}" for name in (*names, *steps) if steps)
+
+    def deleted(self) -> Iterator[str]:
+        """Runs in the service's trash."""
+        return iter(dict.fromkeys(entry["run"] for entry in self._items("/v1/trash")))
+
+    def _items(self, path: str, **query: str) -> list[dict[str, Any]]:
+        """A list's first page; `StorageFailed` or `OSError` if none can be had."""
+        found = owner_token.owners(str(self.url)) if config.stated_token() is None else None
+        token = config.given_token() if found is None else found.token
+        parts = urlsplit(str(self.url) if found is None else found.url)
+        connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = connect(parts.netloc, timeout=TIMEOUT_S)
+        try:
+            connection.request(
+                "GET",
+                f"{parts.path.rstrip('/')}{path}?{urlencode({**query, 'limit': LISTED_MAX})}",
+                headers={} if token is None else {"Authorization": f"Bearer {token}"},
+            )
+            answer = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
+            return list(answer["items"])
+        except (HTTPException, ValueError, KeyError, TypeError) as error:
+            raise StorageFailed(f"{self.url} did not answer with a list") from error
+        finally:
+            connection.close()
+
+
+def place(root: Path | None, url: str | None) -> NamePlace:
+    """The place for these options; without any, the default address, or ./holdfast-data if nothing listens there."""
+    if root is not None or url is not None or config.given_url() is not None:
+        return NamePlace(root, url or config.default_url())
+    known = NamePlace(None, config.default_url())
+    try:
+        known.runs("")
+    except (OSError, StorageFailed):
+        return NamePlace(config.DEFAULT_ROOT, None)
+    return known
+
+
+def run_names(root: Path, prefix: str) -> Iterator[str]:
+    """The runs of a root directory, by name."""
+    names = sorted(path.parent.name for path in root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
+    return (name for name in names if naming.is_run_name(name) and name.startswith(prefix))
+
+
+def step_directories(root: Path, run: str) -> list[int]:
+    """The steps that a root directory has of a run, newest first, readable or not; `NoSuchRun`."""
+    directory = root / naming.check_run(run) / naming.CHECKPOINTS
+    if not directory.is_dir():
+        raise NoSuchRun(f"{root} has no run {run!r}", hint="`holdfast ls` lists the available checkpoints")
+    steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
+    return sorted((step for step in steps if step is not None), reverse=True)
