@@ -142,6 +142,7 @@ def mark_checkpoints_of_a_run(hand: Hand) -> None:
 @presses(f"{_MARKS} act=remove", _MARKS)
 def remove_checkpoints_of_a_run(hand: Hand) -> None:
     run = hand.own("marks")
+    hand.at.send("PUT", f"/v1/runs/{run}/checkpoints/20/labels/stays")
     page = hand.go(f"/runs/{run}")
     hand.tick(page.get_by_label("Choose step 10", exact=True))
     hand.tick(page.get_by_label("Choose step 20", exact=True))
