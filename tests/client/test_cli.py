@@ -380,8 +380,8 @@ class TestDiff:
         result = call("diff", "tiny@10", "tiny@20", "--root", root)
         assert result.exit_code == 0, result.output
         rows = result.output.splitlines()
-        assert "layers.0.scale" in rows[-2] and "reshaped: [] → [2]" in rows[-2]
-        assert "layers.0.q.weight" in rows[-1] and "\t2\t" in rows[-1]
+        assert "layers.0.q.weight" in rows[-2] and "\t2\t" in rows[-2]
+        assert "layers.0.scale" in rows[-1] and "reshaped: [] → [2]" in rows[-1]
         made = json.loads(call("diff", "tiny@10", "tiny@20", "--root", root, "--json").output)
         assert made["tensors"] == {"equal": 6, "changed": 1, "reshaped": 1}
         assert made["relative"] == pytest.approx(2.0)
@@ -399,7 +399,7 @@ class TestDiff:
         build(root / naming.checkpoint_path("tiny", 20), arrays, step=20)
         rows = call("diff", "tiny@10", "tiny@20", "--root", root).output.splitlines()
         assert "; 1 with NaN or infinite values; relative change" in rows[0]
-        assert [name in row for name, row in zip(("exp_avg", "scale", "q.weight"), rows[-3:], strict=True)] == [True] * 3
+        assert [name in row for name, row in zip(("exp_avg", "q.weight", "scale"), rows[-3:], strict=True)] == [True] * 3
         assert "\t0\t" not in rows[-3]
 
     def test_damage_ends_it(self, root: Path) -> None:

@@ -104,7 +104,12 @@ def _print(labels: list[str], differences: list[Difference], total: comparing.Su
     sick = f"; {total.nonfinite} with NaN or infinite values" if total.nonfinite else ""
     out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{sick}{apart}", "bold"))
     rows = [one for one in differences if one.state != "equal"]
-    rows.sort(key=lambda one: comparing.largest_first(one, None if sort == "name" else getattr(one, sort)))  # stable
+
+    def place(one: Difference) -> tuple[int, int, float]:
+        value = None if sort == "name" else getattr(one, sort)
+        return comparing.largest_first(one, value, comparing.has_nonfinite(one))
+
+    rows.sort(key=place)  # stable
     if not rows:
         return
     out.print(console.table_of(lists.DIFFERENCES, rows[:most]))

@@ -23,6 +23,8 @@ from holdfast_formats.rest.measurements import Difference, DifferenceState
 BLOCK_ELEMENTS = 2**16  # as float64 they fit a core's cache
 
 _OTHER_KIND = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
+_MISSING = _OTHER_KIND[:2]
+_OF_PROCESSES = "extra"  # the group of random generators and data loaders, which differ at every step
 Octets = NDArray[np.uint8]
 
 
@@ -112,9 +114,14 @@ def has_nonfinite(one: Difference) -> bool:
     return bool(one.detail.get("nonfinite_a") or one.detail.get("nonfinite_b"))
 
 
-def largest_first(one: Difference, value: float | None) -> tuple[bool, bool, float]:
-    """The key that sorts tensors with NaN or infinity first, then missing or reshaped ones, then by descending value."""
-    return not has_nonfinite(one), one.state not in _OTHER_KIND, -(value or 0.0)
+def largest_first(one: Pair | Difference, value: float | None, nonfinite: bool) -> tuple[int, int, float]:
+    """The key that sorts tensors of both checkpoints by descending value, those with NaN or infinity before them; then
+    reshaped ones, then missing ones. Random generators and data loaders come last.
+    """
+    state = one.state
+    apart = 2 if state in _MISSING else 1 if state in _OTHER_KIND else 0
+    rank = 0 if nonfinite else 1 if state in ("changed", "unknown") else 2
+    return 3 if one.group == _OF_PROCESSES else apart, rank, -(value or 0.0)
 
 
 class Distance:

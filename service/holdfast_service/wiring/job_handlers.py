@@ -81,7 +81,7 @@ class Comparison:
 
             differences = list(compare(self._tier, sides, pairs, read))
         differing = [one for one in differences if one.state != "equal"]
-        most = sorted(differing, key=lambda one: comparing.largest_first(one, one.relative))
+        most = sorted(differing, key=lambda one: comparing.largest_first(one, one.relative, comparing.has_nonfinite(one)))
         summary = comparing.summarise(differences)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 

@@ -14,6 +14,7 @@ from holdfast_formats import dtypes
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance
+from holdfast_formats.rest.measurements import Difference, DifferenceState
 from tests.checkpoints import Built, build, varied_arrays
 
 DTYPES = ["F32", "F64", "F16", "BF16", "F8_E4M3", "I32", "U8", "I64", "BOOL"]
@@ -81,7 +82,7 @@ def test_a_side_with_nan_is_not_told_as_a_distance(tmp_path: Path) -> None:
     assert nan.norm_a == pytest.approx(np.linalg.norm(arrays[names[0]].astype(np.float64)))
     assert (nan.detail["nonfinite_a"], nan.detail["nonfinite_b"], nan.detail["nonfinite"]) == (0, elements, elements)
     assert "largest" not in nan.detail and changed.relative is not None
-    assert sorted(found, key=lambda one: comparing.largest_first(one, one.relative))[0] is nan
+    assert sorted(found, key=_place)[0] is nan
     total = comparing.summarise(found)
     assert (total.nonfinite, total.relative) == (1, pytest.approx(changed.relative))
     back = Distance("F32")
@@ -90,6 +91,27 @@ def test_a_side_with_nan_is_not_told_as_a_distance(tmp_path: Path) -> None:
     assert (healed.norm_a, healed.change, healed.relative) == (None, None, None) and healed.norm_b == pytest.approx(
         nan.norm_a
     )
+
+
+def _place(one: Difference) -> tuple[int, int, float]:
+    return comparing.largest_first(one, one.relative, comparing.has_nonfinite(one))
+
+
+def test_what_changed_most_comes_first_and_random_generators_last() -> None:
+    """Tensors of both by their change, then equal, reshaped and missing ones; the streams of processes come last."""
+    told: list[tuple[str, DifferenceState, float | None]] = [
+        ("extra", "changed", 2.0),
+        ("model", "missing-in-a", None),
+        ("model", "reshaped", None),
+        ("model", "equal", 0.0),
+        ("optim", "changed", 0.1),
+        ("model", "changed", 0.5),
+    ]
+    listed = [
+        Difference(group=group, name="w", state=state, dtype="F32", shape=[1], bytes=4, relative=relative)
+        for group, state, relative in told
+    ]
+    assert sorted(listed, key=_place) == listed[::-1]
 
 
 def test_complex_and_sub_byte_types_are_compared() -> None:

@@ -197,8 +197,10 @@ def find_and_compare_checkpoints(hand: Hand) -> None:
     hand.fill("Steps from", "20")
     hand.press(page.locator("#checkpoints ~ form.filters button").first)
     expect(page).to_have_url(re.compile("step_min=20"))
-    hand.button("Compare a with b")
-    hand.heads("Compare step 50 with 60")
+    for step in (30, 60):
+        hand.tick(page.get_by_label(f"Choose step {step}", exact=True))
+    hand.press(page.get_by_role("form", name="Chosen checkpoints").get_by_role("button", name="Compare"))
+    hand.heads("Compare step 30 with 60")
     hand.fill("Name contains", "lm_head")
     hand.choose("What", "equal")
     hand.button("Compare")
@@ -278,10 +280,11 @@ def find_and_compare_runs(hand: Hand) -> None:
     hand.choose("Order", "name")
     hand.press(page.locator("form.filters").get_by_role("button", name="Show", exact=True))
     expect(page.locator("table.board tbody tr")).to_have_count(2)
+    hand.tick(page.get_by_label(f"Choose {FINISHED}", exact=True))
     hand.button("Compare metrics and cost")
     hand.heads("Compare runs")
-    for run in (FINISHED, ILL):
-        hand.tick(page.get_by_label(run, exact=True))
+    expect(page.get_by_role("region", name="Runs compared").get_by_role("row")).to_have_count(2)
+    hand.tick(page.get_by_label(ILL, exact=True))
     hand.button("Compare")
     expect(page.get_by_role("region", name="Runs compared").get_by_role("row")).to_have_count(3)
     if hand.way != "plain":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from holdfast_formats import naming
@@ -40,6 +41,23 @@ def test_job(changed: httpx.Client) -> None:
     most = job["result"]["most"][0]
     assert f"{100 * most['relative']:.3g} %" in page.text
     assert "Compare every byte" in Page(changed.get(f"{COMPARE}?a=10&b=5").text).text  # another pair
+
+
+def test_what_moved_most_comes_first(tmp_path: Path) -> None:
+    """By change without being asked; then reshaped tensors, missing ones, and the random generators of processes."""
+    first = {name: np.ones(50, np.float32) for name in ("a_little", "b_much", "c_same", "d_old")}
+    second = {"a_little": first["a_little"] * 1.1, "b_much": first["b_much"] * 3, "c_same": first["c_same"]}
+    for step, (model, seed) in enumerate(((first, 0), (second, 1))):
+        arrays = {"model": model, "extra": {"ranks/0/rng/torch": np.full(50, seed, np.uint8)}}
+        build(tmp_path / naming.checkpoint_path("r", step), arrays, run="r", step=step)
+    with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, follow_redirects=True) as client:
+        client.post("/runs/r/compare", data={"a": "0", "b": "1"})
+        wait_until(lambda: "Every changed byte was compared" in client.get("/runs/r/compare").text)
+        page = Page(client.get("/runs/r/compare").text)
+    table = page.text.partition("Changed by")[2]
+    places = [table.index(name) for name in ("b_much", "a_little", "c_same", "d_old", "ranks/0/rng/torch")]
+    assert places == sorted(places)
+    assert {"/runs/r/compare?a=0&b=1&state=missing-in-b", "/runs/r/compare?a=0&b=1&state=equal"} <= set(page.addresses())
 
 
 def test_what_is_refused(changed: httpx.Client) -> None:

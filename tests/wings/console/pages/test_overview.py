@@ -96,12 +96,14 @@ def test_a_run_says_its_verdict_first(browser: httpx.Client) -> None:
 
 
 def test_runs_are_compared(browser: httpx.Client) -> None:
-    """A metric by step, and what each run pays; a run that is not there is an error, and none chosen is none."""
+    """A metric by step, and what each run pays; one that is not there is an error; the newest are chosen beforehand."""
     page = Page(browser.get("/compare", params=[("run", "tiny"), ("run", LONG)]).text)
     assert page.faults() == []
     assert "loss of each checkpoint, by step" in page.text and "Goodput lost" in page.text
     assert {LONG, "tiny"} <= {e.attributes.get("value") for e in page.all("input") if "checked" in e.attributes}
-    assert "choose runs first" in Page(browser.get("/compare").text).text
+    page = Page(browser.get("/compare").text)
+    assert "tiny" in {e.attributes.get("value") for e in page.all("input") if "checked" in e.attributes}
+    assert "choose runs first" in Page(browser.get("/compare?q=nobody").text).text
     assert browser.get("/compare?run=nope").status_code == 404
 
 

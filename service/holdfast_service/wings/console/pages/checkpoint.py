@@ -25,11 +25,11 @@ from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, at, show
 
 router = page_router()
 
-FILES_SHOWN = 200
+FILES_SHOWN = 50
 JOBS_LOOKED_AT = 200
 VERDICTS_UP_TO = 2000  # checkpoints of a run; of more, the verdict comes after the page
-TENSORS_DRAWN = 400
-EXTENTS_LISTED = 200
+TENSORS_DRAWN = 100
+EXTENTS_LISTED = 50
 
 
 class DrawnTensor(NamedTuple):

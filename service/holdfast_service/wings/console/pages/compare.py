@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import lru_cache, partial
-from typing import Annotated, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
@@ -24,31 +24,34 @@ from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, at, show
 
 router = page_router()
 
-SHOWN = 100
+SHOWN = 50
 COMPARED_MAX = 1  # each holds both manifests
 STEPS_OFFERED = 200
 JOBS_LOOKED_AT = 200
 STATES: tuple[str, ...] = get_args(DifferenceState)
-SORTS = ("bytes", "norm_b", "relative")
 Text = Annotated[str, Query(max_length=200)]
 Known = dict[tuple[str, str], MeasuredTensor]
 
 
 def _asked(
-    a: Text = "", b: Text = "", q: Text = "", state: Text = "", sort: Text = "name", exact: Text = ""
+    a: Text = "", b: Text = "", q: Text = "", state: Text = "", sort: Text = "relative", exact: Text = ""
 ) -> dict[str, str]:
     return {"a": a, "b": b, "q": q, "state": state, "sort": sort, "exact": exact}
 
 
 Wanted = Annotated[dict[str, str], Depends(_asked)]
+Ticked = Annotated[list[int] | None, Query(max_length=STEPS_OFFERED)]
 
 
 @router.get("/runs/{run}/compare")
-async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
-    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads the bytes of shown
-    tensors.
+async def show_compare(
+    request: Request, api: Asked, run: str, asked: Wanted, step: Ticked = None, first: int = 0
+) -> Response:
+    """`a` is the older step, `b` the newer one; without them, the oldest and the newest of the ticked steps, or the two
+    newest ones. `exact` reads the bytes of shown tensors.
     """
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
+    asked |= _two(asked, step or [], [one.step for one in listed.items if one.state != "damaged"])
     render = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
     if not (asked["a"] and asked["b"]):
         return render(compared=None)
@@ -56,11 +59,11 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     one, other = [await manifest_view.held(api, run, pairs_found.step) for pairs_found in checkpoints]
     known = [(await manifest_view.statistics(api, held)).value or {} for held in (one, other)]
     compared = await asyncio.to_thread(compare, one, other)
-    values = Values(one.manifest.step, known[0], known[1])
+    job = await _job(api, run, one.manifest.step, other.manifest.step)
+    values = Values(one.manifest.step, known[0], known[1], _of_the_job(job))
     pairs_found = await asyncio.to_thread(matching, compared, values, asked)
     begin = min(max(first, 0), max(len(pairs_found) - 1, 0) // SHOWN * SHOWN)
-    job = await _job(api, run, one.manifest.step, other.manifest.step)
-    part = _by_the_job([values.difference(pair) for pair in pairs_found[begin : begin + SHOWN]], job)
+    part = [values.difference(pair) for pair in pairs_found[begin : begin + SHOWN]]
     too_much: CheckpointError | None = None
     if asked["exact"]:
         part, too_much = await _measured(api, run, asked, part)
@@ -78,6 +81,18 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     )
 
 
+def _two(asked: dict[str, str], ticked: list[int], steps: list[int]) -> dict[str, str]:
+    """The steps to compare: as asked; else of the ticked ones; else the newest, with the one before."""
+    newer = max(ticked or steps, default=None)
+    older = min(ticked, default=newer)
+    if newer is not None and older == newer:
+        older = max((step for step in steps if step < newer), default=None)
+        if older is None:  # the oldest one was ticked
+            older, newer = newer, min((step for step in steps if step > newer), default=None)
+    found = {"a": older, "b": newer} if older is not None and newer is not None else {"a": "", "b": ""}
+    return {side: asked[side] or str(step) for side, step in found.items()}
+
+
 @router.post("/runs/{run}/compare")
 async def compare_bytes(api: Asked, run: str, form: Posted) -> Response:
     """Compare all changed bytes in a job, which has progress, can be cancelled, and keeps its result."""
@@ -93,12 +108,11 @@ async def _job(api: ViewerApi, run: str, a: int, b: int) -> Job | None:
     return next((job for job in listed if job.step == a and str(job.arguments.get("with")) in (str(b), f"{run}@{b}")), None)
 
 
-def _by_the_job(part: list[Difference], job: Job | None) -> list[Difference]:
-    """The same tensors, with the distances that the job has computed for those that changed most."""
+def _of_the_job(job: Job | None) -> dict[tuple[str, str], Difference]:
+    """The tensors that changed most, with the distances that the job has computed."""
     if job is None or job.state != "done" or not job.result:
-        return part
-    known = {(one["group"], one["name"]): Difference.model_validate(one) for one in job.result.get("most", ())}
-    return [known.get((one.group, one.name), one) for one in part]
+        return {}
+    return {(one["group"], one["name"]): Difference.model_validate(one) for one in job.result.get("most", ())}
 
 
 class Compared(NamedTuple):
@@ -109,24 +123,45 @@ class Compared(NamedTuple):
     bytes_changed: int
 
 
+class Distances(NamedTuple):
+    """How far a tensor moved, as far as that is known; `nonfinite` if one side has NaN or infinity."""
+
+    norm_a: float | None
+    norm_b: float | None
+    change: float | None
+    relative: float | None
+    nonfinite: bool
+
+
 class Values(NamedTuple):
-    """The statistics of tensors in both saves: of the older step, and of the newer one."""
+    """The statistics of tensors in both saves, of the older step and of the newer one, and what a job has compared."""
 
     step: int
     before: Known
     after: Known
+    compared: dict[tuple[str, str], Difference]
 
-    def difference(self, pair: Pair) -> Difference:
-        made = comparing.difference(pair)
-        before, after = (side.get((made.group, made.name)) for side in (self.before, self.after))
+    def distances(self, pair: Pair) -> Distances:
+        key = (pair.group, pair.name)
+        exact = self.compared.get(key)
+        if exact is not None:
+            return Distances(exact.norm_a, exact.norm_b, exact.change, exact.relative, comparing.has_nonfinite(exact))
+        before, after = self.before.get(key), self.after.get(key)
         norm_a = before.norm if before and not before.nonfinite else None
         norm_b = after.norm if after and not after.nonfinite else None
-        change, relative = made.change, made.relative
         sick = any(side and side.nonfinite for side in (before, after))
-        if made.change is None and not sick and after is not None and after.changed_from == self.step:
-            change = after.change
-            relative = change / norm_a if change is not None and norm_a else None
-        return made.model_copy(update={"norm_a": norm_a, "norm_b": norm_b, "change": change, "relative": relative})
+        if pair.state == "equal":
+            return Distances(norm_a, norm_b, 0.0, 0.0, sick)
+        change = after.change if not sick and after is not None and after.changed_from == self.step else None
+        return Distances(norm_a, norm_b, change, change / norm_a if change is not None and norm_a else None, sick)
+
+    def difference(self, pair: Pair) -> Difference:
+        exact = self.compared.get((pair.group, pair.name))
+        if exact is not None:
+            return exact
+        found: dict[str, Any] = self.distances(pair)._asdict()
+        del found["nonfinite"]
+        return comparing.difference(pair).model_copy(update=found)
 
 
 @lru_cache(maxsize=COMPARED_MAX)
@@ -146,14 +181,16 @@ def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[
         for pair, state in compared.pairs
         if asked["state"] in ("", state) and all(word in pair.name.casefold() for word in words)
     ]
+    if sort == "name":
+        return matching_pairs
     if sort == "bytes":
         return sorted(matching_pairs, key=lambda pair: -pair.entry.nbytes)
-    if sort not in SORTS or not (values.before or values.after):
-        return matching_pairs
 
-    def key(pair: Pair) -> tuple[bool, float]:
-        sides = (side.get((pair.group, pair.name)) for side in (values.before, values.after))
-        return not any(side and side.nonfinite for side in sides), -(getattr(values.difference(pair), sort) or 0)
+    def key(pair: Pair) -> tuple[float, float, float]:
+        found = values.distances(pair)
+        if sort == "norm_b":
+            return not found.nonfinite, -(found.norm_b or 0.0), 0
+        return comparing.largest_first(pair, found.relative, found.nonfinite)
 
     return sorted(matching_pairs, key=key)
 

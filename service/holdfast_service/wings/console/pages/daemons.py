@@ -16,15 +16,22 @@ from holdfast_service.wings.console.viewer_api import Asked, shown, to
 
 router = page_router()
 
-RUNS_SHOWN = 100
+RUNS_SHOWN = 25
+DAEMONS_SHOWN = 50
 HERE = "this daemon"
 
 
 @router.get("/daemons")
 async def show_daemons(
-    request: Request, api: Asked, q: Annotated[str, Query(max_length=128)] = "", cursor: str | None = None
+    request: Request,
+    api: Asked,
+    q: Annotated[str, Query(max_length=128)] = "",
+    cursor: str | None = None,
+    begin: Annotated[int, Query(alias="first", ge=0)] = 0,
 ) -> Response:
-    """Watched daemons, unreachable ones first, and a page of their runs. Runs of this daemon are on the first page."""
+    """A page of the watched daemons, unreachable ones first, and one of their runs. The first page begins with the runs of
+    this daemon.
+    """
     daemons, runs, here = await asyncio.gather(
         shown(api.page(WatchedDaemon, "/v1/watched/daemons")),
         shown(api.page(WatchedRun, "/v1/watched/runs", q=q, cursor=cursor, limit=RUNS_SHOWN)),
@@ -40,6 +47,8 @@ async def show_daemons(
         q=q,
         daemons=daemons,
         listed=[] if daemons.value is None else daemons.value.items,
+        begin=begin,
+        shown_at_once=DAEMONS_SHOWN,
         runs=listed,
         next=None if runs.value is None else runs.value.next,
         more_here=cursor is None and here.value is not None and here.value.next is not None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Annotated
 from urllib.parse import quote
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
@@ -16,12 +17,13 @@ from holdfast_service.wings.console.viewer_api import Asked, shown
 
 router = page_router()
 
-ROUNDS_SHOWN = 50
+ROUNDS_SHOWN = 20
+NODES_SHOWN = 50
 FIRST = ("lost", "returned", "live", "stopped")
 
 
 @router.get("/nodes")
-async def show_nodes(request: Request, api: Asked) -> Response:
+async def show_nodes(request: Request, api: Asked, first: Annotated[int, Query(ge=0)] = 0) -> Response:
     """Every daemon, those that need attention first; below them the newest saves of all daemons."""
     nodes, ready, rounds = await asyncio.gather(
         api.page(bodies.Node, "/v1/nodes"),
@@ -33,6 +35,9 @@ async def show_nodes(request: Request, api: Asked) -> Response:
         request,
         "nodes.html",
         nodes=listed,
+        shown=listed[first : first + NODES_SHOWN],
+        first=first,
+        shown_at_once=NODES_SHOWN,
         counts=Counter(node.state for node in listed),
         ready=ready,
         rounds=rounds.items,

@@ -18,7 +18,7 @@ from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, at, to
 
 router = page_router()
 
-VERDICTS_SHOWN = 500
+VERDICTS_SHOWN, VERDICTS_FOLDED = 50, 450
 BEST_ROWS_SPARE = 1
 HOUR_S = 3600.0
 
@@ -100,6 +100,8 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
     """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     before = {verdict.step: _end(verdict) for verdict in in_force.verdicts}
+    # Changes come first: a person has to agree to these.
+    verdicts = sorted(preview.verdicts, key=lambda v: (not _is_new(v, before), _end(v), -v.step))
     return page(
         request,
         "policy.html",
@@ -108,8 +110,8 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
         tag=tag,
         preview=preview,
         proposed=preview is not in_force,
-        # Changes come first: a person has to agree to these.
-        verdicts=sorted(preview.verdicts, key=lambda v: (not _is_new(v, before), _end(v), -v.step))[:VERDICTS_SHOWN],
+        verdicts=verdicts[:VERDICTS_SHOWN],
+        folded=verdicts[VERDICTS_SHOWN:][:VERDICTS_FOLDED],
         rules=RULES,
         new={verdict.step for verdict in preview.verdicts if _is_new(verdict, before)},
         best=[*preview.policy.best, *[None] * BEST_ROWS_SPARE],

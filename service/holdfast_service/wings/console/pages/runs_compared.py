@@ -21,7 +21,8 @@ from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, ViewerAp
 router = page_router()
 
 RUNS_MAX = 8  # more lines cannot be distinguished
-CHOICES = 100
+PRESELECTED = 4
+CHOICES = 50
 Names = Annotated[list[str] | None, Query(max_length=64)]
 Text = Annotated[str, Query(max_length=128)]
 
@@ -38,9 +39,12 @@ class ComparedRun(NamedTuple):
 
 @router.get("/compare")
 async def compare_runs(request: Request, api: Asked, run: Names = None, metric: Text = "", q: Text = "") -> Response:
-    """The chosen runs, `RUNS_MAX` at most, and a form to choose others."""
-    chosen = list(dict.fromkeys(run or []))
-    listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="attention", failed="false", limit=CHOICES)
+    """The chosen runs, `RUNS_MAX` at most, and a form to choose others. Without a choice, those that saved last of the
+    runs that the search finds.
+    """
+    listed = await api.page(RunSummary, "/v1/summaries", q=q, sort="age", failed="false", limit=CHOICES)
+    newest = [summary.run for summary in listed.items if summary.newest is not None]
+    chosen = list(dict.fromkeys(run or newest[: RUNS_MAX if q else PRESELECTED]))
     read = await asyncio.gather(*(_read(api, name) for name in chosen[:RUNS_MAX]))
     names = Counter(name for _, checkpoints in read for one in metrics(checkpoints) for name in [one.name])
     wanted = metric if metric in names else next((name for name, _ in names.most_common(1)), "")

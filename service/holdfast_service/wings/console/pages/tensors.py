@@ -19,7 +19,7 @@ from holdfast_service.wings.console.viewer_api import Asked, PagePart, ViewerApi
 
 router = page_router()
 
-TENSORS_SHOWN = 100
+TENSORS_SHOWN = 50
 Key = Callable[[TensorLine, MeasuredTensor | None], Any]
 Known = Mapping[tuple[str, str], MeasuredTensor]
 # The sort orders; the largest come first, unknown values last.

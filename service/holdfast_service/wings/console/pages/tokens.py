@@ -16,7 +16,7 @@ from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, listed
 
 router = page_router()
 
-TOKENS_SHOWN = 200
+TOKENS_SHOWN = 50
 SCOPES = {
     "read": "read everything and restore",
     "write": "save, pin, label, submit jobs",

@@ -36,6 +36,15 @@ def test_use_against_each_quota(browser: httpx.Client) -> None:
     assert browser.post("/quotas/team-*/remove").status_code == 404
 
 
+def test_paged(browser: httpx.Client) -> None:
+    """Fifty at once."""
+    for number in range(52):
+        browser.put(f"/v1/quotas/team-{number:02d}", json={"quota_bytes": 1000}).raise_for_status()
+    first, second = (Page(browser.get(f"/quotas?first={first}").text) for first in (0, 50))
+    assert "1–50 of 52" in first.text and "/quotas?first=50" in first.addresses() and "team-49" in first.text
+    assert "51–52 of 52" in second.text and "team-49" not in second.text and "team-51" in second.text
+
+
 @pytest.mark.parametrize(
     ("pattern", "gigabytes"),
     [("", "1"), ("*-x", "1"), ("a/b", "1"), ("a", ""), ("a", "0"), ("a", "-1"), ("a", "nan"), ("a", "1e99"), ("a", "1 GB")],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from math import isfinite
+from typing import Annotated
 from urllib.parse import quote
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest
@@ -17,15 +18,19 @@ from holdfast_service.wings.console.viewer_api import Asked, shown
 router = page_router()
 
 BYTES_MAX = 2**62
+QUOTAS_SHOWN = 50
 
 
 @router.get("/quotas")
-async def show_quotas(request: Request, api: Asked) -> Response:
+async def show_quotas(request: Request, api: Asked, first: Annotated[int, Query(ge=0)] = 0) -> Response:
     """The fullest first."""
     quotas = await shown(api.page(Quota, "/v1/quotas"))
     items = quotas.value.items if quotas.value else []
     fullest = sorted(items, key=lambda quota: (-quota.used_bytes / quota.quota_bytes, quota.pattern))
-    return page(request, "quotas.html", found=quotas, quotas=fullest)
+    part = fullest[first : first + QUOTAS_SHOWN]
+    return page(
+        request, "quotas.html", found=quotas, quotas=part, first=first, shown_at_once=QUOTAS_SHOWN, total=len(fullest)
+    )
 
 
 @router.post("/quotas")

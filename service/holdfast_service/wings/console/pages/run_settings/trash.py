@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from typing import Annotated
+
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
@@ -13,12 +15,14 @@ from holdfast_service.wings.console.viewer_api import Asked, at, shown, to
 
 router = page_router()
 
+RUNS_SHOWN = 50
+
 
 @router.get("/trash")
-async def show_trash(request: Request, api: Asked) -> Response:
-    """All of it, and the space that it takes."""
+async def show_trash(request: Request, api: Asked, first: Annotated[int, Query(ge=0)] = 0) -> Response:
+    """A page of it, and the space that all of it takes."""
     trash = await shown(api.get(Trash, "/v1/trash"))
-    return page(request, "trash.html", trash=trash)
+    return page(request, "trash.html", trash=trash, first=first, shown_at_once=RUNS_SHOWN)
 
 
 @router.post("/runs/{run}/undelete")
