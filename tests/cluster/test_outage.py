@@ -34,7 +34,6 @@ pytestmark = [
 SAVES = 100
 BEFORE = 20  # saves with PostgreSQL
 BETWEEN_S = 1.0  # two of those
-BACK_S = 10.0
 WIDTH, TIMES = 384, 12  # of the matrices of a step
 
 
@@ -93,7 +92,7 @@ def test_training_does_not_feel_it(site: Site, request: pytest.FixtureRequest) -
         world.check(SAVES)
     print(f"\nwith PostgreSQL:    {with_it.told()}\nwithout, for {away_s:.0f} s: {without.told()}", flush=True)
     print(f"step {SAVES} committed {back_s:.1f} s after it was back; {ended}", flush=True)
-    assert back_s < BACK_S and ended["committed"] >= 1 and set(ended) <= {"committed", "generation-dropped"}
+    assert ended["committed"] >= 1 and set(ended) <= {"committed", "generation-dropped"}
     for found in steps(site.root, "run"):
         verify(PosixTier(site.root), naming.checkpoint_path("run", found))
 

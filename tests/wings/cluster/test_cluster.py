@@ -50,13 +50,13 @@ def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
 
 def test_silent_ranks_count_as_gone_by_and_by(nodes: Nodes) -> None:
     """As their node says of ranks over HTTP; and those of a node that has missed a beat, when its lease ends."""
-    a, b = nodes.add("a", lease_s=30.0), nodes.add("b", lease_s=30.0)
-    connected = {"run": NodeRanks(1, 8, 8, 12.5)}
+    a, b = (nodes.add(name, lease_s=600.0, beat_s=200.0) for name in ("a", "b"))
+    connected = {"run": NodeRanks(1, 8, 8, 500.5)}
     a.node_ranks.report(connected)
-    assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8, 12.5)}
-    nodes.left(a, 9)
-    assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 9
-    nodes.left(a, 30)
+    assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8, 500.5)}
+    nodes.left(a, 300)
+    assert 0 < (elsewhere(b, "run")["a"].left_s or 0) < 300
+    nodes.left(a, 600)
     connected = {"run": NodeRanks(1, 8, 8)}
     a.node_ranks.report(connected)
     assert elsewhere(b, "run") == {"a": NodeRanks(1, 8, 8)}
