@@ -44,7 +44,7 @@ def test_ranks_of_two_nodes_save_one_checkpoint(site: Site) -> None:
         alone.check(2)
         assert torch.equal(alone.states[0]["model"]["columns"].tensor, whole(2)["columns"])
     with Api(b.url) as api:
-        assert [found.state for found in api.rounds("run")] == ["committed"] * 3
+        wait_until(lambda: [found.state for found in api.rounds("run")] == ["committed"] * 3)
         assert api.checkpoint("run", 3).world == 4
 
 

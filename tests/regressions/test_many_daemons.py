@@ -74,8 +74,8 @@ def steps(root: Path, run: str) -> list[int]:
 
 
 def test_two_nodes_train_and_each_knows_what_the_other_does(site: Site) -> None:
-    """Two runs, one root: all checkpoints are listed by both, a run that trains elsewhere is busy, and goes on there once
-    its ranks are gone here.
+    """Two runs, one root: all checkpoints are listed by both, soon after their commits; a run that trains elsewhere is busy,
+    and goes on there once its ranks are gone here.
     """
     a, b = site.start("a"), site.start("b")
     with Checkpointer("one", a_state(1.0), at=a.socket) as one, Checkpointer("two", a_state(2.0), at=b.socket) as two:
@@ -87,14 +87,14 @@ def test_two_nodes_train_and_each_knows_what_the_other_does(site: Site) -> None:
         assert {name: node["live"] for name, node in nodes(b).items()} == {"a": True, "b": True}
         for daemon in (a, b):
             with Api(daemon.url) as api:
-                assert {run.name: run.newest for run in api.runs()} == {"one": 2, "two": 2}
+                wait_until(lambda api=api: _newest(api) == {"one": 2, "two": 2})
     state = a_state(0.0)
     with Checkpointer("one", state, at=b.socket) as again:
         assert again.restore() == 2 and torch.equal(state["model"]["weight"], torch.ones(16))
         again.save(3, wait="durable").result()
     assert steps(site.root, "one") == [1, 2, 3]
     with Api(a.url) as api:
-        assert [found.attempt for found in api.checkpoints("one")] == [2, 1, 1]
+        wait_until(lambda: [found.attempt for found in api.checkpoints("one")] == [2, 1, 1])
 
 
 def test_a_node_that_starts_disturbs_nobody(site: Site) -> None:
@@ -107,8 +107,8 @@ def test_a_node_that_starts_disturbs_nobody(site: Site) -> None:
         b = site.start("b")
         ticket.result()
     with Api(b.url) as api:
-        assert [found.step for found in api.checkpoints("one")] == [2, 1]
-        assert [found.state for found in api.rounds("one")] == ["committed", "committed"]
+        wait_until(lambda: [found.step for found in api.checkpoints("one")] == [2, 1])
+        wait_until(lambda: [found.state for found in api.rounds("one")] == ["committed", "committed"])
 
 
 def test_a_killed_node_is_back_at_once_and_the_others_never_noticed(site: Site) -> None:

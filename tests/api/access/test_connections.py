@@ -132,10 +132,10 @@ def test_a_head_that_trickles(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_slow_answer_is_no_slow_head(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock for heads stands while a request is being answered."""
-    monkeypatch.setattr(connections, "HEAD_WAIT_MAX_S", 1.0)  # in which this head does come
+    monkeypatch.setattr(connections, "HEAD_WAIT_MAX_S", 4.0)  # in which this head does come
 
     def slow() -> None:
-        time.sleep(2)
+        time.sleep(5)
 
     readiness = ajar.running.services.control.catalog.rounds.counts
     monkeypatch.setattr(ajar.running.services.control.catalog.rounds, "counts", lambda: (slow(), readiness())[1])
