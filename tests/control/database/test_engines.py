@@ -111,7 +111,7 @@ class TestWhatNoDatabaseKeeps:
     @pytest.mark.parametrize("name", ["a\0b", "\udcff", "x" * 1000, "ä"])
     def test_names_that_no_run_has(self, catalog: Catalog, name: str) -> None:
         """Asking for them says that there is no such run; no run's name begins with them."""
-        for ask in (catalog.run, lambda run: catalog.checkpoints(run, None, 1), catalog.rounds):
+        for ask in (catalog.run, lambda run: catalog.checkpoints(run, None, 1), catalog.rounds.page):
             with pytest.raises(NoSuchRun):
                 ask(name)
         with pytest.raises((NoSuchRun, NoSuchCheckpoint)):
