@@ -1,4 +1,4 @@
-"""A rank's connection to its node's daemon: requests, replies, outcomes and file descriptors.
+"""A rank's link to its node's daemon: requests, replies and outcomes.
 
 If the daemon dies, the link reconnects to the next one in the background: it repeats the hello, attaches its segment,
 and names the steps it waits for. Requests wait a moment for that. Seals and, if a slot is free, leases do not wait: the
@@ -10,26 +10,24 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.link import exchange, unattended
-from holdfast.link.exchange import HINT, RECEIVE_BYTES, SILENT_HINT, Expected, connect, expected, hang_up, name_of
+from holdfast.link import exchange
+from holdfast.link.daemon_socket import DaemonSocket
+from holdfast.link.exchange import HINT, SILENT_HINT, Expected, connect, expected
+from holdfast.link.reconnect_state import ReconnectState
 from holdfast.threads import own_threads
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
-from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
 
 log = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 60.0
-SEND_WAIT_S = 0.1  # for the turn of a message that may be lost
 MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
@@ -58,9 +56,7 @@ class SocketLink:
         self._on_outcome, self._on_lost, self._dial, self._on_stop = on_outcome, on_lost, dial, on_stop
         self._ids = itertools.count()
         self._condition = threading.Condition()
-        self._sending = threading.Lock()  # a daemon that reads nothing blocks senders, not receivers
         self._replies: dict[int, wire.Reply] = {}
-        self._fds: list[int] = []
         self.receiving = threading.Lock()
         self._broken: CheckpointError | None = None  # the present conversation's end
         self._lost: CheckpointError | None = None  # the end of all
@@ -69,15 +65,9 @@ class SocketLink:
         self._dialled = 0  # tries of the mender that failed
         self._hurry = threading.Event()
         self._closing = threading.Event()
-        self._hello: wire.Hello | None = None
-        self._attempt: int | None = None
-        self._segment = -1
-        self._average = -1
-        self._spilled = False  # the segment is a file on disk
+        self._state = ReconnectState()
         self._attaching = False  # while the segment is being attached to the next daemon
-        self._awaited: dict[int, int] = {}  # step -> the turn of its save
-        self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
-        self._begin(connect(path))
+        self._begin(DaemonSocket(connect(path), path))
         _links.add(self)
 
     @property
@@ -91,7 +81,7 @@ class SocketLink:
 
     @property
     def daemon(self) -> str:
-        return name_of(self._socket, self.path)
+        return self._socket.name
 
     def ping(self, timeout_s: float) -> None:
         exchange.ping(self.path, timeout_s)
@@ -99,15 +89,11 @@ class SocketLink:
     def leave_to_parent(self) -> None:
         """Close this end in a forked child: the connection belongs to the parent and must end with it."""
         self._condition = threading.Condition()  # another thread, which there is not in here, may have held the old one
-        self._sending = threading.Lock()
         self._lost = self._broken = DaemonGone(
             "this process was forked from the rank; the connection belongs to the parent", hint=_FORKED
         )
-        self._socket.close()
-        for fd in (*self._fds, self._segment, self._average):
-            if fd >= 0:
-                os.close(fd)
-        self._fds, self._segment, self._average = [], -1, -1
+        self._socket.leave_to_parent()
+        self._state.close()
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -140,60 +126,36 @@ class SocketLink:
             reached = self.alive and self._mender is None and self._broken is None
             connection = self._socket
         if reached:
-            self._send_or_lose(connection, wire.encode_frame(message))
-
-    def _send_or_lose(self, connection: socket.socket, frame: bytes) -> None:
-        if not self._sending.acquire(timeout=SEND_WAIT_S):
-            return
-        try:
-            sent = connection.send(frame, socket.MSG_DONTWAIT)
-            connection.sendall(frame[sent:])  # a frame that was begun must be whole
-        except OSError as error:
-            log.debug("a message to %s is lost: %s", self.path, error)
-        finally:
-            self._sending.release()
+            connection.send_or_lose(message)
 
     def take_fd(self) -> int:
         """The descriptor of the last reply; the caller closes it. The link keeps a copy for the next daemon."""
         with self._condition:
-            if not self._fds:
-                raise DaemonGone("the daemon's reply came without shared memory")
-            fd = self._fds.pop(0)
-            if self._segment >= 0:
-                os.close(self._segment)
-            self._segment = os.dup(fd)
+            (fd,) = self._socket.take_fds(1)
+            self._state.keep_segment(fd)
             return fd
 
     def take_fds(self, count: int) -> list[int]:
         """The descriptors of the last reply; the caller closes them. `DaemonGone` if they are lost."""
         with self._condition:
-            if len(self._fds) < count:
-                raise DaemonGone("the daemon's reply came without shared memory")
-            taken, self._fds = self._fds[:count], self._fds[count:]
-            return taken
+            return self._socket.take_fds(count)
 
     def keep_average(self, fd: int) -> None:
         with self._condition:
-            if self._average >= 0:
-                os.close(self._average)
-            self._average = os.dup(fd)
+            self._state.keep_average(fd)
 
     def close(self, ended: bool = False) -> None:
         """Disconnect. `ended`: the daemon need not keep an in-memory checkpoint for a restart."""
         self._closing.set()
-        if ended and self._hello is not None:
-            self._send_or_lose(self._socket, wire.encode_frame(wire.Farewell(id=self.next_id())))
+        if ended and self._state.hello is not None:
+            self._socket.send_or_lose(wire.Farewell(id=self.next_id()))
         self._end_waits()
         for thread in (self._mender, self._thread):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(timeout=5)
         with self._condition:
             self._socket.close()
-            for fd in (*self._fds, self._segment, self._average):
-                if fd >= 0:
-                    os.close(fd)
-            self._fds.clear()
-            self._segment = self._average = -1
+            self._state.close()
 
     def _end_waits(self) -> None:
         """Wake up all waiting threads, for good."""
@@ -201,25 +163,24 @@ class SocketLink:
         self._hurry.set()
         with self._condition:
             self._condition.notify_all()
-        with suppress(OSError):  # the daemon may have hung up first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.shut_down()
 
-    def _begin(self, connection: socket.socket) -> None:
+    def _begin(self, connection: DaemonSocket) -> None:
         with self._condition:
-            for fd in self._fds:
-                os.close(fd)
             if self._closing.is_set():
                 connection.close()
                 raise DaemonGone(f"the connection to {self.path} is closed")
-            self._socket, self._fds, self._broken = connection, [], None
+            self._socket, self._broken = connection, None
             self._replies.clear()
         self._thread = own_threads.begin(lambda: self._receive_loop(connection), "holdfast-link", self._end_waits)
 
     def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
         """Wait for a new daemon; returns a reply at once if that one will find the request in the segment."""
         with self._condition:
-            if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
-                return reply
+            if self._mender is not None and self.alive:
+                reply = self._state.answer(message, may_lease=not self._attaching)
+                if reply is not None:
+                    return reply
             goal = self._dialled + 2  # one whole try that begins from now on, though others went before
             limit = time.monotonic() + MEND_WAIT_S
             while self._mender is not None and self.alive:
@@ -233,39 +194,11 @@ class SocketLink:
                 raise self._lost
             return None
 
-    def _answer_alone(self, message: wire.Request) -> wire.Reply | None:
-        """Answer a request that needs no daemon. The caller holds the condition."""
-        if isinstance(message, wire.Seal):
-            self._unsaid.append(message)
-            return wire.Sealed(reply_to=message.id)
-        if isinstance(message, wire.Abandon):  # else its slot stayed leased at the next daemon, until that gave it up
-            self._unsaid.append(message)
-            self._awaited.pop(message.step, None)
-            return wire.Done(reply_to=message.id)
-        alone = self._segment >= 0 and not self._spilled and not self._attaching and self._attempt is not None
-        if not alone or not isinstance(message, wire.Lease) or message.intent.existing == "same":
-            return None
-        assert self._attempt is not None
-        slot = unattended.take_slot(self._segment, message.step, self._attempt)
-        if slot is not None:
-            reply = wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
-            self._note(message, reply)
-            return reply
-        if message.policy == "wait":
-            return None
-        # Without a daemon nothing that waits is dropped for it: it is, and the next daemon drops other ranks' parts of it.
-        problem = unattended.dropped(message.step, message.policy).problem()
-        self._unsaid.append(wire.Abandon(id=self.next_id(), slot=0, step=message.step, problem=problem))
-        return wire.Failed(reply_to=message.id, problem=problem)
-
     def _ask(self, message: wire.Request, limit: float, fds: tuple[int, ...] = ()) -> wire.Reply:
-        frame = wire.encode_frame(message)
         with self._condition:
             connection = self._socket
         try:
-            with self._sending:
-                sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
-                connection.sendall(frame[sent:])
+            connection.send(message, fds)
         except OSError as error:
             raise DaemonGone(f"the daemon at {self.path} is gone: {error}", hint=HINT) from error
         with self._condition:
@@ -273,41 +206,18 @@ class SocketLink:
                 if self._socket is not connection or self._broken is not None:
                     raise self._broken or DaemonGone(f"the daemon at {self.path} is gone", hint=HINT)
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
-                    with suppress(OSError):  # what is answered too late, with descriptors, is taken for no other's answer
-                        connection.shutdown(socket.SHUT_RDWR)
+                    connection.shut_down()  # what is answered too late, with descriptors, is taken for no other's answer
                     raise DeadlineExceeded(f"{self.daemon} did not answer in time", hint=SILENT_HINT)
             reply = self._replies.pop(message.id)
-            self._note(message, reply)
+            self._state.note(message, reply)
             return reply
 
-    def _note(self, message: wire.Request, reply: wire.Reply) -> None:
-        """Remember what to send to the next daemon. The caller holds the condition, so no reconnect comes between."""
-        if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
-            # By its id alone: what the directory's numbers are now is for the root's daemons to say.
-            self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
-            self._attempt = reply.attempt
-        elif isinstance(reply, wire.Segment):
-            self._spilled = reply.spilled
-        elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
-            self._awaited[message.step] = message.intent.turn
-        elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
-            self._awaited.pop(message.step, None)
-
-    def _receive_loop(self, connection: socket.socket) -> None:
-        decoder = wire.FrameDecoder(wire.TO_RANK)
+    def _receive_loop(self, connection: DaemonSocket) -> None:
         error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=HINT)
         understood = True
         try:
-            while True:
-                data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, wire.HELD_RANKS_MAX)
-                with self._condition:
-                    for fd in fds:
-                        os.set_inheritable(fd, False)
-                    self._fds += fds
-                if not data:
-                    break
-                for message in decoder.feed(data):
-                    self._take(message)
+            for message in connection.messages():
+                self._take(message)
         except OSError as failure:
             error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=HINT)
         except CheckpointError as failure:
@@ -315,7 +225,7 @@ class SocketLink:
             error = DaemonGone(f"the daemon at {self.path} sent an invalid message: {failure.detail}", hint=_SAME_VERSION)
         self._break(connection, error, understood)
 
-    def _break(self, connection: socket.socket, error: CheckpointError, understood: bool = True) -> None:
+    def _break(self, connection: DaemonSocket, error: CheckpointError, understood: bool = True) -> None:
         """Handle a lost connection: reconnect in the background, or report the loss if that is impossible."""
         with self._condition:
             if connection is not self._socket:
@@ -325,7 +235,7 @@ class SocketLink:
             if self._mender is not None or self._closing.is_set():
                 return  # the mender looks after it
             self._broken_at = time.monotonic()
-            if self._dial is not None and self._hello is not None and understood:
+            if self._dial is not None and self._state.hello is not None and understood:
                 dial = self._dial
                 self._mender = own_threads.begin(lambda: self._mend(dial), "holdfast-mend", self._end_waits)
                 return
@@ -335,11 +245,13 @@ class SocketLink:
     def _mend(self, dial: Callable[[], Path]) -> None:
         error: CheckpointError | None = self._broken
         while time.monotonic() < self._broken_at + MEND_S and not self._closing.is_set():
-            hang_up(self._socket)
+            self._socket.hang_up()
             self._attaching = False
             try:
                 self.path = dial()
-                self._begin(connect(self.path))
+                before = self._socket
+                self._begin(DaemonSocket(connect(self.path), self.path))
+                before.release_fds()
                 self._rejoin()
                 return
             except (DaemonGone, DeadlineExceeded, WrongRoot) as failure:  # another root's daemon may have taken the socket
@@ -362,32 +274,32 @@ class SocketLink:
     def _rejoin(self) -> None:
         """Re-register this rank with a restarted daemon."""
         limit = time.monotonic() + REPLY_TIMEOUT_S
-        assert self._hello is not None
-        hello = self._hello.model_copy(update={"id": self.next_id()})
+        state = self._state
+        assert state.hello is not None
+        hello = state.hello.model_copy(update={"id": self.next_id()})
         welcome = expected(hello, self._ask(hello, limit), wire.Welcome)
-        if welcome.attempt != self._attempt:
+        if welcome.attempt != state.attempt:
             raise CheckpointError(f"the daemon at {self.path} counts this launch as attempt {welcome.attempt}")
-        if self._segment >= 0:
+        if state.segment >= 0:
             with self._condition:
                 self._attaching = True
-                awaited = dict(sorted(self._awaited.items()))
-            attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
-            expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
-        if self._average >= 0:  # after the slots: saves in these take the average before it goes on
+                attach = state.attach(self.next_id())
+            expected(attach, self._ask(attach, limit, (state.segment,)), wire.Done)
+        if state.average >= 0:  # after the slots: saves in these take the average before it goes on
             brought = wire.AttachAverage(id=self.next_id())
-            expected(brought, self._ask(brought, limit, (self._average,)), wire.Done)
+            expected(brought, self._ask(brought, limit, (state.average,)), wire.Done)
         while True:
             with self._condition:
                 if self._broken is not None:
                     raise self._broken
-                if not self._unsaid:
+                if not state.unsaid:
                     self._mender, self._attaching = None, False
                     self._condition.notify_all()
                     break
-                unsaid = self._unsaid[0]
+                unsaid = state.unsaid[0]
             reply = self._ask(unsaid.model_copy(update={"id": self.next_id()}), limit)
             with self._condition:
-                self._unsaid.remove(unsaid)
+                state.unsaid.remove(unsaid)
             if isinstance(reply, wire.Failed):  # the answer to attach had its outcome
                 log.info("step %d: the new daemon had already ended this save", unsaid.step)
         log.info("reconnected: a new daemon answers at %s", self.path)
@@ -395,7 +307,7 @@ class SocketLink:
     def _take(self, message: Any) -> None:
         if isinstance(message, wire.Outcome):
             with self._condition:
-                self._awaited.pop(message.step, None)
+                self._state.ended(message.step)
             self._on_outcome(message)
             return
         if isinstance(message, wire.Stop):
