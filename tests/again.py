@@ -22,7 +22,7 @@ def main(status: int) -> int:
     failed = sorted(json.loads(LAST_FAILED.read_bytes())) if LAST_FAILED.exists() else []
     if status != pytest.ExitCode.TESTS_FAILED or not 0 < len(failed) <= MOST:
         return status
-    print(f"\n{len(failed)} failed beside other tests, and run once more, alone:", *failed, sep="\n  ", flush=True)
+    print(f"\n{len(failed)} failed beside other tests, and run again, alone:", *failed, sep="\n  ", flush=True)
     alone = subprocess.run([sys.executable, "-m", "pytest", "-v", "-n", "0", *failed], check=False).returncode
     if alone == pytest.ExitCode.OK:
         print("passed alone, look for a race in:", *failed, sep="\n  ", flush=True)

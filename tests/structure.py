@@ -227,7 +227,7 @@ def wrong_homes(modules: list[Source], elsewhere: dict[str, list[str]]) -> list[
             inside = [path for path in paths if path == place or (place.endswith("/") and path.startswith(place))]
             tested = [path for path in inside if not (TOP / own_test(path)).exists()]
             if not tested:
-                found.append(f"{ELSEWHERE.name}: {place} is not there, or has tests of its own")
+                found.append(f"{ELSEWHERE.name}: {place} is not there, or has its own tests")
             if not place.endswith("/") and place not in imported:
                 found.append(f"{ELSEWHERE.name}: {test} does not import {place}")
             if place.endswith("/") and not imported & set(inside):

@@ -126,7 +126,7 @@ def test_a_module_without_tests_is_named(path: str, text: str, elsewhere: dict[s
     [
         ({"tests/formats/test_naming.py": ["formats/holdfast_formats/root_files.py"]}, "does not import"),
         ({"tests/formats/test_naming.py": ["client/holdfast/threads/"]}, "imports nothing of"),
-        ({"tests/formats/test_naming.py": ["formats/holdfast_formats/naming.py"]}, "has tests of its own"),
+        ({"tests/formats/test_naming.py": ["formats/holdfast_formats/naming.py"]}, "has its own tests"),
         ({"tests/formats/test_naming.py": ["formats/holdfast_formats/gone.py"]}, "is not there"),
         ({"tests/test_gone.py": []}, "tests/test_gone.py is not there"),
         ({"tests/client/test_policies.py": ["client/holdfast/tickets.py"]}, ""),

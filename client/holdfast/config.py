@@ -127,7 +127,7 @@ def _launch_name(environment: Mapping[str, str]) -> str | None:
     name = environment.get("HOLDFAST_LAUNCH", "").strip()
     if len(name) > LAUNCH_CHARACTERS_MAX or not name.isprintable():
         raise InvalidRequest(
-            "HOLDFAST_LAUNCH is no name for a launch",
+            "HOLDFAST_LAUNCH is not a name for a launch",
             hint=f"1 to {LAUNCH_CHARACTERS_MAX} printable characters, the same on all ranks and new at every start",
         )
     return name or None

@@ -280,7 +280,7 @@ class Tickets:
         if failed is not None:
             warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
         if dropped is not None:
-            text = f"the save of {dropped.run}@{dropped.step} was dropped, and others may be, which only the log tells"
+            text = f"the save of {dropped.run}@{dropped.step} was dropped, and others may be; see the log"
             warn(f"{text}: {dropped.error}")
 
     def take_lacking(self) -> list[SaveTicket]:

@@ -143,7 +143,7 @@ class Config(BaseModel):
     def _check_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         unknown = next((kind for kind in value if kind not in EVENTS), None)
         if unknown is not None:
-            raise ValueError(f"{unknown!r} is no kind of event; docs/api.md lists them")
+            raise ValueError(f"{unknown!r} is not a kind of event; docs/api.md lists them")
         return value
 
     @field_validator("trash_days", mode="before")
@@ -194,7 +194,7 @@ def command_words(command: str) -> tuple[str, ...]:
     words = shlex.split(command)
     program = shutil.which(words[0]) if words else None
     if program is None:
-        raise ValueError(f"{words[0]!r} is no program that can be run" if words else "the command is empty")
+        raise ValueError(f"{words[0]!r} is not a program that can be run" if words else "the command is empty")
     return (str(Path(program).absolute()), *words[1:])
 
 
@@ -391,7 +391,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
     )
     parser.add_argument(
-        "--trash-days", metavar="DAYS", help="keep deleted runs for so long, or for ever with 'none' (default: 7)"
+        "--trash-days", metavar="DAYS", help="how long to keep deleted runs; 'none' keeps them for ever (default: 7)"
     )
     _add_commands(parser)
     _add_telling(parser)
@@ -410,7 +410,7 @@ def _add_telling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--notify",
         metavar="FILE",
-        help="tell the targets in this TOML file of alerts: webhooks, Slack, mail (default: none)",
+        help="send alerts to the targets in this TOML file: webhooks, Slack, mail (default: none)",
     )
     parser.add_argument(
         "--watch", metavar="URL", action="append", help="show the runs of the daemon at this address as well; repeatable"
@@ -453,7 +453,7 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allowed-hosts",
         metavar="NAME,…",
-        help="further host names that browsers may use, besides IP addresses, localhost and this machine's name",
+        help="more host names for browsers, beside IP addresses, localhost and this machine's name",
     )
     parser.add_argument(
         "--logins",
@@ -462,5 +462,5 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})")
     parser.add_argument(
-        "--socket-group", metavar="GROUP", help="members of this group may use --socket, too (default: only this user)"
+        "--socket-group", metavar="GROUP", help="members of this group may use --socket too (default: only this user)"
     )

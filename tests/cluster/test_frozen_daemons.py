@@ -181,7 +181,7 @@ def _saves_again(world: Ranks) -> int:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("first", ["the other saves", "it goes on"])
+@pytest.mark.parametrize("first", ["the other saves", "it continues"])
 def test_stopped_while_its_run_is_taken_over(
     start: Start, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, first: str
 ) -> None:
@@ -204,14 +204,14 @@ def test_stopped_while_its_run_is_taken_over(
         after = _Trainer(here.daemons["b"], "after", 1000.0)
         restored = after.restored
         assert restored in (3, 4) and after.value == restored
-        if first == "it goes on":
+        if first == "it continues":
             time.sleep(max(began + freeze_s - time.monotonic(), 0))
             stopped.thaw()
             here.wait_until_back(stopped)
         saved = [restored + 1, restored + 2]
         for step in saved:
             after.save(step)
-        if first != "it goes on":
+        if first != "it continues":
             time.sleep(max(began + freeze_s - time.monotonic(), 0))
             stopped.thaw()
             here.wait_until_back(stopped)

@@ -76,7 +76,7 @@ def go_through(socket: str, kind: str, rank: int) -> None:
         for expected, parameter in zip(weights, trained, strict=True):
             assert torch.equal(whole(parameter), expected.bfloat16())
             assert torch.equal(whole(live["optim"].state[parameter]["master_param"]), expected.bfloat16().float())
-        assert torch.equal(torch.rand(5, generator=again), drawn), f"rank {rank} goes on with another stream"
+        assert torch.equal(torch.rand(5, generator=again), drawn), f"rank {rank} continues with another stream"
         assert live["model"].get_buffer("module.rotary" if kind == "ddp" else "rotary").eq(2.0).all()
         live["optim"].step()
     from_masters(socket, kind, live)

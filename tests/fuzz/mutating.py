@@ -121,7 +121,7 @@ def _changed(chance: random.Random, value: Any) -> Any:
 
 
 def _twice(chance: random.Random, text: bytes) -> bytes:
-    """A member that stands there twice, as no encoder writes it."""
+    """A member that is there twice, as no encoder writes it."""
     at = text.find(b"{")
     end = text.find(b":", at)
     if at < 0 or end < 0:

@@ -54,7 +54,7 @@ def check(parser: Parser, data: bytes) -> bool:
         with bounded():
             parser.parse(data)
     except CheckpointError as error:
-        assert type(error) in LEAVES, f"{type(error).__name__} is no error with a code of its own"
+        assert type(error) in LEAVES, f"{type(error).__name__} is no error with its own code"
         assert len(str(error)) < 10_000 + 2 * len(data)
         return False
     return True

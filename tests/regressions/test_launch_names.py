@@ -75,7 +75,7 @@ def test_all_ranks_of_an_attempt_that_has_saved_are_known_to_the_next_daemon() -
     attempts.declare("run", "fixed", list, Member(1, "a1", 2))
     attempts.keep_speakers("run")
     again = Attempts(tier)
-    assert again.declare("run", "fixed", list, Member(1, "a1", 2)) == (1, False), "the trainer that lives goes on"
+    assert again.declare("run", "fixed", list, Member(1, "a1", 2)) == (1, False), "the trainer that lives continues"
     assert again.declare("run", "fixed", list, Member(1, "b1", 2)) == (2, True)
 
 

@@ -92,7 +92,7 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
         control = Control(tier, catalog, claim=lambda: ownership.claim(PosixStore(tier), catalog, me, NOW))
         try:
             control.recovery.recover()
-            assert control.launches.declare("mine", "launch", 1, None) == 1, "training goes on without it"
+            assert control.launches.declare("mine", "launch", 1, None) == 1, "training continues without it"
             assert control.record_queue.state is not None and "belongs to another root" in control.record_queue.state
             assert catalog.known_runs() == {}
         finally:

@@ -38,7 +38,7 @@ Shards = Annotated[
     int | None,
     typer.Option("--shards", metavar="N", min=1, help="How many ranks wrote shards that SRC does not count itself."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would become of what, and write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be imported, and write nothing.")]
 
 RECIPE_BYTES_MAX = 2**15
 

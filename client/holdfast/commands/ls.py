@@ -38,7 +38,7 @@ Sort = Annotated[
 ]
 MISSING_SHOWN = 10  # steps
 _HIDDEN = ("archived", "failed")
-All = Annotated[bool, typer.Option("--all", help="List archived runs, and those that failed to start, too.")]
+All = Annotated[bool, typer.Option("--all", help="List archived runs, and those that failed to start too.")]
 
 
 def ls(  # noqa: PLR0913 — one an option

@@ -164,7 +164,7 @@ def _config(path: Path, needed: bool) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{path} is not valid JSON: {problem}") from None
     if not isinstance(document, dict):
-        raise InvalidRequest(f"{path} is no JSON object", hint="--config names the model's config.json")
+        raise InvalidRequest(f"{path} is not a JSON object", hint="--config names the model's config.json")
     return document
 
 
@@ -221,7 +221,7 @@ def _print_program(program: Program, back: str | None, as_json: bool) -> None:
         f"{program.name}: {len(program.statements)} statements, from {program.source} to {program.target}", markup=False
     )
     out.print(f"Way back: {'derived or written' if back is None else back}", markup=False)
-    out.print("Give --checkpoint to see what becomes of what.", markup=False)
+    out.print("Pass --checkpoint to see which tensors become which.", markup=False)
 
 
 def _print_compiled(program: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> None:

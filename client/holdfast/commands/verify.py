@@ -103,6 +103,6 @@ def _next(source: Source) -> str:
         other = f"without one, restore another step (`holdfast ls {source.run}`)"
         return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"
     return (
-        "in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; a copy or an export is "
-        "made again from its checkpoint"
+        "in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; make a copy or an "
+        "export again from its checkpoint"
     )

@@ -52,7 +52,7 @@ def wait(
 class _Awaited:
     def __init__(self, api: Api, run: str, step: int, committed: bool) -> None:
         self._api, self._run, self._step, self._committed = api, run, step, committed
-        self._why = f"{run}@{step} is no checkpoint yet"
+        self._why = f"{run}@{step} is not a checkpoint yet"
 
     def wait(self, timeout: float, as_json: bool) -> None:
         """Return when it exists; raises its damage, or `DeadlineExceeded`."""
@@ -75,7 +75,7 @@ class _Awaited:
         try:
             checkpoint = self._api.checkpoint(self._run, self._step)
         except NotFound:
-            self._why = f"{self._run}@{self._step} is no checkpoint yet"
+            self._why = f"{self._run}@{self._step} is not a checkpoint yet"
             return None
         except Unavailable as away:
             self._why = away.detail

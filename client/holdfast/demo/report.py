@@ -80,6 +80,4 @@ def print_farewell(console: Console, daemon: DemoDaemon) -> None:
     console.print(
         f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True
     )
-    console.print(
-        f"Stop it:  kill {daemon.process.pid}   (it ends by itself after 15 minutes without visitors)", soft_wrap=True
-    )
+    console.print(f"Stop it:  kill {daemon.process.pid}   (it ends after 15 minutes without visitors)", soft_wrap=True)

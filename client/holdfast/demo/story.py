@@ -72,7 +72,7 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: 
         console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
         return 2
     if device == "cuda" and not torch.cuda.is_available():
-        console.print("[red]There is no CUDA device here that torch can use.[/red]")
+        console.print("[red]torch finds no CUDA device here.[/red]")
         return 2
     with leaving_in_order():
         return perform(fresh_directory(directory), steps, keep_daemon, console, device)
@@ -124,7 +124,7 @@ def play(stage: Stage) -> bool:
     say(f"   SIGKILL to the launcher and all ranks, {killed.processes} processes, at step {killed.step}")
     wait_for_commit(stage, killed.staged)
     say(f"   step {killed.staged}, staged before the kill, is committed")
-    say("[bold]4[/bold]  The same command once more")
+    say("[bold]4[/bold]  The same command again")
     finish(stage, RESUMED)
     whole, resumed = journals(stage, UNINTERRUPTED), journals(stage, RESUMED)
     say(f"   resumed from the checkpoint of step {resumed[0][-1].restored}, and ran to step {resumed[0][-1].step}")

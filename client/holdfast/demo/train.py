@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--name", default="demo", help="name of the run; checkpoints go to ROOT/RUN")
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--save-every", type=int, default=15, metavar="STEPS")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with cuda, a device of its own a rank")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="with cuda, one device per rank")
     parser.add_argument("--socket", type=Path, help="the daemon's unix socket")
     parser.add_argument("--directory", type=Path, default=Path("."), help="where losses and digests are written")
     options = parser.parse_args()

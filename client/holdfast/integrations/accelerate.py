@@ -168,7 +168,7 @@ class AcceleratorCheckpoints:
         position = next((one for one in self._loaders if one.prepared is dataloader), None)
         if position is not None and num_batches and getattr(dataloader, "use_stateful_dataloader", False):
             raise InvalidRequest(
-                "a StatefulDataLoader goes on by itself where it was: skip_first_batches() would skip the batches twice",
+                "a StatefulDataLoader continues where it was: skip_first_batches() would skip the batches twice",
                 hint="iterate over the loader itself",
             )
         loader = self._own["skip_first_batches"](dataloader, num_batches)
@@ -266,7 +266,7 @@ class AcceleratorCheckpoints:
     def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
         if hooks:
             raise InvalidRequest(
-                f"{len(hooks)} hooks of {name} would write or read files of their own, which no checkpoint has",
+                f"{len(hooks)} hooks of {name} would write or read their own files, which no checkpoint has",
                 hint="remove them: all prepared models are stored whole; register what else is to be kept with "
                 "accelerator.register_for_checkpointing",
             )

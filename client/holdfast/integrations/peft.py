@@ -62,12 +62,12 @@ def _one(model: nn.Module, name: str | None) -> tuple[Any, str]:
 
     inner: Any = unwrap(model)
     if not isinstance(inner, PeftModel):
-        raise InvalidRequest(f"a {type(inner).__name__} is no PeftModel", hint="pass what peft.get_peft_model() returned")
+        raise InvalidRequest(f"a {type(inner).__name__} is not a PeftModel", hint="pass what peft.get_peft_model() returned")
     names = list(inner.peft_config)
     if name is None and len(names) != 1:
         raise InvalidRequest(
             f"the model has several adapters: {', '.join(names)}",
-            hint="save each one in a run of its own: adapter(model, name)",
+            hint="save each one in its own run: adapter(model, name)",
         )
     chosen = names[0] if name is None else name
     if chosen not in names:
@@ -92,6 +92,6 @@ def _refuse_inexact(config: Any) -> None:
     way = getattr(config, "init_lora_weights", True)
     if isinstance(way, str) and way not in _INITS:
         raise InvalidRequest(
-            f"init_lora_weights={way!r} changes the base model by chance or by data, which the adapter does not tell",
+            f"init_lora_weights={way!r} changes the base model randomly or by data, which the adapter does not record",
             hint="save the whole model: {'model': model, …}, or initialize with 'pissa', 'olora' or a plain way",
         )

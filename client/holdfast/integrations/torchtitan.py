@@ -266,7 +266,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         link = Path(self.folder, f"step-{step}")
         if os.path.lexists(link) and not self._is_ours(link):
             raise InvalidRequest(
-                f"{link} exists, and is no checkpoint of {self.checkpointer.run}",
+                f"{link} exists, and is not a checkpoint of {self.checkpointer.run}",
                 hint="move it away, or choose another folder",
             )
         return link

@@ -103,7 +103,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         checkpointer = self._saving(local_path, max_ckpt_to_keep)
         link = _link(local_path)
         if os.path.lexists(link) and not _is_ours(checkpointer.run, link):
-            raise InvalidRequest(f"{link} exists, and is no checkpoint of {checkpointer.run}", hint="move it away")
+            raise InvalidRequest(f"{link} exists, and is not a checkpoint of {checkpointer.run}", hint="move it away")
         # staged first: verl moves parameters between devices when this returns, and other processes may want the memory
         groups = self._groups(checkpointer, self.checkpoint_save_contents)
         ticket = checkpointer.save(
@@ -229,7 +229,7 @@ def _refuse_config(manager: VerlCheckpoints) -> None:
             "save_lora_only=True is not supported: a checkpoint has the whole model", hint="leave save_lora_only at False"
         )
     if manager.optimizer is not None and not isinstance(manager.optimizer, torch.optim.Optimizer):
-        raise InvalidRequest(f"a {type(manager.optimizer).__name__} is no torch optimizer, and would not be stored whole")
+        raise InvalidRequest(f"a {type(manager.optimizer).__name__} is not a torch optimizer, and would not be stored whole")
 
 
 def _run_of(run: str, local_path: str) -> str:
@@ -256,7 +256,7 @@ def _step(checkpointer: Checkpointer, local_path: str) -> int:
         return step
     if os.path.lexists(link):
         raise InvalidRequest(
-            f"{link} is no checkpoint of {checkpointer.run} in this root", hint="install() the run that it belongs to"
+            f"{link} is not a checkpoint of {checkpointer.run} in this root", hint="install() the run that it belongs to"
         )
     named = _STEP_FOLDER.fullmatch(link.parent.name)
     if checkpointer.root() is not None or named is None:

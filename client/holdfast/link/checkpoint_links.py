@@ -52,7 +52,7 @@ class CheckpointLinks:
         elif not self._stands(target, link.parent):
             _remove_if_void(link, target, NoSuchCheckpoint(""))
             raise NoSuchCheckpoint(
-                f"{self._run}@{step} is no checkpoint of {root}", hint="`holdfast ls` lists those that are"
+                f"{self._run}@{step} is not a checkpoint of {root}", hint="`holdfast ls` lists those that are"
             )
 
     def _stands(self, target: Path, directory: Path) -> bool:
@@ -84,7 +84,7 @@ class CheckpointLinks:
     def _check(self, link: Path, root: Path) -> None:
         inside = Path(os.path.realpath(link.parent))
         if inside == root or root in inside.parents:
-            raise InvalidRequest(f"{link} would stand in the root {root} itself", hint="put links into a directory outside")
+            raise InvalidRequest(f"{link} would be in the root {root} itself", hint="put links into a directory outside")
         if link.is_symlink():
             target = os.readlink(link)
             if naming.linked_step(self._run, target) is None:
@@ -95,7 +95,7 @@ class CheckpointLinks:
                     hint="choose another name, or remove the link",
                 )
         elif os.path.lexists(link):
-            raise InvalidRequest(f"{link} exists, and is no link", hint="choose another name, or move it away")
+            raise InvalidRequest(f"{link} exists, and is not a link", hint="choose another name, or move it away")
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -117,5 +117,5 @@ def _text(path: Path, most: int = SMALL_BYTES_MAX) -> str:
     """The beginning of a regular file; `OSError` for anything else, because reading a pipe would block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8", errors="replace") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no plain file")
+            raise OSError(f"{path} is not a plain file")
         return file.read(most)

@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if type(value).__module__.partition(".")[0] == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value)
-    raise TypeError(f"a value of type {type(value).__name__} is no JSON")
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
 
 
 def _well_formed(text: str) -> Any:

@@ -113,7 +113,7 @@ class AverageMemory:
                     mine.save.join()
                 send()
             except Exception:
-                log.exception("an update of the average could not be handed over")
+                log.exception("an update of the average could not be passed to the daemon")
             finally:
                 mine.reported.set()
             self._ring()

@@ -72,7 +72,7 @@ class Ema:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, float | int) or math.isnan(limit)):
             raise InvalidRequest(
                 f"Ema(loss_above={limit!r}): it must be a number",
-                hint="with math.inf, only steps whose loss is no finite number are left out",
+                hint="with math.inf, only steps whose loss is not a finite number are left out",
             )
         if not isinstance(self.of, str) or self.of in (GROUP, "extra", "optim"):
             raise InvalidRequest(f"Ema(of={self.of!r}): it must be the group of weights or of masters")
@@ -91,7 +91,9 @@ class Averaging:
     def __init__(self, ema: Ema, rank: AveragingRank, ask: Ask, automatic: Callable[[], bool]) -> None:
         """`automatic` returns whether the state has optimizers whose steps can be counted."""
         if not isinstance(ema, Ema):
-            raise InvalidRequest(f"ema={ema!r} is no Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes")
+            raise InvalidRequest(
+                f"ema={ema!r} is not an Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes"
+            )
         ema.check()
         self._ema, self._of, self._automatic = ema, rank, automatic
         self._memory = AverageMemory(rank, ema.rule, ask)
@@ -226,7 +228,7 @@ class Averaging:
             for name in ("of", "decay", "every", "correction")
             if getattr(state, name) != getattr(mine, name)
         ]
-        return (LeftOutNote(f"the average goes on with other options: {'; '.join(changed)}"),) if changed else ()
+        return (LeftOutNote(f"the average continues with other options: {'; '.join(changed)}"),) if changed else ()
 
     def taken_in(self) -> tuple[str, ...]:
         """Wait until the daemon has applied `restored`, on all ranks of all nodes; returns notes."""

@@ -95,7 +95,7 @@ class Saves:
             link = rank.session.link
             if under_way is None or not under_way.staged or link is None or not link.near:  # the process is about to end
                 raise
-            warn(f"{rank.run}@{step} is staged, and the daemon goes on with it: {late}")
+            warn(f"{rank.run}@{step} is staged, and the daemon continues with it: {late}")
 
     def fence(self) -> None:
         """Return when neither the last save nor the last update of the average reads the live state."""

@@ -57,7 +57,7 @@ def check_key(key: object) -> None:
     if key in _RESERVED_KEYS:
         raise InvalidRequest(
             f"the state's key {key!r} is reserved",
-            hint="Holdfast stores entries of its own under it: use another key",
+            hint="Holdfast stores its own entries under it: use another key",
         )
 
 

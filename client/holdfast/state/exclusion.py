@@ -134,7 +134,7 @@ class Exclusion:
             raise InvalidRequest(
                 f"exclude= leaves out {group}/{name}, and {reason}: what it learned would be lost",
                 hint="freeze it with requires_grad_(False), leave whole groups out with groups=, or store a part of a model "
-                "under a key of its own with Named(…, only=…)",
+                "under its own key with Named(…, only=…)",
             )
 
     def _whole_entries(self, values: Texts, held: set[Key]) -> None:

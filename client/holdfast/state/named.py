@@ -133,7 +133,7 @@ class Named:
         stored: object = self._rename.get(name, name) if isinstance(self._rename, Mapping) else self._rename(name)
         if not isinstance(stored, str) or not stored:
             raise InvalidRequest(
-                f"{path}: rename= of Named makes {stored!r} of {name!r}, which is no name",
+                f"{path}: rename= of Named makes {stored!r} of {name!r}, which is not a name",
                 hint="return the stored name, as text that is not empty; use only= to leave a tensor out",
             )
         return stored
@@ -176,7 +176,7 @@ class _Merged:
         )
         return InvalidRequest(
             f"{self._path}: {which}, and Named would store both as {stored!r}",
-            hint="give them different names: with rename=, in the modules, or as entries of their own",
+            hint="give them different names: with rename=, in the modules, or as their own entries",
         )
 
 

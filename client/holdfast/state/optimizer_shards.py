@@ -87,7 +87,7 @@ class OptimizerShards:
         for hook in self.hooks:
             if not isinstance(hook, torch.optim.Optimizer):
                 raise InvalidRequest(
-                    f"hooks= of OptimizerShards are torch optimizers, and a {type(hook).__name__} is none",
+                    f"hooks= of OptimizerShards must be torch optimizers, not a {type(hook).__name__}",
                     hint="pass the torch.optim.Optimizer that takes the steps",
                 )
 
@@ -238,7 +238,7 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
         for name in group["params"]:
             if name not in weights:
                 raise InvalidRequest(
-                    f"{key}.groups()[{position}] names {name!r}, which is no parameter of a module in the state",
+                    f"{key}.groups()[{position}] names {name!r}, which is not a parameter of a module in the state",
                     hint="use the names under which the state stores the parameters: the first one of tied parameters, and "
                     "with the key in front for a module under another key than model",
                 )

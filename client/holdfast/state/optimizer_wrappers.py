@@ -122,7 +122,7 @@ def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
     more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
     if more:
         raise InvalidRequest(
-            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} besides state and "
+            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} beside state and "
             "param_groups, which would not be saved",
             hint="put it into an object with state_dict() and load_state_dict(), and give that object its own key "
             "in the state",
@@ -135,7 +135,7 @@ def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrapper
             _gather(item, optimizers, wrappers)
         return
     if isinstance(value, OptimizerShards):
-        raise InvalidRequest("OptimizerShards is inside another object", hint="give it a key of its own in the state")
+        raise InvalidRequest("OptimizerShards is inside another object", hint="give it its own key in the state")
     if id(value) in optimizers or id(value) in wrappers:
         return
     inside = list(_held(value))

@@ -197,5 +197,5 @@ def _refuse_made_by(owner: Any, shared: Mapping[_Place, _Held], stored: set[int]
     raise InvalidRequest(
         f"{held.path} has the memory of a tensor of a live {type(owner).__name__}, and is not that tensor: it is from its "
         f"state_dict() or made by detach(), and the {kind} is not in the state",
-        hint=f"write {line}, the {kind} itself; or, for a copy of your own, tensor.detach().clone()",
+        hint=f"write {line}, the {kind} itself; or, for your own copy, tensor.detach().clone()",
     )

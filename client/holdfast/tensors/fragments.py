@@ -230,7 +230,7 @@ class FragmentList:
         if any_share_memory([part.tensor for part in self.parts]):
             raise InvalidRequest(
                 f"{path}: two Fragments of this list share memory, so a restore would overwrite one with the other",
-                hint="give each Fragment the slice of the local tensor that it stands for",
+                hint="give each Fragment its slice of the local tensor",
             )
 
     @property
@@ -310,7 +310,7 @@ def fragment_list(value: object, path: str) -> FragmentList | None:
     if others:
         raise InvalidRequest(
             f"{path}: a list of Fragments is one tensor, but this one has values of type {', '.join(others)} among them",
-            hint="put the Fragments of each tensor into a list of their own, and everything else beside it, in a dict",
+            hint="put the Fragments of each tensor into their own list, and everything else beside it, in a dict",
         )
     return FragmentList(value, path)
 

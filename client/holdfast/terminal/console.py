@@ -102,7 +102,7 @@ def confirm(question: str, undone: str, as_json: bool) -> None:
     except typer.Abort:
         if sys.stdin.isatty():
             raise
-        raise InvalidRequest(f"{undone}: there is no terminal to ask on", hint="add -y (--yes)") from None
+        raise InvalidRequest(f"{undone}: no terminal to ask for confirmation", hint="add -y (--yes)") from None
     if not agreed:
         raise typer.Abort
 

@@ -64,7 +64,7 @@ def _shown(report: dict[str, Any]) -> Finding:
         return Finding("holder", "ok", what)
     what += f"; no daemon has asked for it for {span(float(report['alone_s']))}"
     if saves:
-        advice = f"staged and not committed: {named}. Start the daemon of that root; the holder tries to do so by itself"
+        advice = f"staged and not committed: {named}. Start the daemon of that root; the holder also tries to start it"
         return Finding("holder", "warn", what, advice)
     return Finding("holder", "warn", what, "it lets go of that within two minutes")
 
@@ -75,6 +75,8 @@ def _lost(path: Path) -> Iterator[Finding]:
         for record in records:
             saves = sorted({f"{save['run']}@{save['step']}" for save in record["saves"]})
             what = f"staged saves of {record['root']} were given up, because {record['why']}: {', '.join(saves)}"
-            yield Finding("holder", "warn", what, f"remove {path} when you have read this; the root's next daemon does, too")
+            yield Finding(
+                "holder", "warn", what, f"remove {path} when you have read this; the root's next daemon removes it too"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield Finding("holder", "warn", f"{path} cannot be read: {error}", "remove it")

@@ -54,7 +54,7 @@ class Preemption:
         self._pending = False  # `_passed` was reported, and is fixed
         self._came, self._decided, self._closed = Latch(), Latch(), Latch()
         self._since = 0.0
-        self._why = "another rank was told to stop"
+        self._why = "another rank is stopping"
         self._missing: tuple[int, ...] = ()
         self._apart = False
         self._unheard: CheckpointError | None = None  # why the daemon has not answered

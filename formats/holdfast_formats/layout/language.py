@@ -232,7 +232,7 @@ def _layout(parts: dict[str, str]) -> Layout:
         parts.get("rules", "auto"),
     )
     if not _RULES.fullmatch(layout.rules):
-        _refuse(f"rules={_shown(layout.rules)} is no table's name")
+        _refuse(f"rules={_shown(layout.rules)} is not a table's name")
     if len(text(layout)) > TEXT_BYTES_MAX:
         _refuse(f"a layout whose text has {len(text(layout))} characters is too long", f"at most {TEXT_BYTES_MAX}")
     return layout

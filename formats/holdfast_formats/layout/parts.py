@@ -234,7 +234,7 @@ def _place(part: Part, shape: Shape) -> tuple[Box, list[int | None]]:
     for n, stride in zip(part.box.shape, part.strides, strict=True):
         outer = next((d for d in range(len(shape)) if steps[d] == stride and shape[d] > 1), None) if n > 1 else None
         if n > 1 and outer is None:
-            raise StateMismatch(f"a part of {part.tensor!r} with strides {list(part.strides)} is no box of {list(shape)}")
+            raise StateMismatch(f"a part of {part.tensor!r} with strides {list(part.strides)} is not a box of {list(shape)}")
         if outer is not None:
             lengths[outer] = n
         dimensions.append(outer)

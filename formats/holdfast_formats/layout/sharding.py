@@ -99,7 +99,7 @@ def _shard(tensor: LocalTensor, flat: bool, start: int, stop: int) -> LocalTenso
 def cuts(tensors: Sequence[Sized], layout: Layout, count: int) -> Cuts:
     """Which of `count` ranks keeps which elements; `StateMismatch` if the tensors have too many elements to count."""
     if count < 1:
-        raise InvalidRequest(f"{count} sharding ranks are none")
+        raise InvalidRequest(f"{count} is not a number of sharding ranks")
     volumes = [prod(tensor.shape) for tensor in tensors]
     if sum(volumes) > ELEMENTS_MAX:
         raise StateMismatch(f"{sum(volumes)} elements are too many to share out", hint=f"at most {ELEMENTS_MAX}")

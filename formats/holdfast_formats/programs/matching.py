@@ -81,7 +81,7 @@ def _gathered(statement: ProgramStatement, dropping: bool, wanted: frozenset[str
             f"{statement.where}: {' and '.join(lacking)} are on the left only", hint="join one, then the other"
         )
     if len(statement.left) > 1:
-        raise InvalidRequest(f"{statement.where}: {lacking[0]} is on the left only, so one name must stand there alone")
+        raise InvalidRequest(f"{statement.where}: {lacking[0]} is on the left only, so the left side must be a single name")
     return lacking[0]
 
 

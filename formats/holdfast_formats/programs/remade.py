@@ -180,7 +180,7 @@ class RemadeTensors:
             return LocalTensor(spec.name, spec.dtype, spec.shape, _as_they_are(spec.shape, shares))
         if mapped.padded:
             raise StateMismatch(
-                f"program {self._program!r} pads {spec.name!r}, of which a rank holds a part: the padding is nobody's",
+                f"program {self._program!r} pads {spec.name!r}, which is divided: no rank would own the padding",
                 hint="let the layout pad the vocabulary, with vocab=",
                 tensor=spec.name,
             )
@@ -207,7 +207,7 @@ class RemadeTensors:
         counts = tuple(side.held for side in sides)
         if shares and prod(counts) != sum(share.target.volume for share in shares):
             raise StateMismatch(
-                f"program {self._program!r}: what a rank of this layout holds of {spec.name!r} is no box of it",
+                f"program {self._program!r}: what a rank of this layout holds of {spec.name!r} is not a box of it",
                 hint="choose a layout that divides what it is made of evenly",
                 tensor=spec.name,
             )

@@ -165,7 +165,7 @@ class SavedProgram:
                 why = around.dropped.get(name) or around.sliced.get(name) or "no statement uses them"
                 raise InvalidRequest(
                     f"{left} elements of the checkpoint's {name!r} are left out ({why}), so {_REFUSED}",
-                    hint="save with another Checkpointer, of a run of its own, without program=",
+                    hint="save with another Checkpointer, in its own run, without program=",
                     tensor=name,
                 )
         return around

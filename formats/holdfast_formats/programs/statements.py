@@ -191,7 +191,7 @@ class _Reader:
         match = _RANGE.fullmatch(found.text[1:-1])
         if match is None or not 0 < int(match[2]) - int(match[1]) <= RANGE_MAX:
             raise self._error(
-                found.column, f"{found.text!r} is no range of 1 to {RANGE_MAX} numbers", hint="as in name[0:8]"
+                found.column, f"{found.text!r} is not a range of 1 to {RANGE_MAX} numbers", hint="as in name[0:8]"
             )
         self._at += 1
         return [f"{token.text}_{number}" for number in range(int(match[1]), int(match[2]))]
@@ -217,7 +217,7 @@ class _Reader:
         items = self._items(value)
         if token.text == "permute":
             if not all(item.isascii() and item.isdigit() and len(item) <= INDEX_DIGITS_MAX for item in items):
-                raise self._error(value.column, f"{value.text} is no order of dimensions", hint='as in permute="[1,0]"')
+                raise self._error(value.column, f"{value.text} is not an order of dimensions", hint='as in permute="[1,0]"')
             return program_statement._replace(permute=tuple(map(int, items)))
         if token.text == "slice":
             return program_statement._replace(slices=tuple(self._slice(value, item) for item in items))
@@ -252,7 +252,7 @@ class _Reader:
     def _value(self, token: _Token, text: str) -> Number:
         inside = text[1:-1] if text.startswith("{") and text.endswith("}") else text
         if inside == text and not (text.isascii() and text.isdigit()):
-            raise self._error(token.column, f"{text!r} is no number", hint="sizes stand in braces, as in {heads}")
+            raise self._error(token.column, f"{text!r} is not a number", hint="write sizes in braces, as in {heads}")
         expression = self._in_place(token, lambda: parse(inside))
         unknown = sorted(names_in(expression) - self._sizes)
         if unknown:
@@ -262,7 +262,7 @@ class _Reader:
     def _slice(self, token: _Token, item: str) -> tuple[Number | None, Number | None]:
         low, colon, high = item.partition(":")
         if not colon:
-            raise self._error(token.column, f"{item!r} is no part of a dimension", hint="as in slice=[0:32000, :]")
+            raise self._error(token.column, f"{item!r} is not a part of a dimension", hint="as in slice=[0:32000, :]")
         begin, end = (self._value(token, text.strip()) if text.strip() else None for text in (low, high))
         return begin, end
 
@@ -271,7 +271,7 @@ class _Reader:
         left, right = program_statement.left, program_statement.right
         if any(operand.rest for operand in (*left, *right)):
             if len(left) != 1 or len(right) != 1 or not left[0].rest or not right[0].rest:
-                raise self._error(0, "* alone stands for all other names, in * -> * and nowhere else")
+                raise self._error(0, "* alone means all other names, and is only allowed in * -> *")
         elif any(operand.nothing for operand in left) and (len(left) > 1 or len(right) > 1 or right[0].nothing):
             raise self._error(0, "a new tensor is written _ -> name")
         elif any(operand.nothing for operand in right) and len(right) > 1:
@@ -280,7 +280,7 @@ class _Reader:
             raise self._error(0, "a new tensor needs a whole name")
         regexes = [operand for operand in left if operand.regex is not None]
         if regexes and len(left) > 1:
-            raise self._error(0, "an expression stands alone on its side", hint="use $LAYER_ID where names are joined")
+            raise self._error(0, "an expression must be alone on its side", hint="use $LAYER_ID where names are joined")
         if not regexes and any(operand.template for operand in right):
             raise self._error(0, "/…/ on the right needs an expression on the left")
         kinds = words & {"fused_qkv", "fused_qkv_old", "fused_ffn", "stack", "unstack", "same"}

@@ -372,7 +372,7 @@ class Node(Body):
     )
     since: str | None = Field(default=None, description="RFC 3339: when it joined the cluster, by the catalog's clock")
     heard_s: float | None = Field(
-        default=None, description="seconds since it was last heard of; what is told of another node is as old as this"
+        default=None, description="seconds since its last heartbeat; data about another node is as old as this"
     )
     host: str | None = Field(default=None, description="name of its machine; only shown to tokens for all runs")
     url: str | None = Field(default=None, description="address of its API; only shown to tokens for all runs")

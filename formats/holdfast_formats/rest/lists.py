@@ -23,7 +23,7 @@ NEARLY_FULL = 0.9  # of a quota
 LATE_S = 20.0  # a node renews its membership every 10 s
 DUTIES = {
     "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
-    "notifications": "tells people of alerts",
+    "notifications": "sends alerts to people",
 }
 
 

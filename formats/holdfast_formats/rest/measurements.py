@@ -85,7 +85,7 @@ class Acknowledgement(Body):
 
     by: str | None = Field(description="name of the token; null if the run's file does not say it, as of the time")
     at: str | None = Field(description="RFC 3339, UTC")
-    until: str | None = Field(default=None, description="when it ends by itself; null: when the alert has ended")
+    until: str | None = Field(default=None, description="when it expires; null: when the alert has ended")
 
 
 class AcknowledgeRequest(Body):

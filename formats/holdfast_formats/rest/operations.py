@@ -22,7 +22,7 @@ EVENTS: dict[str, str] = {
     "node-lost": "a node was lost: it has said nothing for the length of its lease, and no goodbye",
     "node-forgotten": "a node that is gone was removed from the list of nodes",
     "secret-rotated": "the nodes of the catalog got a new secret, by which they know each other",
-    "catalog-rebuilt": "the catalog was damaged or made by an unreleased version: it was moved away and made again",
+    "catalog-rebuilt": "the catalog was damaged or made by an unreleased version: it was moved away and rebuilt",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
     "attempt-declared": "a new launch of a training run connected",
     "run-ended": "all ranks of a run closed their Checkpointer",
@@ -89,7 +89,7 @@ class Gap(Body):
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
     oldest: int = Field(
-        description="the ID with which the stream goes on: the oldest stored one of those that the token sees"
+        description="the ID with which the stream continues: the oldest stored one of those that the token sees"
     )
 
 

@@ -217,7 +217,9 @@ class RankConnection:
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
         if request.step in self._withdrawn:
-            late = DeadlineExceeded(f"rank {who.rank} waited for its daemon in vain, and saves no part of {request.step}")
+            late = DeadlineExceeded(
+                f"rank {who.rank} has waited too long for its daemon, and saves no part of {request.step}"
+            )
             self._plane.saver.give_up(who, request.step, late)
             raise late
         slot = self._plane.saver.lease(who, self._segments[-1], request, request.wait_s)

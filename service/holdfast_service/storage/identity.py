@@ -55,9 +55,9 @@ def _take_over(tier: PosixTier, root_file: RootFile, catalog: str | None, leave:
     if root_file.catalog is not None and not leave:
         raise WrongRoot(
             f"{tier.root} is shared by the daemons of several nodes, with the catalog {root_file.catalog}; this one has "
-            f"{catalog or 'a catalog of its own'}",
+            f"{catalog or 'its own catalog'}",
             hint="start it with the same --catalog. If no other daemon serves this root any more, `holdfast catalog adopt "
-            "--root DIR --catalog URL` gives the root another catalog, and without --catalog one of its own",
+            "--root DIR --catalog URL` gives the root another catalog, and without --catalog its own",
         )
     tier.replace(naming.ROOT_FILE, encode(root_file.model_copy(update={"catalog": catalog})))
 

@@ -48,7 +48,7 @@ def lock_node(root: Path, node: str) -> RootLock:
         except RootBusy as error:
             raise RootBusy(
                 f"another daemon of this machine is called {node!r}: {error.detail}",
-                hint="give every daemon of a root a name of its own: --node NAME",
+                hint="give every daemon of a root its own name: --node NAME",
                 **error.members,
             ) from None
 

@@ -227,7 +227,7 @@ class MemoryTier:
     def _make_directories(self, names: _Path) -> None:
         above = [names[:depth] for depth in range(len(names) + 1)]
         if any(path in self._files for path in above):
-            raise StorageFailed(f"a file stands in the place of a directory along {'/'.join(names)}")
+            raise StorageFailed(f"a file stands in place of a directory along {'/'.join(names)}")
         self._directories.update(above)
 
     def _check_room(self, size: int) -> None:

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast_service")
 
 FIRST = (
-    "start PostgreSQL, or correct --catalog: the first time it has to answer. It needs a database of its own, and a "
+    "start PostgreSQL, or correct --catalog: the first time it must answer. It needs its own database, and a "
     "user that may create tables"
 )
 SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long

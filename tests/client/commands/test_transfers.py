@@ -98,7 +98,7 @@ def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, wa
     source = tmp_path / "place" / "hf"
     source.mkdir(parents=True)
     save_file({"[/w]": np.ones((3, 4), np.float32)}, source / "model.safetensors")
-    (source / "tf_model.h5").write_bytes(b"once more")
+    (source / "tf_model.h5").write_bytes(b"again")
     (source / "config.json").write_text("{}")
     with ExitStack() as held:
         where: list[object] = [source, "mine@3", "--root", tmp_path / "other"]
@@ -109,7 +109,7 @@ def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, wa
         told = call_json("import", *where, "--dry-run", "--from", "hf")
         refused = call("import", *where, "--from", "paper", "--dry-run")
     assert said.exit_code == 0 and "would import" in said.output
-    assert "tf_model.h5" in said.output and "the weights once more" in said.output
+    assert "tf_model.h5" in said.output and "the weights again" in said.output
     assert told["groups"] == {"model": {"tensors": 1, "bytes": 48, "dtypes": ["F32"], "names": ["[/w]"]}}
     uses = {file["file"]: file["use"] for file in told["source"]["files"]}
     assert uses == {"model.safetensors": "tensors", "config.json": "asset", "tf_model.h5": "unused"}

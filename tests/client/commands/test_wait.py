@@ -61,7 +61,7 @@ def test_waits_for_a_step(tmp_path: Path) -> None:
     with running(tmp_path / "root", *flags, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
         with Checkpointer("llama", {"model": torch.nn.Linear(1000, 500)}, at=str(daemon.socket)) as checkpointer:
             early = call("llama@2", "--timeout", "0.3", "--url", daemon.url)
-            assert (early.exit_code, "llama@2 is no checkpoint yet" in early.stderr) == (6, True)
+            assert (early.exit_code, "llama@2 is not a checkpoint yet" in early.stderr) == (6, True)
             ticket = checkpointer.save(2)
             assert not ticket.done
             assert call("llama@2", "--committed", "--url", daemon.url).stdout.startswith("llama@2 is ")

@@ -225,7 +225,7 @@ def test_an_optimizer_without_its_state_is_refused(saver: Saver) -> None:
     saver.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, 1)
     fresh, unstepped = trained(2, steps=0)
     asked = {"model": fresh.state_dict(), "optim": unstepped.state_dict()}
-    with pytest.raises(CheckpointException, match=r"asks for none of it: .*exp_avg"):
+    with pytest.raises(CheckpointException, match=r"requests none of it: .*exp_avg"):
         saver.load(asked, 1)
     saver.load({"model": fresh.state_dict()}, 1)
     assert torch.equal(next(fresh.parameters()), next(model.parameters()))

@@ -82,7 +82,7 @@ NONSENSE = {
     "names": b'{"items":{' + b",".join(b'"%d":0' % number for number in range(MIB // 4)) + b"}}",
     "depth": b"[" * MIB,
     "not UTF-8": b'{"items":["\xff"]}',
-    "a number that is none": b'{"items":[1e999]}',
+    "an invalid number": b'{"items":[1e999]}',
     "no page": b'{"next":[]}',
 }
 

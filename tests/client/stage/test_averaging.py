@@ -283,7 +283,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], run: str, t
 @pytest.mark.parametrize("ema", [{"decay": 0.9}, 0.999, True, Ema])
 def test_what_is_no_average_is_refused(ema: Any, run: str, tmp_path: Path) -> None:
     """A mapping of the options, a number or the class itself, with what to write instead."""
-    with pytest.raises(InvalidRequest, match=r"ema=.* is no Ema") as caught:
+    with pytest.raises(InvalidRequest, match=r"ema=.* is not an Ema") as caught:
         Checkpointer(run, {"model": {"w": torch.ones(1)}}, at=tmp_path, ema=ema)
     assert "holdfast.Ema(" in caught.value.hint
 

@@ -321,7 +321,7 @@ def test_a_tied_parameter_has_the_name_under_which_it_is_stored():
         OptimizerShards(groups=lambda name=name: [{"params": [name]}], state=dict, install=print) for name in ("a", "b")
     ]
     TrainState({"model": {"a": one, "b": one}, "optim": shards[0]}, 0, 1)
-    with pytest.raises(InvalidRequest, match="'b', which is no parameter") as told:
+    with pytest.raises(InvalidRequest, match="'b', which is not a parameter") as told:
         TrainState({"model": {"a": one, "b": one}, "optim": shards[1]}, 0, 1)
     assert "tied" in told.value.hint
 

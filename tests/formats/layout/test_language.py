@@ -184,7 +184,7 @@ def test_objects_may_be_nested() -> None:
         ("sharding=8:stage1:sort=name", "unknown value of sort: 'name'", "there is size, none"),
         ("qkv=head", "unknown value of qkv: 'head'", "did you mean heads"),
         ("vocab=0", "vocab='0'", ""),
-        ("rules=../x", "rules='../x' is no table's name", ""),
+        ("rules=../x", "rules='../x' is not a table's name", ""),
         ('{"tp": 2, "tp": 2}', "names a key twice", ""),
         ('{"tp": ', "JSON cannot be read", ""),
         ("{" * TEXT_BYTES_MAX, "JSON cannot be read", ""),

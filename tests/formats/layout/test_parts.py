@@ -128,5 +128,5 @@ def test_what_cannot_be_fused_stacked_or_found_is_refused_by_name() -> None:
     with pytest.raises(StateMismatch, match="'stack' do not hold everything"):
         parts.resolve(parts.full("a", "I64", (3, 2)), {"a": [held]})
     crooked = Fused("odd", (4, 4), (Part("a", Box((0, 0), (2, 2)), 0, (3, 1)),))
-    with pytest.raises(StateMismatch, match="no box of"):
+    with pytest.raises(StateMismatch, match="not a box of"):
         parts.resolve(parts.full("a", "I64", (2, 2)), {"a": [crooked]})

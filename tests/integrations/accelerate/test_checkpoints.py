@@ -220,7 +220,7 @@ def test_what_it_does_not_understand_is_refused_by_name(daemon: RunningDaemon, t
     handle.remove()
     assert not list(tmp_path.iterdir())
     (tmp_path / "there").mkdir()
-    with pytest.raises(InvalidRequest, match="is no link"):
+    with pytest.raises(InvalidRequest, match="is not a link"):
         one.accelerator.save_state(tmp_path / "there", wait="durable")
     with pytest.raises(NoSuchCheckpoint):
         one.accelerator.load_state(99)
@@ -241,7 +241,7 @@ def test_what_it_does_not_understand_is_refused_by_name(daemon: RunningDaemon, t
 def test_a_stateful_loader_is_not_skipped_twice(daemon: RunningDaemon) -> None:
     """It goes on by itself; to skip what it has left out already loses rows."""
     one = Training(daemon, "stateful", 12, stateful=True)
-    with pytest.raises(InvalidRequest, match="goes on by itself"):
+    with pytest.raises(InvalidRequest, match="continues where it was"):
         one.accelerator.skip_first_batches(one.loader, 2)
     assert isinstance(one.holdfast._loaders[0], loader_positions.LoaderPosition)
     one.holdfast.close()

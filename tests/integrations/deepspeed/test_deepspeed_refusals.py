@@ -101,12 +101,12 @@ def test_state_and_requests_that_are_not_covered(make: Any, tmp_path: Path) -> N
         engine.save_checkpoint(saves, client_state=[1])
     with pytest.raises(ValueError, match="non-empty"):
         engine.save_checkpoint("")
-    with pytest.raises(InvalidRequest, match="no name of a directory below"):
+    with pytest.raises(InvalidRequest, match="not a name of a directory below"):
         engine.save_checkpoint(saves, "../up")
-    with pytest.raises(InvalidRequest, match="where no links may stand"):
+    with pytest.raises(InvalidRequest, match="where links are not allowed"):
         engine.save_checkpoint(tmp_path / "checkpoints" / "mine")
     (saves / "mine").mkdir(parents=True)
-    with pytest.raises(InvalidRequest, match="exists and is no link"):
+    with pytest.raises(InvalidRequest, match="exists and is not a link"):
         engine.save_checkpoint(saves, "mine")
     with pytest.raises(InvalidRequest, match="custom_load_fn"):
         engine.load_checkpoint(saves, custom_load_fn=print)
@@ -122,7 +122,7 @@ def test_state_and_requests_that_are_not_covered(make: Any, tmp_path: Path) -> N
         engine.save_checkpoint(saves, "a", {"n": 1})
     del kept["rows"]
     engine.optimizer.optimizer.state[torch.zeros(2)] = {"exp_avg": torch.zeros(2)}
-    with pytest.raises(InvalidRequest, match="for something that is no flat tensor"):
+    with pytest.raises(InvalidRequest, match="for something that is not a flat tensor"):
         engine.save_checkpoint(saves, "a", {"n": 1})
 
 

@@ -150,7 +150,7 @@ def test_arguments(daemon: RunningDaemon, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="storage_options"):
         fitting.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
     (tmp_path / "file.ckpt").write_text("mine")
-    with pytest.raises(InvalidRequest, match="exists, and is no link"):
+    with pytest.raises(InvalidRequest, match="exists, and is not a link"):
         fitting.save_checkpoint(tmp_path / "file.ckpt")
     with pytest.raises(TypeError, match="unexpected keyword"):
         saves(daemon, "arguments", every_n_steps=3)

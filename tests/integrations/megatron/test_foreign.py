@@ -51,4 +51,4 @@ def test_buffers_of_the_distributed_optimizer(tmp_path: Path) -> None:
     """Megatron's default cuts them as its buffers are; they are kept as they are, and said."""
     listing = _saved(tmp_path, 1, "--sharding", "dp_reshardable", "--distributed")
     assert {key.group for key in listing.tensors} == {"model", "extra"}
-    assert any("belong to no weight by name" in note for note in listing.notes)
+    assert any("do not name their weights" in note for note in listing.notes)

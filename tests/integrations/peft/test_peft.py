@@ -119,7 +119,7 @@ def test_a_trainer(daemon: RunningDaemon, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="a GPT2LMHeadModel is no PeftModel"):
+    with pytest.raises(InvalidRequest, match="a GPT2LMHeadModel is not a PeftModel"):
         adapter(small_model())
     two = lora()
     two.add_adapter("other", LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))

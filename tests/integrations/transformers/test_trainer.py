@@ -407,7 +407,7 @@ def test_methods_that_nobody_would_call(tmp_path: Path, name: str) -> None:
 def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir(parents=True)
     (tmp_path / "checkpoint-2" / "mine.txt").write_text("")
-    with pytest.raises(InvalidRequest, match="exists, and is no link"):
+    with pytest.raises(InvalidRequest, match="exists, and is not a link"):
         attach(plain(tmp_path), run, at=daemon.socket).train()
 
 

@@ -175,7 +175,7 @@ def test_who_comes_back_with_what_is_committed_is_told_so(nodes: Nodes) -> None:
         nodes.lapse(node)
         node.membership.beat()
     assert arrive(a, 1, [0], 3) == number == arrive(b, 1, [1], 3)
-    assert arrive(a, 1, [0], 3, said=b"once more") != number != arrive(c, 1, [2], 3)
+    assert arrive(a, 1, [0], 3, said=b"again") != number != arrive(c, 1, [2], 3)
 
 
 def test_no_part_changes_once_all_are_there(nodes: Nodes) -> None:

@@ -398,7 +398,7 @@ def test_a_component_of_diffusers_is_loaded_by_diffusers(world: CopiesWorld, imp
         source = tmp_path / f"unet{shards}"
         source.mkdir()
         (source / "config.json").write_text(config)
-        (source / "diffusion_pytorch_model.bin").write_bytes(b"the same once more")
+        (source / "diffusion_pytorch_model.bin").write_bytes(b"the same again")
         stem = "diffusion_pytorch_model"
         names = [f"{stem}.safetensors"] if shards == 1 else [f"{stem}-0000{n}-of-00002.safetensors" for n in (1, 2)]
         for number, name in enumerate(names):

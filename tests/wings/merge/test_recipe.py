@@ -91,7 +91,7 @@ WRONG = {
     "a model without a name": ("merge_method: linear\nmodels:\n  - parameters: {}\n", 3, "models", ""),
     "two adapters": (LINEAR.replace("a@1", "a+b+c"), 3, "model", "MODEL+ADAPTER"),
     "a model twice": (f"{LINEAR}  - model: a@1\n", 5, "a@1", ""),
-    "a base that is no model": (f"{LINEAR}base_model: b@1\n", 5, "base_model", "under `models`"),
+    "a base that is not a model": (f"{LINEAR}base_model: b@1\n", 5, "base_model", "under `models`"),
     "another dtype": (f"{LINEAR}dtype: int8\n", 5, "dtype", "bfloat16"),
     "another seed": (f"{LINEAR}seed: -1\n", 5, "seed", ""),
     "another dialect": (f"{LINEAR}dialect: torch\n", 5, "dialect", "paddle"),

@@ -189,7 +189,7 @@ def test_watched_runs_are_those_that_the_viewer_may_see(world: World) -> None:
     ("flags", "said"),
     [
         (["--on-event", "no-such-program"], "--on-event"),
-        (["--on-event", "true", "--on-event-kinds", "lunch"], "no kind of event"),
+        (["--on-event", "true", "--on-event-kinds", "lunch"], "not a kind of event"),
         (["--on-event-timeout", "0"], "--on-event-timeout"),
     ],
 )

@@ -149,7 +149,7 @@ def test_secrets_are_in_files_that_not_everybody_reads(tmp_path: Path) -> None:
         read_secret(secret(tmp_path, "short", "short"))
     with pytest.raises(InvalidRequest, match="cannot read"):
         read_secret(tmp_path / "nothing")
-    with pytest.raises(InvalidRequest, match="is no file"):
+    with pytest.raises(InvalidRequest, match="is not a file"):
         read_secret(Path("/dev/zero"))
     everybody = secret(tmp_path, "0123456789abcdef", "everybody")
     everybody.chmod(0o644)

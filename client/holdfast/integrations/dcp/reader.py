@@ -166,7 +166,7 @@ class HoldfastStorageReader(StorageReader):
         because this one may have no part of its tensors.
         """
         for key, names in unused.items():
-            text = f"{self.checkpoint_id} has the state of {key}, and the state dict asks for none of it: "
+            text = f"{self.checkpoint_id} has the state of {key}, and the state dict requests none of it: "
             text += ", ".join(names[:LISTED_MAX]) + ", …" * (len(names) > LISTED_MAX)
             hint = (
                 "make the state dict with torch.distributed.checkpoint.state_dict.get_state_dict(): optimizer.state_dict() "

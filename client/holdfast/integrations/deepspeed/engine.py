@@ -129,7 +129,7 @@ class AttachedEngine:
         path = _path(save_dir, tag)
         if self._root is not None and Path(os.path.realpath(path.parent)).is_relative_to(self._root):
             raise InvalidRequest(
-                f"{save_dir} is inside of {self._root}, the directory of Holdfast, where no links may stand",
+                f"{save_dir} is inside of {self._root}, the directory of Holdfast, where links are not allowed",
                 hint="save to a directory outside of at=",
             )
         step = engine.global_steps
@@ -306,10 +306,10 @@ def is_deepspeeds(run: str, load_dir: str, tag: Any) -> bool:
 def _path(directory: str, tag: str) -> Path:
     path = Path(directory, tag)
     if not tag or ".." in Path(tag).parts or Path(tag).is_absolute():
-        raise InvalidRequest(f"the tag {tag!r} is no name of a directory below {directory!r}")
+        raise InvalidRequest(f"the tag {tag!r} is not a name of a directory below {directory!r}")
     if path.exists() and not path.is_symlink():
         raise InvalidRequest(
-            f"{path} exists and is no link to a checkpoint of Holdfast", hint="use another tag or directory, or remove it"
+            f"{path} exists and is not a link to a checkpoint of Holdfast", hint="use another tag or directory, or remove it"
         )
     return path
 

@@ -192,6 +192,6 @@ class PartitionedOptimizer:
         for tensor, kept in self.base.state.items():
             if kept and id(tensor) not in known:
                 raise InvalidRequest(
-                    f"{type(self.base).__name__} keeps {', '.join(map(str, kept))} for something that is no flat tensor of "
-                    "the engine, and it would not be saved"
+                    f"{type(self.base).__name__} keeps {', '.join(map(str, kept))} for something that is not a flat tensor "
+                    "of the engine, and it would not be saved"
                 )

@@ -146,7 +146,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         if not same:
             raise InvalidRequest(
                 f"step {saved.step} was saved as {saved.path} with other tensors: both would be one checkpoint",
-                hint="put both into one dictionary, or give each file a run of its own",
+                hint="put both into one dictionary, or give each file its own run",
             )
 
 

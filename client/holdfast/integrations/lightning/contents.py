@@ -46,7 +46,7 @@ class NotGathered(Mapping[str, Any]):
         return InvalidRequest(
             f"a hook looks into checkpoint[{self._name!r}], which Holdfast leaves empty: it saves and restores the live "
             "tensors, and gathers nothing",
-            hint="put what the hook needs under a key of its own",
+            hint="put what the hook needs under its own key",
         )
 
 

@@ -86,7 +86,7 @@ class LiveState:
         elif not isinstance(tensors, NotGathered):
             raise InvalidRequest(
                 "a hook has replaced checkpoint['state_dict'], and Holdfast saves the live tensors",
-                hint="put what the hook adds under a key of its own",
+                hint="put what the hook adds under its own key",
             )
         if OPTIMIZERS in values:
             values[OPTIMIZERS] = len(values[OPTIMIZERS])

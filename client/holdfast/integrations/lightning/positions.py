@@ -198,14 +198,14 @@ class EpochPosition:
         stateful = {is_stateful(loader) for loader in combined.flattened}
         if len(stateful) > 1:
             return InvalidRequest(
-                "some of the data loaders have a state of their own, and some have none: a save within an epoch cannot say "
+                "some of the data loaders have their own state, and some have none: a save within an epoch cannot tell "
                 "where they are",
                 hint="use loaders of one kind, or save at the end of epochs (every_n_epochs=1)",
             )
         if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
             return InvalidRequest(
                 "a data loader has begun again within the epoch, because others are longer: its order cannot be found again",
-                hint="use loaders with a state of their own (StatefulDataLoader), or save at the end of epochs",
+                hint="use loaders with their own state (StatefulDataLoader), or save at the end of epochs",
             )
         return None
 

@@ -35,7 +35,7 @@ def check_trainer(trainer: Any) -> None:
     if others or not any(kind in _STRATEGIES for kind in kinds) or _saves_otherwise(strategy):
         hint = f"supported are {', '.join(_STRATEGIES)}"
         if "DeepSpeedStrategy" in kinds:
-            hint = "in a loop of your own: holdfast.integrations.deepspeed.attach(engine, …)"
+            hint = "in your own loop: holdfast.integrations.deepspeed.attach(engine, …)"
         raise InvalidRequest(f"the strategy {kinds[0]} is not supported", hint=hint)
     if getattr(strategy, "_start_method", "popen") not in (None, "popen"):
         raise InvalidRequest(
@@ -111,5 +111,5 @@ def check_save(trainer: Any) -> None:
     if accumulates(trainer):
         raise InvalidRequest(
             "a save in the middle of an accumulation of gradients, which no checkpoint has",
-            hint="save after every accumulate_grad_batches-th batch; HoldfastCheckpoint waits for it by itself",
+            hint="save after every accumulate_grad_batches-th batch; HoldfastCheckpoint waits for it",
         )

@@ -91,7 +91,7 @@ def save_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
     _refuse({"non_persistent_ckpt": non_persistent_ckpt or None}, "save more often instead, and keep fewer: keep_last=")
     if getattr(args, "dataloader_save", None):
         raise InvalidRequest(
-            "--dataloader-save would store the position of the data loader in files of its own",
+            "--dataloader-save would store the position of the data loader in its own files",
             hint="leave it out: consumed samples are stored; an Energon loader's position is not supported",
         )
     _refuse_rerun(train_data_iterator)
@@ -293,7 +293,7 @@ def _check_groups(given: dict[str, Any]) -> None:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
         if value and (name not in known or value is not known[name]()):
             raise InvalidRequest(
-                f"{name}={value!r} is not the one of parallel_state", hint="process groups of your own are not supported"
+                f"{name}={value!r} is not the one of parallel_state", hint="your own process groups are not supported"
             )
 
 

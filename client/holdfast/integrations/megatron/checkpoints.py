@@ -237,7 +237,7 @@ def _add(group: dict[str, list[Fragment]], stored: Stored) -> None:
         if name in group:
             raise InvalidRequest(
                 f"two tensors of the model on this rank would be stored as {name!r}, one of them {stored.own!r}",
-                hint="give the modules names of their own in sharded_state_dict()",
+                hint="give the modules their own names in sharded_state_dict()",
             )
         group[name] = parts
 
@@ -250,7 +250,7 @@ def _refuse_fsdp(model: Sequence[Any]) -> None:
             if "FullyShardedDataParallel" in type(wrapper).__name__:
                 raise InvalidRequest(
                     f"{type(wrapper).__module__}.{type(wrapper).__name__} is not supported",
-                    hint="use the distributed optimizer; or torch's fully_shard in a loop of your own, with Checkpointer",
+                    hint="use the distributed optimizer; or torch's fully_shard in your own loop, with Checkpointer",
                 )
             wrapper = getattr(wrapper, "module", None)
 

@@ -284,7 +284,7 @@ def _refuse(member: Any) -> None:
     config = getattr(member, "config", None)
     for name, text in (
         ("use_precision_aware_optimizer", "keeps copies and moments inside of a fused optimizer, scaled"),
-        ("optimizer_cpu_offload", "keeps a part of its state on the CPU, in optimizers of its own"),
+        ("optimizer_cpu_offload", "keeps a part of its state on the CPU, in its own optimizers"),
     ):
         if getattr(config, name, False):
             raise InvalidRequest(f"an optimizer with {name} is not supported: it {text}", hint=f"train without {name}")

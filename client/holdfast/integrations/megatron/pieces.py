@@ -157,7 +157,7 @@ def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
     start = data.storage_offset() - tensor.storage_offset()
     if not same or not data.is_contiguous() or start < 0 or start + data.numel() > tensor.numel():
         raise InvalidRequest(
-            f"{own}: its ShardedTensorFactory makes a tensor of shape {list(data.shape)} that is no stretch of the "
+            f"{own}: its ShardedTensorFactory makes a tensor of shape {list(data.shape)} that is not a stretch of the "
             "parameter's memory, so a restore into it would be lost",
             hint="such layers (grouped experts, Mamba) are not supported; use SequentialMLP for experts",
         )
@@ -212,7 +212,7 @@ class _Live:
         live_tensor = self._by_place.get(place(data))
         if live_tensor is None:
             raise InvalidRequest(
-                f"{own}: sharded_state_dict() makes a tensor of shape {list(data.shape)} for it that is no parameter or "
+                f"{own}: sharded_state_dict() makes a tensor of shape {list(data.shape)} for it that is not a parameter or "
                 "buffer of the module, so a restore into it would be lost"
             )
         if not live_tensor.is_contiguous():

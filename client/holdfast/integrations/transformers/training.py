@@ -97,7 +97,7 @@ class TrainerRun:
                         f"the newest checkpoint of {self.run} is damaged, and NEFTune cannot be set up twice in a process",
                         hint=f"start again with resume_from_checkpoint={other.step}",
                     ) from other
-                log.warning("step %d of %s is restored instead: training starts once more", other.step, self.run)
+                log.warning("step %d of %s is restored instead: training starts again", other.step, self.run)
                 wanted = Wanted(step=other.step, needed=True)
 
     def is_source(self, directory: object) -> bool:

@@ -72,7 +72,7 @@ class LoadHooks(NamedTuple):
                         continue
                     written += hooks
                     if found:
-                        way = "put what it does besides into optimizer.register_load_state_dict_post_hook(), which is called"
+                        way = "put its other work into optimizer.register_load_state_dict_post_hook(), which is called"
                         plan.notes.append(_not_called(found, "a restore fills the optimizer's state in place", way))
         if written:
             plan.actions.append(partial(self._run, written))

@@ -63,7 +63,7 @@ class LoginsFile(BaseModel):
     def _check_groups(cls, value: dict[str, Grant]) -> dict[str, Grant]:
         for name in value:
             if not name or "," in name or name != name.strip() or not name.isprintable():
-                raise ValueError(f"{name!r} is no group that the proxy could name: without commas, and spaces around it")
+                raise ValueError(f"{name!r} is not a group that the proxy could name: without commas, and spaces around it")
         return value
 
     @field_validator("logout")
@@ -179,7 +179,7 @@ def _text(path: Path) -> bytes:
 def _name(text: str) -> str:
     name = _decoded(text)
     if len(name) > NAME_CHARS_MAX or not name.isprintable():
-        raise InvalidRequest("the login proxy has sent a name that is none", hint="its claims for user and email are wrong")
+        raise InvalidRequest("the login proxy has sent an invalid name", hint="its claims for user and email are wrong")
     return name
 
 

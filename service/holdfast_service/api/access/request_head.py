@@ -57,7 +57,9 @@ def read(scope: Scope) -> dict[str, str]:
         raise InvalidRequest(f"the header {twice[0]!r} appears twice", hint="send it once")
     headers = dict(given)
     if "host" in headers and not _is_host(headers["host"]):
-        raise InvalidRequest(f"the Host {headers['host'][:80]!r} is no host", hint="send a name or an address, and a port")
+        raise InvalidRequest(
+            f"the Host {headers['host'][:80]!r} is not a valid host", hint="send a name or an address, and a port"
+        )
     if "transfer-encoding" in headers and "content-length" in headers:
         raise InvalidRequest("Transfer-Encoding and Content-Length cannot be combined", hint="send only one of them")
     if len(cookies(headers.get("cookie", ""))) > 1:

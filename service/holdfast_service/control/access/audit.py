@@ -254,7 +254,7 @@ def offline(database: Database, node: str, kind: str, run: str | None = None, st
     try:
         Audit(database, node, timestamps.utc_now).record(act)
     except CheckpointError as error:
-        log.warning("the audit log does not tell of this: %s", error.detail)
+        log.warning("not recorded in the audit log: %s", error.detail)
 
 
 def _by_author(session: Session) -> dict[_AUTHOR, int]:

@@ -84,7 +84,7 @@ def _stuck(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attent
             level="warning",
             code="storage-slow",
             text=f"storage has been writing a save for {span(facts.now - writing)}{usually}",
-            hint="training goes on and nothing committed is in danger; check the disk or network, or save less often",
+            hint="training continues and nothing committed is in danger; check the disk or network, or save less often",
             step=summary.newest,
             since=_at(writing),
         )
@@ -230,7 +230,7 @@ def _warned(facts: Facts) -> Iterator[Attention]:
 _STORED = {
     "checkpoint-missing": "find out what removed it; `holdfast repair RUN@STEP` copies it back from a replica, else put it "
     "back from a backup if you need it; retention keeps what is there",
-    "removal-waits": "check the disk or network of the root, and verify what is there; removal goes on when what stays is "
+    "removal-waits": "check the disk or network of the root, and verify what is there; removal continues when what stays is "
     "sound",
 }
 

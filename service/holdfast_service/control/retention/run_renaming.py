@@ -89,7 +89,7 @@ class RunRenaming:
         if not self._is_alone:
             raise InvalidRequest(
                 "a run of a root that several daemons share cannot be renamed",
-                hint="stop all but one, or import its checkpoints under the other name",
+                hint="stop all daemons except one, or import its checkpoints under the other name",
             )
         run_removal.refuse_foreign(self._tier, run)
         built: object = None

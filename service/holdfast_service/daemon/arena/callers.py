@@ -96,7 +96,7 @@ def prepare_directory(path: Path) -> bool:
     created = not path.parent.exists()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.parent.stat()
-    hint = "choose a directory of your own with --socket"
+    hint = "choose your own directory with --socket"
     if status.st_uid not in (0, os.geteuid()):
         raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {status.st_uid}", hint=hint)
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:

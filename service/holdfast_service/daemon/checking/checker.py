@@ -202,7 +202,7 @@ class Checker:
         first = damages[0]
         if len(damages) > 1:
             more = f"at least {DAMAGES_MAX - 1}" if len(damages) >= DAMAGES_MAX else str(len(damages) - 1)
-            log.error("%s@%s: %s more damaged ranges besides the one named", run, step, more)
+            log.error("%s@%s: %s more damaged ranges than the reported one", run, step, more)
             first.members["more"] = len(damages) - 1
         if record is not None:
             record(first)

@@ -97,7 +97,7 @@ class CopyPublisher:
 
     def _check_mine(self) -> None:
         if not self._is_mine():
-            raise StateMismatch(f"another node copies to replica {self._name} by now", hint="it goes on with what is due")
+            raise StateMismatch(f"another node copies to replica {self._name} by now", hint="it continues with what is due")
 
     def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
         """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""

@@ -105,7 +105,7 @@ class Membership:
                     raise RootBusy(
                         f"another daemon of this cluster is called {self.me.name!r}: process {other.pid} on "
                         f"{other.about.get('host', 'another machine')}",
-                        hint="give every daemon a name of its own: --node NAME",
+                        hint="give every daemon its own name: --node NAME",
                         node=self.me.name,
                     )
                 if not is_reported:

@@ -77,7 +77,7 @@ class Listening:
         host, port = at or (address or LOOPBACK, 0)
         if host in EVERYWHERE:  # a wildcard address reaches the caller's own machine
             raise InvalidRequest(
-                f"--exchange: {host} is no address at which other nodes reach this one",
+                f"--exchange: {host} is not an address at which other nodes reach this one",
                 hint="give the address or host name of this machine that other nodes reach: --exchange HOST:PORT",
             )
         self._cluster, self._is_known = cluster, at is not None or address is not None

@@ -161,7 +161,9 @@ def _without_base(recipe: MergeRecipe, document: Located, keys: dict[str, Locate
             raise InvalidRequest(f"the recipe has no base_model, which {method.name} needs", key="base_model")
         recipe = recipe._replace(models=tuple(one for one in recipe.models if not one.name.same(base)))
     elif base is not None and not any(one.name.same(base) for one in recipe.models):
-        keys["base_model"].refuse(f"is none of the models, and {method.name} takes nothing else", "list it under `models`")
+        keys["base_model"].refuse(
+            f"is not one of the models, and {method.name} takes nothing else", "list it under `models`"
+        )
     most = method.models_max or MODELS_MAX
     if not method.models_min <= len(recipe.models) <= most:
         besides = " besides the base" if method.needs_base else ""
@@ -175,7 +177,7 @@ def _method(given: Located) -> Method:
     if name in _OF_MERGEKIT:
         given.refuse(f"is {name!r}, a method of mergekit's that Holdfast does not have", f"one of {', '.join(METHODS)}")
     if name not in METHODS:
-        given.refuse(f"is {name!r}, which is no method", nearest(name, METHODS) or f"one of {', '.join(METHODS)}")
+        given.refuse(f"is {name!r}, which is not a method", nearest(name, METHODS) or f"one of {', '.join(METHODS)}")
     return METHODS[name]
 
 
@@ -183,7 +185,7 @@ def _dialect(given: Located | None, method: Method) -> Dialect:
     if given is None:
         return "mergekit"
     if given.value not in get_args(Dialect):
-        given.refuse(f"is {given.value!r}, which is no dialect", f"one of {', '.join(get_args(Dialect))}")
+        given.refuse(f"is {given.value!r}, which is not a dialect", f"one of {', '.join(get_args(Dialect))}")
     if given.value not in method.dialects:
         given.refuse(f"is {given.value!r}, whose {method.name} is not what Holdfast computes", "leave the dialect out")
     return given.value
@@ -203,7 +205,7 @@ def _group(given: Located | None, otherwise: str) -> str:
     try:
         return check_group(given.text())
     except CheckpointError as error:
-        given.refuse(f"is {given.value!r}, which is no name of a group: {error.detail}")
+        given.refuse(f"is {given.value!r}, which is not a name of a group: {error.detail}")
 
 
 def _seed(given: Located | None) -> int:
@@ -240,7 +242,7 @@ def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Sett
         parameter = method.parameter(name)
         if parameter is None:
             inner.refuse(
-                f"is no parameter of {method.name}", nearest(name, known) or f"known are {', '.join(known) or 'none'}"
+                f"is not a parameter of {method.name}", nearest(name, known) or f"known are {', '.join(known) or 'none'}"
             )
         if not of_models and not parameter.of_model:
             inner.refuse("is a parameter of all models together", "move it to `parameters` at the top")

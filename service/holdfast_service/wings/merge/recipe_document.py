@@ -70,7 +70,7 @@ def read_document(text: str) -> Located:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise InvalidRequest(f"recipe, line {line}: {error.problem or 'no YAML'}", line=line) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InvalidRequest(f"the recipe is no YAML: {error}") from None
+        raise InvalidRequest(f"the recipe is not YAML: {error}") from None
     if document is None:
         raise InvalidRequest("the recipe is empty")
     return _Reader().read(document, "the recipe", 0)
@@ -114,10 +114,10 @@ class _Reader:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise InvalidRequest(f"recipe, line {line}: a key that is no text", line=line)
+                raise InvalidRequest(f"recipe, line {line}: a key that is not a text", line=line)
             name = str(key.value)
             if name in mapping:
-                raise InvalidRequest(f"recipe, line {line}: {name!r} stands there twice", line=line, key=name)
+                raise InvalidRequest(f"recipe, line {line}: {name!r} is there twice", line=line, key=name)
             mapping[name] = Located(self.read(value, name, depth + 1).value, name, line)
         return mapping
 

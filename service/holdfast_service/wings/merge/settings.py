@@ -78,7 +78,7 @@ def _choice(word: str | None, given: Located, parameter: MergeParameter) -> Filt
 
 def _checked(given: Located, parameter: MergeParameter) -> Value:
     if given.value is None or isinstance(given.value, list | dict):
-        given.refuse(f"is no value of {parameter.name}")
+        given.refuse(f"is not a value of {parameter.name}")
     try:
         return parameter.checked(given.value)
     except ValueError as error:

@@ -44,7 +44,7 @@ def _paragraph(one: NoticedAlert) -> Iterator[str]:
     else:
         yield _line(one.hint)
         if one.told:
-            yield f"It goes on since {one.since}; told {one.told} {'time' if one.told == 1 else 'times'} before."
+            yield f"Firing since {one.since}; sent {one.told} {'time' if one.told == 1 else 'times'} before."
     if one.url is not None:
         yield one.url
 

@@ -180,7 +180,7 @@ class Notifier:
         self.counts["sent"] += 1
         notified = [f"of {_alerts(len(changes.firing))}"] if changes.firing or not changes.recovered else []
         notified += [f"that {_alerts(len(changes.recovered))} ended"] if changes.recovered else []
-        text = f"{target.name} was told {', and '.join(notified)}"
+        text = f"{target.name} was sent {', and '.join(notified)}"
         log.info("%s", text)
         self._news.add("notification-sent", text)
         return changes.waiting > 0
@@ -188,7 +188,7 @@ class Notifier:
     def not_sent(self, target: AnyTarget, error: NotDelivered) -> None:
         """A message was not accepted: recorded once until one is accepted again."""
         self.counts["failed"] += 1
-        text = f"{target.name} ({target.kind}) was not told: {error.problem}"
+        text = f"{target.name} ({target.kind}) was not reached: {error.problem}"
         log.warning("%s; %s", text, error.hint)
         if self._notices.failed(target.name, error.problem):
             self._news.add("notification-failed", text, level="warning")
@@ -308,7 +308,7 @@ class _Sender:
         try:
             self._notifier.not_sent(self.target, error)
         except CheckpointError as away:
-            log.info("it is not recorded that %s was not told: %s", self.target.name, away.detail)
+            log.info("it is not recorded that %s was not reached: %s", self.target.name, away.detail)
         except Exception:  # whatever it is, this thread goes on
             log.exception("it is not recorded that %s was not told", self.target.name)
         with self._changed:

@@ -150,14 +150,14 @@ class NotifyFile(BaseModel):
 def check_url(url: str) -> str:
     """An http or https address without user, password and fragment; `ValueError`, without the address."""
     if not url.isascii() or not url.isprintable():
-        raise ValueError("it is no http:// or https:// address")
+        raise ValueError("it is not an http:// or https:// address")
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:  # no cause: it would show what may be secret
-        raise ValueError("its host or port is none") from None
+        raise ValueError("its host or port is invalid") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it is no http:// or https:// address")
+        raise ValueError("it is not an http:// or https:// address")
     if " " in url or "#" in url or "@" in parts.netloc:
         raise ValueError("an address with a space, a user or a fragment is not taken")
     return url
@@ -168,7 +168,7 @@ def read_targets(path: Path) -> NotifyFile:
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidRequest(f"--notify: {path} is no file", hint=_HINT)
+                raise InvalidRequest(f"--notify: {path} is not a file", hint=_HINT)
             text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidRequest(f"--notify: cannot read {path}: {error.strerror}", hint=_HINT) from error
@@ -198,7 +198,7 @@ def read_secret(path: Path, bytes_min: int = SECRET_BYTES_MIN) -> bytes:
         try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise InvalidRequest(f"{path} is no file", hint=_HINT)
+                raise InvalidRequest(f"{path} is not a file", hint=_HINT)
             if stat.S_IMODE(mode) & 0o007:
                 raise InvalidRequest(f"everybody can read {path}", hint=f"chmod 600 {path}")
             secret = os.read(descriptor, SECRET_BYTES_MAX + 1).strip()

@@ -42,14 +42,14 @@ def test_what_is_of_no_matter(tmp_path: Path) -> None:
     assert LEVELS_MAX == 3
     files = OnDisk(tmp_path)
     assert "another checkpoint" in why_unused(files, "checkpoint-500")
-    assert "once more" in why_unused(files, "original")
+    assert "again" in why_unused(files, "original")
     assert "hidden" in why_unused(files, ".cache")
     assert "no directory with tensors" in why_unused(files, "runs") == why_unused(files, "deep") == why_unused(files, "link")
 
 
 def test_a_link_in_place_of_tensors(tmp_path: Path) -> None:
     """A link that is not followed is refused by a name of tensors."""
-    with pytest.raises(StateMismatch, match=r"rng_state_0\.pth is no regular file"):
+    with pytest.raises(StateMismatch, match=r"rng_state_0\.pth is not a regular file"):
         why_unused(OnDisk(tmp_path), "rng_state_0.pth")
 
 

@@ -28,7 +28,7 @@ def a_model(directory: Path, **config: object) -> Path:
     (directory / "config.json").write_text(json.dumps({"model_type": "tiny", "torch_dtype": "float32", **config}))
     (directory / "tokenizer.json").write_text("{}")
     for copy in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "tiny.Q4.gguf", "training_args.bin"):
-        (directory / copy).write_bytes(b"the same once more")
+        (directory / copy).write_bytes(b"the same again")
     save_file(ARRAYS, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -62,7 +62,7 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
     uses = {use.file: (use.use, use.reason) for use in read(directory).files}
     assert uses["model.safetensors"] == ("tensors", "") and uses["config.json"] == ("asset", "")
     assert "headers" in uses["model.safetensors.index.json"][1] and "directory" in uses[".cache"][1]
-    assert uses["tf_model.h5"] == ("unused", "the weights once more, as another program stores them")
+    assert uses["tf_model.h5"] == ("unused", "the weights again, as another program stores them")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ _HALF = [{"params": [0]}, {"params": [1]}]
         (_state(2, param_names=["a"]), "which parameter each"),
         ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
-        ({**_state(2), "param_groups": [{"lr": 1}]}, "no state dict that torch writes"),
+        ({**_state(2), "param_groups": [{"lr": 1}]}, "not a state dict that torch writes"),
         ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "no checkpoint can call"),
         ({**_state(2), "state": {n: {"x": torch.ones(2), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors and plain"),
     ],

@@ -135,7 +135,7 @@ def test_a_token_goes_to_its_own_address_alone(tmp_path: Path) -> None:
         assert set(thief.seen) == {None}
 
 
-NONE = "is none of a Holdfast daemon"
+NONE = "is not that of a Holdfast daemon"
 
 
 @pytest.mark.parametrize(

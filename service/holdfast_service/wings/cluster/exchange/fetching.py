@@ -52,7 +52,7 @@ class Peer:
                     if not go_on(RETRY_S):
                         raise RoundAborted(
                             f"node {self._node} did not send its part of the save: {why}",
-                            hint="look at that node's daemon and at the network between the two; the next save goes on",
+                            hint="look at that node's daemon and at the network between the two; the next save continues",
                             node=self._node,
                         ) from error
                     log.info("asking node %s again: %s", self._node, why)

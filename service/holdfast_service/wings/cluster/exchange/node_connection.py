@@ -110,7 +110,7 @@ class NodeConnection:
         length = -1 if response.length is None else response.length
         expected = proven.answer.head(response.status, length)
         if not hmac.compare_digest(response.getheader(proofs.PROOF_HEADER, "").encode(), expected.encode()):
-            raise Unproven("what answers there is no node of this cluster")
+            raise Unproven("the peer at that address is not a node of this cluster")
         return ProvenAnswer(response, proven.answer, response.status, length)
 
     def _challenge(self, connection: http.client.HTTPConnection) -> str:
@@ -118,7 +118,7 @@ class NodeConnection:
         answer = self._response = connection.getresponse()
         nonce = answer.read(2 * proofs.NONCE_BYTES).decode(errors="replace")
         if answer.status != HTTPStatus.OK or answer.length or not proofs.is_nonce(nonce):
-            raise Unproven("what answers there is no node of this cluster")
+            raise Unproven("the peer at that address is not a node of this cluster")
         return nonce
 
     def close(self) -> None:

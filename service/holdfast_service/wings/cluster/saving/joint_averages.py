@@ -60,7 +60,7 @@ def _check(tables: Sequence[SlotTable]) -> None:
     own = [table.rank for table in tables if table.average is None and GROUP in table.groups]
     if own:
         raise StateMismatch(
-            f"rank {own[0]} saves an average of its own, and on other ranks the daemon keeps one",
+            f"rank {own[0]} saves its own average, and on other ranks the daemon keeps one",
             hint="construct the Checkpointer of every rank with the same ema=",
         )
     first = next(table for table in tables if table.average is not None)

@@ -71,7 +71,7 @@ async def _raise_quota(api: ViewerApi, run: str) -> None:
     answer = await api.request("GET", at(run) + "/policy")
     policy = RetentionPolicy.model_validate_json(answer.content)
     if policy.quota_bytes is None:
-        raise InvalidRequest(f"{run} has no quota", hint="it was lifted meanwhile: go back and load the page again")
+        raise InvalidRequest(f"{run} has no quota", hint="it was lifted in the meantime: go back and load the page again")
     raised = math.ceil(policy.quota_bytes * 1.5 / QUOTA_STEP_BYTES) * QUOTA_STEP_BYTES
     await api.request(
         "PUT",

@@ -45,7 +45,7 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
     Files kept by an import from Paddle are written back unchanged, if they are of the same step.
     """
     if not state.optimizer:
-        return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, and not resume",))
+        return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, but not resume",))
     step = source.listing.step if state.step is None else state.step
     if step is None:
         raise StateMismatch("parameters differ in their steps, and the source does not say at which step its training was")
@@ -62,9 +62,9 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
     else:
         rate = _rate(source)
         if rate is None:
-            notes.append(f"the learning rate is not known, so there is no {SCHEDULER_FILE}: PaddleFormers asks for it")
+            notes.append(f"the learning rate is not known, so there is no {SCHEDULER_FILE}, which PaddleFormers needs")
             return TrainerFiles(tuple(files), tuple(notes))
-        notes.append(f"PaddleFormers' scheduler goes on from step {step} at learning rate {rate}")
+        notes.append(f"PaddleFormers' scheduler continues from step {step} at learning rate {rate}")
         last = {"last_epoch": step, "last_lr": rate}
     return TrainerFiles((*files, small_file(SCHEDULER_FILE, pickle_writer.dumps(last))), tuple(notes))
 

@@ -28,17 +28,17 @@ def why_unused(files: Files, name: str) -> str:
     if name.startswith("."):
         return "a hidden directory, of a cache or of a version control"
     if OTHER_STEP.fullmatch(name):
-        return "another checkpoint; import its directory by itself"
+        return "another checkpoint; import its directory separately"
     if name in _COPIES:
-        return "the weights once more, as another program stores them"
+        return "the weights again, as another program stores them"
     if _TENSORS.fullmatch(name):
-        raise _refused(name, "is no regular file, and may stand for state of the training", "copy the file that it links to")
+        raise _refused(name, "is not a regular file, and may hold state of the training", "copy the file that it links to")
     reason = _first(files, name)
     if reason is not None:
         raise _refused(
             reason,
             "is in a directory that this kind of import does not read, and may hold weights or state of the training",
-            f"import {name} by itself, and move it out of the directory to import the rest",
+            f"import {name} separately, and move it out of the directory to import the rest",
         )
     return "no regular file, and no directory with tensors; links are not followed"
 

@@ -64,7 +64,7 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...
         if name in known:
             continue
         if _COPIES.fullmatch(name):
-            copies.append(FileUse(name, "unused", "the weights once more, as another program stores them"))
+            copies.append(FileUse(name, "unused", "the weights again, as another program stores them"))
             continue
         if name == _ARGUMENTS:
             copies.append(FileUse(name, "unused", "the arguments of a trainer, as Python objects; yours has its own"))

@@ -37,9 +37,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if not taken.tensors:
         raise StateMismatch(f"{file} has no tensors", file=file)
     again = (
-        [FileUse(PICKLED, "unused", f"the adapter once more; {file} is read")]
-        if PICKLED in names and file != PICKLED
-        else []
+        [FileUse(PICKLED, "unused", f"the adapter again; {file} is read")] if PICKLED in names and file != PICKLED else []
     )
     return hugging_face.listed(KIND.name, files, taken, [FileUse(file, "tensors")], {}, again)
 
@@ -49,7 +47,7 @@ def _check_config(files: Files) -> None:
         raise StateMismatch(f"there is no {CONFIG}, without which the base model of the adapter is unknown", file=CONFIG)
     config = file_signs.read_object(files, CONFIG)
     if not isinstance(config.get("peft_type"), str):
-        raise CorruptManifest(f"{CONFIG} is no configuration of an adapter: it has no peft_type", file=CONFIG)
+        raise CorruptManifest(f"{CONFIG} is not a configuration of an adapter: it has no peft_type", file=CONFIG)
 
 
 KIND = ForeignKind("peft", IMPORT_KINDS["peft"], recognises, read)

@@ -66,7 +66,7 @@ def read_torch(files: Files, path: str, allowed: Collection[str] = (), at: tuple
         return torch_files.read_zip(ZipWindow(files, path, start, start + length), allowed)
     if head.startswith(torch_files.PICKLE_START) and at is None:
         return torch_files.read_legacy(files, path, size, allowed)
-    raise StateMismatch(f"{path} is no file of torch.save: it begins with {head[:8]!r}", file=path)
+    raise StateMismatch(f"{path} is not a file of torch.save: it begins with {head[:8]!r}", file=path)
 
 
 def _size(files: Files, path: str) -> int:

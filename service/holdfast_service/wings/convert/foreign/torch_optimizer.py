@@ -44,7 +44,7 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
     groups, state = value[_GROUPS], value[_STATE]
     fits = isinstance(groups, list) and isinstance(state, dict) and all(isinstance(held, dict) for held in state.values())
     if not fits or not all(isinstance(group, dict) and isinstance(group.get(_PARAMS), list) for group in groups):
-        raise refused(file, key, "is no state dict that torch writes")
+        raise refused(file, key, "is not a state dict that torch writes")
     labels = [label for group in groups for label in group[_PARAMS]]
     by_name = bool(labels) and all(type(label) is str for label in labels)
     numbered = labels == list(range(len(labels))) and all(type(label) is int for label in state)

@@ -72,7 +72,7 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     if len(candidates) != 1:
         raise StateMismatch(
             f"the directory has several torch files: {', '.join(candidates[:4])}",
-            hint="put the one with the model's state dict into a directory of its own, with config.json and tokenizer",
+            hint="put the one with the model's state dict into its own directory, with config.json and tokenizer",
             file=candidates[-1] if candidates else "",
         )
     (file,) = candidates
@@ -107,7 +107,7 @@ def _with_values(
     others = {str(key): one for key, one in beside.items() if key not in dict(optimizers)}
     for key, one in others.items():
         if key.startswith("optim") and isinstance(one, dict):
-            raise torch_optimizer.refused(file, key, "is no state dict that torch writes")
+            raise torch_optimizer.refused(file, key, "is not a state dict that torch writes")
         value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
         if isinstance(value, Unread):
             raise torch_values.mismatch(

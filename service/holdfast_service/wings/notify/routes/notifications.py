@@ -36,5 +36,5 @@ def test_notification(parts: Parts, name: Annotated[str, Path(max_length=63)]) -
 def _notifier(parts: Parts) -> Notifier:
     if parts.notifier is None:
         hint = "start it with `holdfast serve --notify FILE`; docs/telling.md describes the file"
-        raise NoSuchResource("this daemon notifies nobody", hint=hint)
+        raise NoSuchResource("this daemon has no notification targets", hint=hint)
     return parts.notifier

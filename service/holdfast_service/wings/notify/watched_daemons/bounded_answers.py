@@ -44,7 +44,7 @@ class MemoryAllowance:
         if isinstance(value, str):
             return self._string(value, name)
         if isinstance(value, (int, float)) and not -NUMBER_MAX < value < NUMBER_MAX:  # which nan is not
-            raise Unbounded(f"{name} is a number that is none")
+            raise Unbounded(f"{name} is an invalid number")
         return value
 
     def _object(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class MemoryAllowance:
             value = value[:TEXT_MAX]
         elif name in TIMES:
             if not _is_time(value):
-                raise Unbounded(f"{name} is no time")
+                raise Unbounded(f"{name} is not a time")
         elif len(value) > NAME_MAX:
             raise Unbounded(f"{name} has {len(value)} characters")
         self.left -= 2 * len(value)

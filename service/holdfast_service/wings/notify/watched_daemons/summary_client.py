@@ -30,7 +30,7 @@ ATTENTION_MAX = 20  # of a run, errors first
 SHORT_MAX = 64  # characters of a version, a code
 
 Kind = TypeVar("Kind")
-_NONE = "its answer is none of a Holdfast daemon of this version"
+_NONE = "its reply is not that of a Holdfast daemon of this version"
 
 
 class DaemonUnreachable(Exception):

@@ -189,7 +189,7 @@ def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
     found = read(tmp_path / "a", listing, "extra", "optim/state/0/exp_avg")
     assert found.tolist() == optimizer.state_dict()["state"][0]["exp_avg"].tolist()
     odd = {
-        "deep": ({"state": {"x": {"a": {"b": torch.ones(1)}}}, "param_groups": [{"params": ["x"]}]}, "no entry of an"),
+        "deep": ({"state": {"x": {"a": {"b": torch.ones(1)}}}, "param_groups": [{"params": ["x"]}]}, "not an entry of an"),
         "lost": ({"state": {"y": {"a": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]}, "do not have 'y'"),
         "twice": ({"state": {}, "param_groups": [{"params": ["x"]}, {"params": ["x"]}]}, "in two of its groups"),
         "numbers": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"params": [0]}]}, "have no names"),

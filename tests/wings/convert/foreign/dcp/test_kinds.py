@@ -54,7 +54,7 @@ def test_saves_that_did_not_end(tmp_path: Path) -> None:
     (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
     files = DirectoryFiles(tmp_path)
     assert kinds.is_dcp(files)
-    with pytest.raises(StateMismatch, match="every rank wrote metadata of its own"):
+    with pytest.raises(StateMismatch, match="every rank wrote its own metadata"):
         kinds.read_dcp(files, ReadOptions())
     (tmp_path / "__0.metadata").rename(tmp_path / ".metadata.tmp")
     assert kinds.is_dcp(files)

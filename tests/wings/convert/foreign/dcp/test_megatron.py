@@ -175,7 +175,7 @@ def test_what_cannot_be_named_is_kept_and_said(tmp_path: Path) -> None:
     _save(tmp_path / "a", [state], {"code": print})
     listing = _listing(tmp_path / "a")
     assert_same(tmp_path / "a", listing, "extra", {buffers: torch.zeros(5)})
-    assert any("belong to no weight by name" in note for note in listing.notes)
+    assert any("do not name their weights" in note for note in listing.notes)
     assert any("the common state was left out" in note and "print" in note for note in listing.notes)
     [use] = [use for use in listing.files if use.file == "common.pt"]
     assert use.use == "unused"

@@ -122,9 +122,9 @@ BROKEN: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "no tensor": (_nothing_of_it, "says where 'model.x' is, and not what it is"),
     "not a dict": (lambda held: setattr(held, "storage_data", None), "has no storage_data"),
     "no entries": (lambda held: setattr(held, "state_dict_metadata", [1]), "has no state_dict_metadata"),
-    "entry": (lambda held: held.state_dict_metadata.update({"y": None}), "under the key 'y' that is no entry"),
+    "entry": (lambda held: held.state_dict_metadata.update({"y": None}), "under the key 'y' that is not an entry"),
     "kind": (lambda held: held.state_dict_metadata.update({"y": _chunk((0,), (1,))}), "describes 'y' as .*Chunk"),
-    "key": (lambda held: held.storage_data.update({1: None}), "has a place of what is no entry"),
+    "key": (lambda held: held.storage_data.update({1: None}), "has a place of an unknown entry"),
     "paths": (lambda held: held.planner_data.update({"y": 1}), "paths that no planner of torch writes: 'y'"),
     "path": (lambda held: held.planner_data.update({"y": (None,)}), "paths that no planner"),
     "shape": (

@@ -128,7 +128,7 @@ def test_payloads_of_other_tensors_are_refused(tmp_path: Path) -> None:
         (5, "there is a int instead of a tensor"),
         (save({"z": torch.zeros(4, 3)}), "the safetensors there have no tensor of this name"),
         (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [4, 0]}}'}), "is the part at"),
-        (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": ["a"]}}'}), "are no numbers"),
+        (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": ["a"]}}'}), "are not numbers"),
         (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": "[1]"}), "cannot be read"),
     ):
         replaced(value)
@@ -157,5 +157,5 @@ def test_flat_ranges_of_cells(tmp_path: Path) -> None:
     assert tensor.spec.shape == (4, 6)
     assert found.tolist() == whole.tolist()
     edit(tmp_path, lambda held: held.mcore_data["x"].update(nd_reformulated_orig_global_shape=(4, 7)))  # type: ignore[attr-defined]
-    with pytest.raises(StateMismatch, match=r"'x': \[2, 2, 6\] is no grid of cells of \[4, 7\]"):
+    with pytest.raises(StateMismatch, match=r"'x': \[2, 2, 6\] is not a grid of cells of \[4, 7\]"):
         _found(tmp_path, "x")

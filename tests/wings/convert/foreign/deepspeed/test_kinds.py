@@ -142,7 +142,7 @@ def test_the_directory_of_a_step(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"")
     uses = {use.file: use for use in read(directory).files}
     assert (uses["global_step1"].use, uses["config.json"].use) == ("unused", "asset")
-    assert "once more" in uses["model.safetensors"].reason
+    assert "again" in uses["model.safetensors"].reason
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -267,5 +267,5 @@ def test_files_that_are_missing_or_cut_off(directory: Path) -> None:
             read(directory)
         path.write_bytes(data)
     (directory / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt is no file of this kind"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt is not a file of this kind"):
         read(directory)

@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     a = np.zeros(4, "f4")
     for value, message in (
         ([a], "f holds a list, not the dict of a state"),
-        ({1: a}, "has the key 1, which is no name"),
+        ({1: a}, "has the key 1, which is not a name"),
         ({"m": {"x": 1}}, "'x' is neither a tensor"),
         ({"UnpackBigParamInfor@@": [1]}, "'UnpackBigParamInfor@@' is neither"),
         ({"UnpackBigParamInfor@@": {"a": 3}}, "does not say how 'a' was cut"),

@@ -60,4 +60,4 @@ def _other(path: str) -> FileUse:
         return FileUse(path, "unused", _UNFINISHED)
     if "/" not in path and naming.is_asset_name(name):
         return FileUse(path, "asset")
-    return FileUse(path, "unused", "it is neither named by the metadata nor a file that can stand beside a checkpoint")
+    return FileUse(path, "unused", "the metadata does not name it, and it is not a file that can be beside a checkpoint")

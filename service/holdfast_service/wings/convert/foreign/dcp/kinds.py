@@ -50,7 +50,7 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
     if METADATA not in names:
         if any(directories.METADATA_OF_A_RANK.fullmatch(name) for name in names):
             raise StateMismatch(
-                "every rank wrote metadata of its own, and none says what all of them have",
+                "every rank wrote its own metadata, and none says what all of them have",
                 hint="save with use_collectives=True, which is the default",
             )
         if any(directories.SHARD.fullmatch(name) for name in names):
@@ -137,7 +137,7 @@ def _unread(path: str, value: Any) -> FileUse | None:
 
 
 def _of_context(path: str) -> FileUse:
-    return FileUse(path, "unused", "it configures NeMo, and is no state of the training")
+    return FileUse(path, "unused", "it configures NeMo, and is not state of the training")
 
 
 def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:

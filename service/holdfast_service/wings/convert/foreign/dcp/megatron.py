@@ -97,7 +97,7 @@ class MegatronArrangement:
         shape, pieces = self._payloads.shape(saved), self._payloads.pieces(saved)
         match = _STATE.fullmatch(fqn)
         if match is None and _BUFFERS.match(fqn):
-            note = "buffers of the distributed optimizer, which belong to no weight by name, are kept as they are in extra"
+            note = "buffers of the distributed optimizer do not name their weights and are kept as they are in extra"
             if note not in self._gathered.notes:
                 self._gathered.notes.append(note)
             self._gathered.add(TensorSpec(EXTRA, fqn, saved.dtype, shape), pieces)
@@ -215,7 +215,7 @@ class MegatronArrangement:
         document["masters"] = {_MASTER_KEY: self._mastered} if self._mastered else {}
         self._gathered.document(optimizer_state.GROUP, optimizer_state.KEY, document)
         self._gathered.notes.append(
-            "which hyper-parameters belong to which weight is not stored by name: a trainer keeps its own; "
+            "the hyper-parameters do not name their weights: a trainer keeps its own; "
             "the groups are in the document `common` where Megatron stores them there"
         )
 

@@ -84,7 +84,7 @@ def read(files: Files, directory: str = "") -> SavedState:
     path = join(directory, METADATA)
     if files.size(path) is None:
         raise NotCommitted(
-            f"there is no {path}, which a save writes last: it did not end, or every rank wrote metadata of its own",
+            f"there is no {path}, which a save writes last: it did not end, or every rank wrote its own metadata",
             hint="import a step whose save ended",
             file=path,
         )
@@ -96,7 +96,7 @@ def read(files: Files, directory: str = "") -> SavedState:
     values: dict[str, StoredAt] = {}
     for fqn, about in _dict(root.get("state_dict_metadata"), "state_dict_metadata", path).items():
         if not isinstance(fqn, str) or not isinstance(about, PickledRecord):
-            raise StateMismatch(f"{path} describes something under the key {fqn!r:.80} that is no entry", file=path)
+            raise StateMismatch(f"{path} describes something under the key {fqn!r:.80} that is not an entry", file=path)
         if about.name == _TENSOR:
             tensors[fqn] = _tensor(fqn, about, places, path)
         elif about.name == _VALUE:
@@ -140,7 +140,7 @@ def _places(files: Files, directory: str, value: Any, path: str) -> Places:
         fqn = index.get("fqn") if isinstance(index, PickledRecord) else None
         offset = None if fqn is None else index.get("offset")
         if not isinstance(fqn, str) or not isinstance(info, PickledRecord) or not (offset is None or _is_shape(offset)):
-            raise StateMismatch(f"{path} has a place of what is no entry", file=path)
+            raise StateMismatch(f"{path} has a place of an unknown entry", file=path)
         key = EntryKey(fqn, offset)
         at = _stored_at(info, fqn, path)._replace(file=join(directory, _file_name(info, fqn, path)))
         if places.setdefault(key, at) != at:

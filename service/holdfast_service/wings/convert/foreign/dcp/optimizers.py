@@ -46,7 +46,7 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
             name, kind = _split(inner, weights)
             (state if part == STATE else joined).setdefault(name, {})[kind] = fqn
         else:
-            return f"{fqn} is no entry of an optimizer's state dict"
+            return f"{fqn} is not an entry of an optimizer's state dict"
     if any("/" in kind or not kind for kinds in state.values() for kind in kinds):
         return "a kind of its state is called what no checkpoint can call it"
     if state and all(name.isdigit() for name in state):

@@ -86,7 +86,7 @@ def _offsets(text: str, file: str) -> dict[str, Shape]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StateMismatch(f"{file} has a {SHARDING} that cannot be read: {error}", file=file) from error
     if not all(type(n) is int and n >= 0 for offset in offsets.values() for n in offset):
-        raise StateMismatch(f"{file} has a {SHARDING} with offsets that are no numbers", file=file)
+        raise StateMismatch(f"{file} has a {SHARDING} with offsets that are not numbers", file=file)
     return offsets
 
 
@@ -111,7 +111,9 @@ def _cells(tensor: SavedTensor, piece: ForeignPiece, shape: Shape) -> list[Forei
     inner = tuple(n // g for n, g in zip(shape, grid, strict=True)) if one else ()
     if not one or prod(inner) != cell or any(n % g for n, g in zip(shape, grid, strict=True)):
         raise StateMismatch(
-            f"{tensor.fqn!r}: {list(tensor.shape)} is no grid of cells of {list(shape)}", file=piece.file, tensor=tensor.fqn
+            f"{tensor.fqn!r}: {list(tensor.shape)} is not a grid of cells of {list(shape)}",
+            file=piece.file,
+            tensor=tensor.fqn,
         )
     corner = tuple(i * n for i, n in zip(box.offset[:-1], inner, strict=True))
     width = piece.strides[-1]

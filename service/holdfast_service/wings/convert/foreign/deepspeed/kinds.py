@@ -136,7 +136,7 @@ def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRa
             wrong = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
             if wrong:
                 raise torch_values.mismatch(
-                    rank.path, wrong[0], f"says that {wrong[0]!r} of group {group} is elsewhere than its order tells"
+                    rank.path, wrong[0], f"says that {wrong[0]!r} of group {group} is not where its order puts it"
                 )
 
 
@@ -179,7 +179,7 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
 
 def _names(given: list[Any], key: str, path: str) -> set[str]:
     if not all(type(name) is str for name in given):
-        raise torch_values.mismatch(path, key, f"has {key!r}, which are no names")
+        raise torch_values.mismatch(path, key, f"has {key!r}, which are not names")
     return set(given)
 
 

@@ -106,7 +106,7 @@ def _paddings(given: Any, path: str) -> list[list[int]] | None:
         raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are no lists")
     paddings = [list(one) for one in given]
     if not all(type(n) is int and n >= 0 for one in paddings for n in one):
-        raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are no numbers")
+        raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are not numbers")
     return paddings
 
 
@@ -116,7 +116,7 @@ def _fragments(given: Any, path: str) -> list[dict[str, tuple[int, int]]] | None
     fragments = []
     for group in given:
         if not isinstance(group, dict) or not all(isinstance(one, PickledRecord) for one in group.values()):
-            raise torch_values.mismatch(path, "param_slice_mappings", "has places of parameters that are none")
+            raise torch_values.mismatch(path, "param_slice_mappings", "has places of unknown parameters")
         fragments.append({str(name): (one.get("start"), one.get("numel")) for name, one in group.items()})
     return fragments
 

@@ -67,15 +67,15 @@ def uses(files: Files, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str,
         elif name in _SCRIPTS or name == "training_args.bin":
             listed.append(FileUse(name, "unused", _SCRIPTS.get(name, "the arguments of a trainer, as Python objects")))
         elif _OTHER_STEP.fullmatch(name) and files.size(name) is None:
-            listed.append(FileUse(name, "unused", "another checkpoint; import its directory by itself"))
+            listed.append(FileUse(name, "unused", "another checkpoint; import its directory separately"))
         elif _WEIGHTS.fullmatch(name):
-            listed.append(FileUse(name, "unused", "the weights once more; those of DeepSpeed's own files are read"))
+            listed.append(FileUse(name, "unused", "the weights again; those of DeepSpeed's own files are read"))
         elif _RANDOM.fullmatch(name):
             listed.append(FileUse(name, "unused", "states of random number generators by rank, as Python objects"))
         elif files.size(name) is None:
             listed.append(FileUse(name, "unused", directories.why_unused(files, name)))
         else:
-            raise refused(name, "is no file of this kind of checkpoint", "move it away if it does not belong to it")
+            raise refused(name, "is not a file of this kind of checkpoint", "move it away if it does not belong to it")
     return tuple(listed), assets
 
 

@@ -100,7 +100,7 @@ class Gathering:
         for kind, tensor in held.items():
             if kind not in _MOMENTS:
                 raise StateMismatch(
-                    f"{where(tensor)}: {kind} of {of!r} is no state of Adam, and no other optimizer of Paddle is known",
+                    f"{where(tensor)}: {kind} of {of!r} is not state of Adam, and no other optimizer of Paddle is known",
                     hint="--as-is imports it under its own name",
                     tensor=tensor.spec.name,
                 )

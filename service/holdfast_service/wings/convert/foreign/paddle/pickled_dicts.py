@@ -71,7 +71,7 @@ def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensor
     rest: dict[str, Any] = {}
     for key, held in value.items():
         if not isinstance(key, str):
-            raise StateMismatch(f"{path} has the key {key!r}, which is no name", file=path)
+            raise StateMismatch(f"{path} has the key {key!r}, which is not a name", file=path)
         named = isinstance(held, tuple | list) and len(held) == 2 and isinstance(held[0], str)
         array = held[1] if named else held
         if isinstance(array, PickledArray | LatinArray):

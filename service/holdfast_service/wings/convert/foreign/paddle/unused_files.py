@@ -33,7 +33,7 @@ UNUSED: Mapping[str, str] = {
     ".saving_info": "how many processes saved, and with which options",
     "static_name_to_dyg_name.json": "names of Paddle's static graph",
 }
-_RANDOM_REASON = "states of Paddle's random number generators (Philox and mt19937_64 of its own), which torch's cannot take"
+_RANDOM_REASON = "states of Paddle's random number generators (Philox and its own mt19937_64), which torch cannot load"
 
 
 class Leftovers(NamedTuple):
@@ -52,14 +52,14 @@ def sort_out(files: Files, names: Iterable[str], used: Collection[str]) -> Lefto
             continue
         if files.size(name) is None:
             if name in STATES:
-                raise _refused(name, "is no regular file; the state of the training is in it")
+                raise _refused(name, "is not a regular file; the state of the training is in it")
             uses.append(FileUse(name, "unused", directories.why_unused(files, name)))
         elif _SIGNAL.fullmatch(name) or name in _DONE:
             uses.append(FileUse(name, "signal", "a writer's word that its files are complete"))
         elif name in UNUSED or _RANDOM.fullmatch(name):
             uses.append(FileUse(name, "unused", UNUSED.get(name, _RANDOM_REASON)))
         elif _TENSORS.fullmatch(name):
-            raise _refused(name, "is no file of this kind of checkpoint, and may hold state of the training")
+            raise _refused(name, "is not a file of this kind of checkpoint, and may hold state of the training")
         elif _ASSET.fullmatch(name) and naming.is_asset_name(name):
             assets.append(name)
             uses.append(FileUse(name, "asset"))

@@ -205,5 +205,5 @@ def subclass(args: tuple[Any, ...]) -> PickledArray:
         raise Unfit("has a tensor that torch does not write so")
     function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else "of no name"
     if function not in TENSORS or kind not in _CLASSES:
-        raise Unfit(f"has a tensor of class {kind}, which holds its values in a way of its own")
+        raise Unfit(f"has a tensor of class {kind}, which holds its values in its own way")
     return TENSORS[function](args[2])

@@ -63,7 +63,7 @@ class _Entered:
         self.values += values
         self.height = max(self.height, height + 1)
         if self.values > VALUES_MAX:
-            raise Unfit(f"stands for over {VALUES_MAX} values")
+            raise Unfit(f"expands to over {VALUES_MAX} values")
         if depth + height > DEPTH_MAX:
             raise Unfit(f"has values that are nested more than {DEPTH_MAX} deep")
 

@@ -47,14 +47,14 @@ def _dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
 def _default_dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     factory = args[0] if len(args) == 1 else None
     if len(args) > 1 or (factory is not None and (type(factory) is not PickledGlobal or factory.name not in _FACTORIES)):
-        raise Unfit("makes a dict with defaults of its own")
+        raise Unfit("makes a dict with its own defaults")
     mapping: dict[Any, Any] = m.counted({})
     return mapping
 
 
 def _counter(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     if len(args) != 1 or type(args[0]) is not dict:
-        raise Unfit("makes a Counter of what is no dict")
+        raise Unfit("makes a Counter from something that is not a dict")
     mapping: dict[Any, Any] = args[0]
     return mapping
 
@@ -98,7 +98,7 @@ def _bytes(m: PickleMachine, args: tuple[Any, ...]) -> PickledBytes | LatinBytes
     if not args:
         return PickledBytes(m.stream.path, m.stream.where, 0)
     if len(args) != 1 or not isinstance(args[0], PickledBytes | LatinBytes):
-        raise Unfit("makes bytes of what are none")
+        raise Unfit("makes bytes from something else")
     return args[0]
 
 

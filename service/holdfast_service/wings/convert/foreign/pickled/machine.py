@@ -90,7 +90,7 @@ class PickleMachine:
         """Count so many more bytes of memory."""
         self._spent += count
         if self._spent > MEMORY_BYTES_MAX:
-            raise self.stream.limit(f"needs over {MEMORY_BYTES_MAX} bytes of memory besides its arrays")
+            raise self.stream.limit(f"needs over {MEMORY_BYTES_MAX} bytes of memory beside its arrays")
 
     def counted(self, value: Any) -> Any:
         self.charge(getsizeof(value))
@@ -98,12 +98,12 @@ class PickleMachine:
 
     def pop(self) -> Any:
         if not self.stack:
-            raise Unfit("takes a value where there is none")
+            raise Unfit("pops a value from an empty stack")
         return self.stack.pop()
 
     def top(self) -> Any:
         if not self.stack:
-            raise Unfit("takes a value where there is none")
+            raise Unfit("pops a value from an empty stack")
         return self.stack[-1]
 
     def mark(self) -> None:
@@ -116,7 +116,7 @@ class PickleMachine:
     def to_mark(self) -> list[Any]:
         """Pop the values since the last mark, and the mark."""
         if not self._below:
-            raise Unfit("takes values since a mark where there is none")
+            raise Unfit("pops values up to a missing mark")
         stack, self.stack = self.stack, self._below.pop()
         self._deep -= len(self.stack)
         return stack

@@ -83,7 +83,7 @@ def _new(kind: Callable[[], Any]) -> Act:
 def _tuple(count: int) -> Act:
     def act(m: PickleMachine) -> None:
         if len(m.stack) < count:
-            raise Unfit("takes values where there are none")
+            raise Unfit("pops values from an empty stack")
         m.stack[-count:] = [m.counted(tuple(m.stack[-count:]))]
 
     return act

@@ -76,7 +76,7 @@ class PickleStream:
     def check_length(self) -> None:
         """`LimitExceeded` if more was read than a pickle's own part may have."""
         if self.where - self._start - self._skipped > PICKLE_BYTES_MAX:
-            raise self.limit(f"has over {PICKLE_BYTES_MAX} bytes besides its arrays")
+            raise self.limit(f"has over {PICKLE_BYTES_MAX} bytes beside its arrays")
 
     def refused(self, what: str, hint: str = AGAIN) -> CheckpointError:
         return StateMismatch(self._said(what), hint=hint, file=self.path)

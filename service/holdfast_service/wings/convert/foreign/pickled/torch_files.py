@@ -41,7 +41,7 @@ class _StorageId(NamedTuple):
 def _storage_id(given: Any, parts: int) -> _StorageId:
     """Parse one of torch's persistent ids; `Unfit` for any other."""
     if not (type(given) is tuple and len(given) == parts and given[0] == "storage" and type(given[1]) is PickledGlobal):
-        raise Unfit("refers to something outside it that is no storage")
+        raise Unfit("refers to something outside it that is not a storage")
     _, kind, key, location, elements = given[:5]
     if type(key) is not str:
         raise Unfit("has a storage without a key")

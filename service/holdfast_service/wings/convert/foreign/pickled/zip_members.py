@@ -117,7 +117,7 @@ def _directory(zip_file: ZipWindow) -> tuple[int, int, int]:
             raise zip_file.broken("is cut off: its directory is not at its end")
         count, length, first = end_64[7], end_64[8], end_64[9]
     if zip_file.start + first + length != at:
-        raise zip_file.broken("has a directory that does not stand at its end")
+        raise zip_file.broken("has a directory that is not at its end")
     return zip_file.start + first, length, count
 
 
