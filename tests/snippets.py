@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,11 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+from click import Command, Group
+from typer.main import get_command
+
+from holdfast.cli import app
 from tests.daemons import free_port
 
 TOP = Path(__file__).parent.parent
@@ -53,8 +59,15 @@ def script(parts: list[Snippet]) -> str:
     return "\n".join(lines)
 
 
-def run(page: Path, before: Sequence[Snippet] = (), **variables: str) -> str:
-    """What the snippets printed, after those of a test. The page's daemon has a port, a socket and a home of its own."""
+def session(parts: list[Snippet], before: dict[int, str]) -> list[Snippet]:
+    """All Python snippets of a page as one script, as in a notebook, each after the lines that a test puts before it."""
+    cells = [text for language, _, text in parts if language == "python"]
+    text = "\n".join(before.get(number, "") + "\n" + cell for number, cell in enumerate(cells))
+    return [Snippet("python", "page.py", text), Snippet("sh", "", "python page.py\n")]
+
+
+def run(page: Path, before: Sequence[Snippet] = (), parts: Sequence[Snippet] | None = None, **variables: str) -> str:
+    """What the snippets printed, after those of a test. The page's daemon has its own port, socket and home."""
     with tempfile.TemporaryDirectory(prefix="page", dir="/tmp") as place:
         programs = Path(place) / "bin"
         programs.mkdir()
@@ -76,7 +89,7 @@ def run(page: Path, before: Sequence[Snippet] = (), **variables: str) -> str:
         (Path(place) / "work").mkdir()
         with tempfile.TemporaryFile() as output:
             shell = subprocess.Popen(
-                ["bash", "-c", script([*before, *snippets(page)])],
+                ["bash", "-c", _at_home(script([*before, *(snippets(page) if parts is None else parts)]), port)],
                 cwd=Path(place) / "work",
                 env=about | variables,
                 stdin=subprocess.DEVNULL,
@@ -96,6 +109,13 @@ def run(page: Path, before: Sequence[Snippet] = (), **variables: str) -> str:
     return said
 
 
+def _at_home(text: str, port: int) -> str:
+    """The page's places, in the directory and at the port of the test."""
+    for there, here in (("/fast/checkpoints", "holdfast-data"), ("/mnt/", "mnt/"), ("127.0.0.1:8420", f"127.0.0.1:{port}")):
+        text = text.replace(there, here)
+    return text
+
+
 def _end(place: str) -> None:
     """Ends what the page has left, ranks and holders too, which have sessions of their own: all know the page's place."""
     mark = f"XDG_RUNTIME_DIR={place}".encode()
@@ -105,10 +125,56 @@ def _end(place: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a shell snippet, without redirections; variables stay as they are written."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in {"<", ">", ">>", "<<"}:
+                continue
+            if re.fullmatch(r"[();|&]+", word) or word in {"do", "then", "{", "}"}:
+                yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def validate(snippet: Snippet, curl: str = "curl") -> None:
+    """Parse a snippet in its language; of a shell's also every `holdfast` command, with its options, and every curl,
+    which `curl` is an alias of."""
+    if snippet.language == "python":
+        compile(snippet.text, "snippet", "exec")
+    elif snippet.language == "json":
+        json.loads(snippet.text)
+    elif snippet.language == "toml":
+        msgspec.toml.decode(snippet.text)
+    elif snippet.language == "yaml":
+        msgspec.yaml.decode(snippet.text)
+    elif snippet.language in {"sh", "bash"}:
+        subprocess.run(["bash", "-n", "-c", snippet.text], check=True)
+        for words in commands(snippet.text):
+            command = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+            if command[:1] == ["holdfast"] and command[1:2] not in ([], ["serve"], ["--install-completion"]):
+                _parse(get_command(app), command[1:])
+            if command[:1] == ["curl"]:
+                assert "-f" in [*command, *curl.split()] and "$HOLDFAST_TOKEN" in " ".join([*command, curl]), words
+
+
+def _parse(command: Command, words: list[str]) -> None:
+    """Raise click's error for an unknown command or option, or a wrong or missing value; nothing is run."""
+    context = command.make_context("holdfast", words)
+    while isinstance(command, Group):
+        rest = [*getattr(context, "_protected_args", ()), *context.args]
+        name, found, rest = command.resolve_command(context, rest)
+        assert name is not None and found is not None
+        command = found
+        context = command.make_context(name, rest, parent=context)
+
+
 def check_installed(words: list[str]) -> int:
     """In the place of pip: that the extras which a page installs are those of the project, and are installed here."""
-    import msgspec
-
     extras = set(msgspec.toml.decode((TOP / "pyproject.toml").read_bytes())["project"]["optional-dependencies"])
     command, *packages = words
     named = re.fullmatch(r"\.\[([\w,]+)\]", packages[0])

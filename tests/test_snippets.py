@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,174 @@ from tests.databases import Postgres
 from tests.snippets import BESIDE, TOP, Snippet
 
 DOCS = TOP / "docs"
+PAGES = [TOP / "README.md", TOP / "README.zh-CN.md", *sorted(DOCS.rglob("*.md"))]
+
+
+# What the fragments of a guide take for granted: a small Llama, what trains it, and a loop that trains the saved steps.
+TRAINING = """
+import os, signal
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from holdfast import Checkpointer
+
+
+class Loader:
+    position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    def __iter__(self):
+        return iter([torch.rand(1)])
+
+
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+settings = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, use_cache=False, tie_word_embeddings=False, **sizes)
+model, tokenizer, config = LlamaForCausalLM(settings), ByT5Tokenizer(extra_ids=0), settings.to_dict()
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+ema, loader, steps = torch.optim.swa_utils.AveragedModel(model), Loader(), 1000
+state = {"model": model, "optim": optimizer, "scheduler": scheduler, "ema": ema, "loader": loader}
+
+
+def train(step):
+    global loss
+    if step % 500 == 0 or step < 100:
+        ids = torch.randint(0, 64, (2, 8))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+# A save that nothing waits for may be dropped on a busy machine: these wait for the ones before.
+IDLE = "os.system('holdfast wait --idle')"
+FIRST = f"""
+train_step = train
+
+
+def train(step):
+    if step in (500, 4000, 4500):
+        {IDLE}
+    train_step(step)
+
+
+with Checkpointer("llama3-8b", state, assets=[model.config, tokenizer]) as first:
+    train(500)
+    first.save(500, metrics={{"loss": loss.item()}})
+"""
+SIGNALLED = """
+train_step = train
+
+
+def train(step):
+    train_step(step)
+    if step == 10:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+checkpointer = Checkpointer('stops', state)
+"""
+SERVE = Snippet("sh", BESIDE, "holdfast serve --root holdfast-data --replica nas=mnt/nas/checkpoints\n")
+LOOP = """
+with Checkpointer("llama3-8b", state) as checkpointer:
+    for step in range(checkpointer.restore() + 1, steps + 1):
+        train(step)
+        if step % 500 == 0:
+            checkpointer.save(step, metrics={"loss": loss.item()}, wait="durable")
+"""
+WAIT = Snippet("sh", "", "holdfast wait --idle\n")
+LIST = Snippet("sh", "", "holdfast ls llama3-8b\n")
+TOKEN = Snippet("sh", "", "export HOLDFAST_TOKEN=$(holdfast token create me --scope admin)\n")
+# Snippets that no test runs, by the words in them: they are parsed, and so is every `holdfast` command with its options.
+NOT_RUN = {
+    "torchrun": "needs eight ranks, and a script of the reader",
+    "make ": "is a target of the Makefile, with tests of its own in tests/demo",
+}
+
+
+def shell(page: str) -> list[Snippet]:
+    """The page's shell snippets that can be run here, as someone who answers yes to every question."""
+    found = [
+        one
+        for one in snippets.snippets(DOCS / page)
+        if one.language == "sh" and not any(word in one.text for word in NOT_RUN)
+    ]
+    return [
+        one._replace(
+            text=re.sub(r"^(holdfast (?:keep|rm|trash)\b[^#\n]*?)( *#.*)?$", r"\1 --yes", one.text, flags=re.MULTILINE)
+        )
+        for one in found
+    ]
+
+
+def test_readme() -> None:
+    """The loop of the first screen saves a directory that transformers loads."""
+    parts = snippets.session(snippets.snippets(TOP / "README.md"), {0: TRAINING, 1: IDLE})
+    said = snippets.run(TOP / "README.md", [SERVE], [*parts, LIST])
+    assert re.search(r"^1000\t", said, re.MULTILINE), said
+
+
+def fragments(page: str, before: dict[int, str]) -> list[Snippet]:
+    """The page's Python snippets, one after the other in one process, after what they take for granted."""
+    return snippets.session(snippets.snippets(DOCS / page), before | {0: TRAINING + before.get(0, "")})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(TOP)))
+def test_every_snippet_is_valid(page: Path) -> None:
+    """Each parses in its language, each `holdfast` command exists with these options, and curl fails where HTTP does."""
+    alias = re.search(r'^alias curl="(.*)"$', page.read_text(), re.MULTILINE)
+    for snippet in snippets.snippets(page):
+        snippets.validate(snippet, alias[1] if alias else "curl")
+
+
+def test_saving() -> None:
+    """Each fragment of the page saves what it says: with metrics, files, a link, of one rank, and to another machine."""
+    before = {
+        0: "steps = 500",
+        2: "checkpointer.restore()",
+        3: f"{IDLE}\nstep = 1300\nPath('log.txt').write_text('loss 1')",
+        4: f"{IDLE}\nstep = 1400",
+        5: f"{IDLE}\nstep = 1500",
+        6: "checkpointer.close()\ncheckpointer = Checkpointer('linked', state)\ncheckpointer.restore()",
+        7: "checkpointer.close()\nassert Path('outputs/checkpoint-500/COMMIT').exists()\nrank = 0",
+    }
+    said = snippets.run(DOCS / "saving.md", [SERVE], [*fragments("saving.md", before), LIST])
+    assert {"500", "1000", "1200", "1300", "1400", "1500"} <= set(re.findall(r"^(\d+)\t", said, re.MULTILINE)), said
+
+
+def test_restoring() -> None:
+    """A run is resumed, goes back to a step, is read in a script and by transformers, cut into shards, and exported."""
+    before = {
+        0: f"{FIRST}\nsteps = 4500",
+        1: "checkpointer = Checkpointer('llama3-8b', state)",
+        3: "steps = 5000",
+        4: "checkpointer.close()",
+    }
+    parts = [*fragments("restoring.md", before), TOKEN, *shell("restoring.md")]
+    said = snippets.run(DOCS / "restoring.md", [SERVE], parts)
+    assert "llama3-8b 500" in said and "exported" in said and "rank3.safetensors" in said, said
+
+
+def test_stopping() -> None:
+    """A signal ends the loop after one more step at most, which is saved."""
+    before = {0: SIGNALLED, 1: "checkpointer.close()\nprint('stopped at', step)\nrows = []"}
+    said = snippets.run(DOCS / "stopping.md", [SERVE], fragments("stopping.md", before))
+    assert re.search(r"stopped at 1[01]$", said, re.MULTILINE), said
+
+
+def test_retention() -> None:
+    """Rules are shown and set, a checkpoint is removed, and a run is deleted, brought back and renamed."""
+    trained = [*snippets.session([Snippet("python", "", LOOP)], {0: TRAINING + "steps = 5000"}), WAIT]
+    parts = shell("retention.md")
+    parts.insert(0, parts.pop(3))  # before the rules remove the step that it removes
+    said = snippets.run(DOCS / "retention.md", [SERVE, *trained], parts)
+    assert "removed llama3-8b@500" in said and "llama3-8b-first-try" in said, said
 
 
 def begins(said: str) -> list[int]:

@@ -304,7 +304,7 @@ def test_what_it_is_made_of_is_checked():
     part, weights = halves()[0], parameters()
     with pytest.raises(InvalidRequest, match="groups= of OptimizerShards must be a function"):
         OptimizerShards(groups=[], state=dict, install=print)
-    with pytest.raises(InvalidRequest, match="a list is none"):
+    with pytest.raises(InvalidRequest, match="not a list"):
         OptimizerShards(groups=list, state=dict, install=print, hooks=[[]])
     with pytest.raises(InvalidRequest, match=r"parameter .* is in two optimizers: optim and more"):
         TrainState({**part.model(weights), "more": adam(weights)}, 0, 1)

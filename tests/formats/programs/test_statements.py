@@ -92,5 +92,5 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_statements("a -> b\n" * 4, [])
     with pytest.raises(InvalidRequest, match="more than 16777216 bytes"):
         parse_statements("#" * (2**24 + 1), [])
-    with pytest.raises(InvalidRequest, match="no range of 1 to 4096"):
+    with pytest.raises(InvalidRequest, match="not a range of 1 to 4096"):
         parse_statements("a[0:5000] -> b", [])

@@ -211,7 +211,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (
             OPTIMIZER,
             _set("optimizer_state_dict", "single_partition_of_fp32_groups", 0, to=torch.zeros(40)),
-            "elements in all partitions|is elsewhere",
+            "elements in all partitions|is not where",
         ),
         (MODEL, _set("module", "surprise", to={}), "has 'surprise'"),
         (MODEL, _set("data_sampler", to={"a": 1}), "has 'data_sampler'"),
@@ -220,7 +220,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (
             MODEL,
             _set("param_shapes", 0, "embed.weight", to=torch.Size((12, 5))),
-            "elements in all partitions|is elsewhere|its master",
+            "elements in all partitions|is not where|its master",
         ),
         (MODEL, lambda value: value["module"].pop("mix.bias"), "has no weight 'mix.bias'"),
         (MODEL, lambda value: value["param_shapes"][0].pop("mix.weight"), "has other groups of parameters"),
