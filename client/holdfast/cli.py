@@ -39,13 +39,13 @@ _GROUPS = {
         ),
         "diff": _entry(
             "diff",
-            "Compare two checkpoints: which tensors are equal, missing or reshaped, and how far the others are apart.",
+            "Compare two checkpoints: which tensors are equal, missing or reshaped, and how far the others differ.",
             "holdfast diff llama3-8b@400 500 --group model",
             "holdfast diff ./copy llama3-8b@500 --fast",
         ),
         "top": _entry(
             "top",
-            "Show how the checkpointing of all runs goes: last commit, exposure, stall, interval, and what needs attention.",
+            "Show the checkpointing of all runs: last commit, exposure, stall, interval, and what needs attention.",
             "holdfast top team-a- --once",
         ),
         "nodes": _entry(
@@ -165,7 +165,7 @@ _GROUPS = {
         ),
         "note": _entry(
             "runs.lifecycle",
-            "Set owner and notes of a run; without options, show what is remembered of it.",
+            "Set owner and notes of a run; without options, show what is stored about it.",
             "holdfast note llama3-8b --owner alice --notes 'second data mix'",
             attribute="note",
         ),
@@ -177,7 +177,7 @@ _GROUPS = {
         ),
         "archive": _entry(
             "runs.lifecycle",
-            "Put a run away: it keeps its checkpoints and raises no alert.",
+            "Archive a run: it keeps its checkpoints and raises no alerts.",
             "holdfast archive old-sweep",
             attribute="archive",
         ),
@@ -254,7 +254,7 @@ _GROUPS = {
         ),
         "demo": _entry(
             "demo",
-            "Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone.",
+            "Train a small Llama on two ranks, kill it, resume it, and compare it with an uninterrupted run.",
             "holdfast demo --directory demo-output",
         ),
         "help": _entry(

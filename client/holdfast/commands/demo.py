@@ -15,9 +15,11 @@ from holdfast_formats.installing import install
 _NEEDED = ("torch", "transformers", "safetensors", "fastapi", "uvicorn")
 Directory = Annotated[Path, typer.Option("--directory", metavar="DIR", help="Where everything is kept.")]
 Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="How many steps to train.")]
-KeepDaemon = Annotated[bool, typer.Option("--keep-daemon/--stop-daemon", help="Leave the daemon running to look at.")]
+KeepDaemon = Annotated[
+    bool, typer.Option("--keep-daemon/--stop-daemon", help="Keep the daemon running, to look at its pages.")
+]
 Device = Annotated[
-    Literal["cpu", "cuda"], typer.Option("--device", help="What it trains on; with cuda, up to two devices, one a rank.")
+    Literal["cpu", "cuda"], typer.Option("--device", help="What it trains on; with cuda, up to two devices, one per rank.")
 ]
 
 
@@ -27,7 +29,7 @@ def demo(
     keep_daemon: KeepDaemon = True,
     device: Device = "cpu",
 ) -> None:
-    """Train a small Llama on two ranks, kill it, resume it, and compare it with a run that was left alone.
+    """Train a small Llama on two ranks, kill it, resume it, and compare it with an uninterrupted run.
 
     Takes one to two minutes on two cores.
     """

@@ -28,8 +28,8 @@ Program = Annotated[
     str | None,
     typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),
 ]
-AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not make them those of torch.")]
-Flat = Annotated[bool, typer.Option("--assemble-flat", help="Put flat directories of Paddle together that lack metadata.")]
+AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not convert them to torch's.")]
+Flat = Annotated[bool, typer.Option("--assemble-flat", help="Assemble flat directories of Paddle that lack metadata.")]
 Int16 = Annotated[
     Literal["integers", "bfloat16"] | None,
     typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
@@ -49,7 +49,9 @@ Recipe = Annotated[
 Last = Annotated[
     int | None, typer.Option("--average-last", metavar="K", min=1, help="Average the newest K checkpoints of a run.")
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="Of an average: float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="Type of the average: float32, bfloat16 or float16.")
+]
 
 
 def import_(  # noqa: PLR0913 - typer makes an option of each
@@ -156,7 +158,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if average_last is None and dtype is not None:
-            raise InvalidRequest("--dtype is an option of --average-last", hint="say `dtype` in the recipe")
+            raise InvalidRequest("--dtype is an option of --average-last", hint="set `dtype` in the recipe")
         text = (
             file_text(recipe, RECIPE_BYTES_MAX, "pass a recipe's file, or --average-last K with a run's name")
             if average_last is None

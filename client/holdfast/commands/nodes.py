@@ -11,14 +11,12 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
 
 Forget = Annotated[
-    list[str] | None, typer.Option("--forget", metavar="NAME", help="List this node no more; it has to be gone. Repeatable.")
+    list[str] | None, typer.Option("--forget", metavar="NAME", help="Stop listing this lost node. Repeatable.")
 ]
 
 Rotate = Annotated[
     bool,
-    typer.Option(
-        "--rotate-secret", help="Give the nodes a new secret, by which they know each other. Twice ends the old one."
-    ),
+    typer.Option("--rotate-secret", help="Give the nodes a new shared secret. A second rotation ends the old one."),
 ]
 
 

@@ -32,7 +32,7 @@ AllRanks = Annotated[
 Rules = Annotated[Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with rules for your own models.")]
 Through = Annotated[
     str | None,
-    typer.Option("--program", metavar="PROGRAM", help="Make other tensors of them: a program's name, or its TOML file."),
+    typer.Option("--program", metavar="PROGRAM", help="Map the tensors with this program: a name, or a TOML file."),
 ]
 Plan = Annotated[bool, typer.Option("--plan", "--dry-run", help="Only print what each rank would hold and read.")]
 

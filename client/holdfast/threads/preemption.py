@@ -199,7 +199,7 @@ class Preemption:
         hint = "every rank must call on_preemption() before its first step; look whether these ranks still run"
         if self._apart:
             silent += ", and the catalog, in which nodes meet, is away"
-            hint = "look whether PostgreSQL answers (`holdfast doctor`)"
+            hint = "check whether PostgreSQL answers (`holdfast doctor`)"
         text = f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}"
         return DeadlineExceeded(text, hint=hint)
 

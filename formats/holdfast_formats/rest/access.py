@@ -38,7 +38,7 @@ AUDITED: dict[str, str] = {
     "quota-set": "the quota of a pattern of runs was set; `target` is the pattern",
     "quota-removed": "the quota of a pattern of runs was removed; `target` is the pattern",
     "node-forgotten": "a node that is gone was removed from the list; `target` is its name",
-    "secret-rotated": "the nodes of the catalog got a new secret, by which they know each other",
+    "secret-rotated": "the nodes of the catalog got a new shared secret",
     "rank-registered": "a rank that shares no memory with the daemon registered itself, to save or restore",
     "link-made": "a one-time link was made that signs a browser in",
     "signed-in": "a browser signed in, with a token or by a one-time link",

@@ -21,7 +21,7 @@ EVENTS: dict[str, str] = {
     "daemon-started": "a daemon started to serve the root",
     "node-lost": "a node was lost: it has said nothing for the length of its lease, and no goodbye",
     "node-forgotten": "a node that is gone was removed from the list of nodes",
-    "secret-rotated": "the nodes of the catalog got a new secret, by which they know each other",
+    "secret-rotated": "the nodes of the catalog got a new shared secret",
     "catalog-rebuilt": "the catalog was damaged or made by an unreleased version: it was moved away and rebuilt",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
     "attempt-declared": "a new launch of a training run connected",
@@ -45,13 +45,13 @@ EVENTS: dict[str, str] = {
     "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
     "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",
     "checkpoint-missing": "a checkpoint's directory is gone, and Holdfast has not removed it: it is no longer listed",
-    "checkpoint-put-back": "a checkpoint is the one again that had been replaced: its replacement was damaged, or is gone",
+    "checkpoint-put-back": "a checkpoint is back after it was replaced: its replacement was damaged, or is gone",
     "checkpoint-changed": "files of a checkpoint were written or replaced since it was verified: it is read back again",
     "checkpoint-repaired": "damaged bytes were replaced by verified ones; `detail` says from where",
     "checkpoint-unhealthy": "a checkpoint has new NaN or infinite values; `detail` names the tensors",
     "checkpoint-frozen": "a checkpoint is bit-identical to the previous one",
     "checkpoint-removed": "a checkpoint was removed; `detail` says why",
-    "removal-waits": "something is not removed, because what stays cannot be looked at or is not sound; `detail` says why",
+    "removal-waits": "something is not removed, because what stays cannot be checked or is not sound; `detail` says why",
     "checkpoint-compacted": "optimizer states and masters of a checkpoint were stored in fewer bytes",
     "checkpoint-thinned": "optimizer, masters and state of ranks were taken out of a checkpoint; its weights stay",
     "thinning-failed": "a checkpoint could not be thinned or compacted: no room, or its storage failed; it is tried again",
@@ -85,7 +85,7 @@ class Event(Body):
 
 
 class Gap(Body):
-    """Sent in an event stream if requested events are not kept any more: the stream goes on at the oldest one."""
+    """Sent in an event stream if requested events are no longer stored: the stream goes on at the oldest one."""
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
     oldest: int = Field(

@@ -46,7 +46,7 @@ _TAGS = [
     {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
     {"name": "events", "description": "Events, as a live stream or in pages"},
     {"name": "tokens", "description": "Bearer tokens: their scopes and runs"},
-    {"name": "notifications", "description": "Where the daemon sends alerts, and how that fares"},
+    {"name": "notifications", "description": "Where the daemon sends alerts, and with what result"},
     {"name": "watched", "description": "Other daemons that this one watches, and their runs"},
     {"name": "access", "description": "The caller, the audit log, and how much a team may store"},
     {"name": "operations", "description": "Saves, nodes, health and metrics"},

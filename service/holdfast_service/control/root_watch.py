@@ -100,7 +100,7 @@ class RootWatch:
 
     def put_back(self, run: str, step: int) -> None:
         """A replaced checkpoint was restored, since its replacement was damaged or is gone; it is read back."""
-        text = f"step {step} is the one again that had been replaced: its replacement was damaged, or is gone"
+        text = f"step {step} is back after it was replaced: its replacement was damaged, or is gone"
         log.error("%s: %s", run, text)
         self._replaced(run, step)
         self._events.add("checkpoint-put-back", text, run, step, level="error")

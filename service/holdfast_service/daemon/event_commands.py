@@ -92,7 +92,7 @@ class EventCommands:
             with self._lock:
                 self.counts["dropped"] += 1
             log.warning(
-                "--on-event is too slow: events between %d and %d are not kept any more",
+                "--on-event is too slow: events between %d and %d are no longer stored",
                 self._position + 1,
                 events.forgotten,
             )
@@ -130,7 +130,7 @@ class EventCommands:
                 self.counts["failed" if how else "done"] += 1
             self._free.release()
         if how:
-            log.warning("--on-event for event %d (%s): it %s; it printed at last: %r", event.id, event.kind, how, output)
+            log.warning("--on-event for event %d (%s): it %s; its last output: %r", event.id, event.kind, how, output)
 
     def _newest(self) -> int | None:
         """The newest event; None while the catalog is unavailable: then the first later event counts."""

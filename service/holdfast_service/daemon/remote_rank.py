@@ -49,7 +49,7 @@ class RemoteRank:
         self._reserved_at: float | None = None  # since when nothing has come into what was reserved
         self._uploads: dict[int, SlotUpload] = {}
         self._ended: list[int] = []  # numbers of ended uploads, in order
-        self._forgotten = 0  # how many of them are not kept any more
+        self._forgotten = 0  # how many of them are no longer stored
         self._listeners: set[Callable[[], None]] = set()
         self._asked_to_stop = False  # and not sent yet
 

@@ -115,7 +115,7 @@ def test_reasons_name_distance_age_and_line() -> None:
     left = Candidate(20, 2.0, abandoned=True)
     begun = Candidate(15, 3.0, line=(2, 1))
     judged = {d.step: d for d in decide([left, begun], RetentionPolicy(last=1), NOW)}
-    assert judged[20].reasons == ("it is abandoned: training went on from an older step, and its step 15 is verified",)
+    assert judged[20].reasons == ("it is abandoned: training continued from an older step, and its step 15 is verified",)
     waiting = {d.step: d for d in decide([left], RetentionPolicy(last=1), NOW)}
     assert waiting[20].reasons == ("it is abandoned, but the new line of training has no verified checkpoint yet",)
 

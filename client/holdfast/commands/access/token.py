@@ -38,10 +38,10 @@ Expires = Annotated[
 ]
 Grace = Annotated[str, typer.Option("--grace", metavar="1d", help="How long the old secret is still accepted: 0s to 30d.")]
 Requests = Annotated[
-    int | None, typer.Option("--requests-per-s", metavar="N", help="Requests a second at most; more is 429.", min=1)
+    int | None, typer.Option("--requests-per-s", metavar="N", help="Requests per second; more get 429.", min=1)
 ]
 Bulk = Annotated[
-    str | None, typer.Option("--bytes-per-s", metavar="BYTES", help="Bytes of answers a second at most, such as 100MB.")
+    str | None, typer.Option("--bytes-per-s", metavar="BYTES", help="Bytes of responses per second, such as 100MB.")
 ]
 _SPAN = re.compile(r"([1-9]\d{0,9})(s|min|h|d)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
@@ -77,7 +77,7 @@ def create(  # noqa: PLR0913 - options of a command
         token = store.create(wanted)
     if expires is None:
         console.warn(
-            f"the token {name} never expires; --expires 90d limits its life, `holdfast token revoke {name}` ends it"
+            f"the token {name} never expires; --expires 90d limits its lifetime, `holdfast token revoke {name}` ends it"
         )
     _show(token, as_json)
 

@@ -25,7 +25,7 @@ Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
 
 
 def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Set owner and notes of a run; without options, show what is remembered of it."""
+    """Set owner and notes of a run; without options, show what is stored about it."""
     from holdfast.rest import runs
     from holdfast_formats.rest.runs import RunChange
 
@@ -45,7 +45,7 @@ def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson =
 
 
 def archive(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Put a run away: it keeps its checkpoints and raises no alert. Only `holdfast ls --all` lists it."""
+    """Archive a run: it keeps its checkpoints and raises no alerts. Only `holdfast ls --all` lists it."""
     from holdfast_formats.rest.runs import RunChange
 
     _change(run, RunChange(archived=not undo), url, as_json)

@@ -47,15 +47,15 @@ class LoginsFile(BaseModel):
     everybody: Grant | None = Field(default=None, description="what any user that the proxy lets in may do")
     headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
     logout: str | None = Field(default=None, description="path where the proxy ends the session")
-    requests_per_s: _Rate = Field(default=None, description="requests a second of each person; None: no limit")
-    bytes_per_s: _Rate = Field(default=None, description="bytes of answers a second of each person; None: no limit")
+    requests_per_s: _Rate = Field(default=None, description="requests per second for each person; None: no limit")
+    bytes_per_s: _Rate = Field(default=None, description="bytes of responses per second for each person; None: no limit")
 
     @field_validator("proxies")
     @classmethod
     def _check_proxies(cls, value: list[str]) -> list[str]:
         for one in value:
             if ip_network(one, strict=False).prefixlen == 0:
-                raise ValueError(f"{one} is every address there is: name the proxy's")
+                raise ValueError(f"{one} matches every address: write the proxy's")
         return value
 
     @field_validator("groups")
@@ -96,7 +96,7 @@ class Logins(NamedTuple):
             return None
         if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not self._is_proxy(peer):
             raise Forbidden(
-                f"{self.family}-User and the like are believed from the login proxy alone",
+                f"{self.family}-User and the like are trusted only from the login proxy",
                 hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret",
             )
         name = values["Email"] or values["Preferred-Username"] or values["User"]

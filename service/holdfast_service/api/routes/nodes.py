@@ -44,14 +44,12 @@ def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) 
     "/nodes/secret",
     dependencies=needs("admin", "all", act="secret-rotated"),
     status_code=204,
-    summary="Make up a new secret for the nodes of this catalog",
+    summary="Make a new secret for the nodes of this catalog",
 )
 def rotate_secret(services: Wired) -> None:
     """By this secret nodes know each other. The one before is accepted until the next rotation."""
     services.control.nodes.rotate_secret()
-    services.control.events.add(
-        "secret-rotated", "the nodes of this catalog have a new secret, by which they know each other"
-    )
+    services.control.events.add("secret-rotated", "the nodes of this catalog have a new shared secret")
 
 
 def listed_nodes(services: Services, viewer: Principal) -> list[bodies.Node]:

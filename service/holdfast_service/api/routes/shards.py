@@ -28,7 +28,7 @@ RANK_MAX = 2**31 - 1
 router = APIRouter(prefix="/v1", tags=["shards"], responses=problems.RESPONSES)
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The shard, or its plan where Accept asks for JSON",
+        "description": "The shard, or its plan if Accept requests JSON",
         "content": {MEDIA_TYPE: {}, JSON: {"schema": {"$ref": "#/components/schemas/ShardPlan"}}},
         "model": bodies.ShardPlan,
     },
@@ -55,7 +55,7 @@ def _asked(
     group: Annotated[str, Query(max_length=64, description="the group of tensors, such as `model`")] = "model",
     program: Annotated[
         str,
-        Query(max_length=64, description="a mapping program that Holdfast comes with, or its name and `-inverse`; or none"),
+        Query(max_length=64, description="a shipped mapping program, or its name and `-inverse`; or none"),
     ] = "",
 ) -> ShardKey:
     return ShardKey(layout, rank, group, program)

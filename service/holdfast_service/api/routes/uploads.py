@@ -193,7 +193,7 @@ def put_waiting(rank: Known, said: messages.Waiting) -> None:
 @router.put(
     f"{_RANK}/stopping",
     dependencies=needs("write", "rank"),
-    summary="The launch is to stop: how far this rank is; answers after which step, once all ranks have said so",
+    summary="The launch must stop: reports how far this rank is; returns the last step once all ranks have reported",
 )
 def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
     return rank.stopping(said)
@@ -202,7 +202,7 @@ def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
 @router.get(
     f"{_RANK}/outcomes",
     dependencies=needs("read", "rank"),
-    summary="Uploads that have ended; can wait for one. Also counts as a sign of life of the rank",
+    summary="Uploads that have ended; can wait for one. Also keeps the rank alive",
 )
 async def get_outcomes(
     ranks: Ranks,
@@ -231,7 +231,7 @@ async def get_outcomes(
 @router.put(
     f"{_RANK}/choices/{{turn}}",
     dependencies=needs("write", "rank"),
-    summary="Which step to restore; all ranks get the same answer to their n-th question",
+    summary="Which step to restore; all ranks get the same answer to their n-th request",
 )
 def put_choice(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: bodies.Question

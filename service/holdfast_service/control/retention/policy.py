@@ -176,7 +176,7 @@ def _decide_abandoned(
     if kept:
         return Decision(c.step, True, tuple(kept))
     return Decision(
-        c.step, False, (f"it is abandoned: training went on from an older step, and its step {after[-1]} is verified",)
+        c.step, False, (f"it is abandoned: training continued from an older step, and its step {after[-1]} is verified",)
     )
 
 

@@ -59,7 +59,7 @@ def watch(files: RunFiles, run: str, path: str) -> None:
         elsewhere = [one for one in file.link_directories if one.path == path and one.device != device]
         if elsewhere and not names:
             raise InvalidRequest(
-                f"{path} held links to {run} on another disk, and is empty now: that disk seems to be away",
+                f"{path} held links to {run} on another disk, and is empty now: that disk seems to be missing",
                 hint="mount it, or delete the directory from link_directories in the run's run.json",
             )
         others = [one for one in file.link_directories if one.path != path and one not in gone]

@@ -271,7 +271,7 @@ class Rotation:
         except StorageFailed as error:
             if run not in self._waiting:
                 self._waiting.add(run)
-                text = f"nothing is removed: what stays cannot be looked at: {error.detail}"
+                text = f"nothing is removed: the checkpoints that stay cannot be checked: {error.detail}"
                 self._tell("removal-waits", text, run, level="error", problem=error.problem())
             raise
         self._waiting.discard(run)

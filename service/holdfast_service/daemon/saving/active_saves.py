@@ -93,7 +93,7 @@ class ActiveSaves:
         if jointly and time.monotonic() - self._apart < APART_S:
             return Awaited(
                 f"step {step} waits for the catalog, in which the nodes meet",
-                "look whether PostgreSQL answers (`holdfast doctor`); what is sealed is saved once it does",
+                "check whether PostgreSQL answers (`holdfast doctor`); what is sealed is saved once it does",
             )
         if oldest.key in self.pending and not jointly:
             return STORAGE
@@ -105,7 +105,7 @@ class ActiveSaves:
         missing = sorted(self._here(oldest) - oldest.sealed.keys())
         return Awaited(
             f"step {step} waits for {_ranks(missing)}, not sealed yet",
-            "look why these ranks reach the step later than others; or give the checkpointer more slots",
+            "check why these ranks reach the step later than others; or give the checkpointer more slots",
         )
 
     def is_elsewhere(self, who: Participant) -> bool:

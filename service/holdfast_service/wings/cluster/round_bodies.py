@@ -118,7 +118,7 @@ class RoundBodies:
             for digest, body in connection.execute(alone) if left else ():
                 bodies[digest] = unpack(body)
                 if hashlib.sha256(bodies[digest]).hexdigest() != digest:
-                    raise InvalidRequest("the catalog holds another declaration than its digest says")
+                    raise InvalidRequest("the declaration in the catalog does not match its digest")
         if set(unknown) - bodies.keys():
             raise RoundAborted(LOST)
         return bodies

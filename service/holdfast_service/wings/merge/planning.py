@@ -156,7 +156,7 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
         loose = recipe.dtype is not None and set(kinds) <= FLOATS
         if kinds[0] != kinds[1] and not loose:
             what = f"tensor {name!r} is {kinds[0]} in {first.name}, and {kinds[1]} in {other.name}"
-            raise StateMismatch(what, hint="say `dtype` in the recipe, if all are floating-point numbers", tensor=name)
+            raise StateMismatch(what, hint="set `dtype` in the recipe, if all are floating-point numbers", tensor=name)
 
 
 def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:

@@ -120,7 +120,7 @@ def numpy_dtype_state(dtype: NumpyDtype, state: Any) -> None:
 def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:
     """`torch._utils._rebuild_tensor(storage, offset, size, stride)`."""
     if len(args) != 4 or not _is_storage(args[0]) or type(args[1]) is not int:
-        raise Unfit("has a tensor that torch does not write so")
+        raise Unfit("has a tensor in a form that torch does not write")
     storage, offset, shape, steps = args[0], args[1], check_shape(args[2]), args[3]
     if not (isinstance(steps, tuple) and len(steps) == len(shape) and all(type(s) is int for s in steps)):
         raise Unfit(f"has a tensor of shape {list(shape)} with other strides")
@@ -202,7 +202,7 @@ TENSORS: dict[str, Callable[[tuple[Any, ...]], PickledArray]] = {
 def subclass(args: tuple[Any, ...]) -> PickledArray:
     """`torch._tensor._rebuild_from_type_v2(function, class, args, state)`: a tensor or parameter with attributes."""
     if not (len(args) == 4 and isinstance(args[0], PickledGlobal) and isinstance(args[2], tuple)):
-        raise Unfit("has a tensor that torch does not write so")
+        raise Unfit("has a tensor in a form that torch does not write")
     function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else "of no name"
     if function not in TENSORS or kind not in _CLASSES:
         raise Unfit(f"has a tensor of class {kind}, which holds its values in its own way")
