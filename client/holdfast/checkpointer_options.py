@@ -41,7 +41,7 @@ def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, m
     if model is not None and model not in get_args(ModelSource):
         raise InvalidRequest(
             f"model must be {get_args(ModelSource)[0]!r} or None, not {model!r}",
-            hint="the model itself belongs into the state",
+            hint="the model itself belongs in the state",
         )
 
 
@@ -58,6 +58,6 @@ def declared_layout(layout: LayoutSource | ParallelLayout | None) -> ParallelLay
     if not isinstance(layout.rules, str | PathLike | Mapping | None):
         raise InvalidRequest(
             f"rules of a ParallelLayout must be a TOML file's path or a mapping, not {type(layout.rules).__name__}",
-            hint="docs/rules.md says what they hold",
+            hint="docs/rules.md describes them",
         )
     return layout

@@ -458,7 +458,7 @@ def _add_doors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logins",
         metavar="FILE",
-        help="trust the headers of a login proxy, such as oauth2-proxy, as this JSON file says (default: none)",
+        help="trust the headers of a login proxy, such as oauth2-proxy, according to this JSON file (default: none)",
     )
     parser.add_argument("--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})")
     parser.add_argument(

@@ -23,7 +23,7 @@ Source = Annotated[
     ),
 ]
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]
-Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, where more than one fits.")]
+Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, if more than one fits.")]
 Program = Annotated[
     str | None,
     typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),

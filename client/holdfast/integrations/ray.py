@@ -106,7 +106,7 @@ def step(checkpoint: Any, run: str) -> int | None:
         saved_run, number = document["run"], naming.check_step(document["step"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidRequest(
-            f"{checkpoint} was not saved by Holdfast: its {POINTER} is not there, or says no step",
+            f"{checkpoint} was not saved by Holdfast: its {POINTER} is missing, or has no step",
             hint="load what Ray or your own code has saved as before, and save it once with Holdfast",
         ) from error
     if saved_run != run:

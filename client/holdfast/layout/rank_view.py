@@ -170,7 +170,7 @@ def _foreign(compiled: CompiledProgram, group: str, live: Live) -> Iterator[Mapp
             if sum(move.target.volume for move in mapped.moves) < prod(mapped.spec.shape):
                 raise InvalidRequest(
                     f"{group}/{key.name} is a DTensor or Fragment, and program {compiled.program!r} pads it",
-                    hint="what is padded has to be a plain tensor",
+                    hint="padded tensors must be plain tensors",
                     tensor=key.name,
                 )
             yield mapped

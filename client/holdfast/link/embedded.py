@@ -58,7 +58,7 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
     except OSError as error:
         raise DaemonGone(
             f"cannot start an embedded daemon on {root}: {error}",
-            hint="choose a writable root, and a writable directory as XDG_RUNTIME_DIR where it is set, or start a daemon "
+            hint="choose a writable root, and a writable directory as XDG_RUNTIME_DIR if it is set, or start a daemon "
             "elsewhere and give its socket or URL as at=",
         ) from error
 

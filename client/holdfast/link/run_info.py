@@ -84,7 +84,7 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
     if size > INFO_BYTES_MAX:
         raise LimitExceeded(
             f"info takes {size} bytes of JSON, over {INFO_BYTES_MAX}",
-            hint="leave out what is large; files belong into assets=",
+            hint="leave out what is large; files belong in assets=",
         )
     return values
 

@@ -62,7 +62,7 @@ def outgrown(change: Change, before: int, now: int) -> str:
     """The notice for a state that needed larger slots, with the bytes of one slot before and now."""
     return (
         f"the state no longer fits its slots of {before / MIB:.1f} MiB ({change}): reserved new slots of "
-        f"{now / MIB:.1f} MiB. The first save into them is slower, because the new memory has to be faulted in"
+        f"{now / MIB:.1f} MiB. The first save into them is slower, because the new memory must be faulted in"
     )
 
 

@@ -99,7 +99,7 @@ class Exclusion:
         for group in {leaf.group for leaf in leaves}:
             if is_ignored(group, patterns):
                 raise InvalidRequest(
-                    f"exclude= leaves out the whole group {group}", hint="say which groups to save with groups= instead"
+                    f"exclude= leaves out the whole group {group}", hint="select the groups to save with groups= instead"
                 )
         self.texts = {(group, key) for group, kept in values.items() for key in kept if self._matches((group, key))}
         held = {leaf.key for leaf in leaves}

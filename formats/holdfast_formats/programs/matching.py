@@ -185,7 +185,7 @@ def _by_regex(statement: ProgramStatement, around: Surroundings) -> Iterator[Ste
         yield Step(statement, (name,), outputs, around.sizes, around.ranks)
     if not matched and "optional" not in statement.words:
         raise StateMismatch(
-            f"{statement.where}: no tensor has such a name", hint="add the attribute optional, if it may be so"
+            f"{statement.where}: no tensor has such a name", hint="add the attribute optional, if that is intended"
         )
 
 

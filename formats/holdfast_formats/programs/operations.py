@@ -171,7 +171,7 @@ def _split(step: Step, one: Arrangement) -> list[Arrangement]:
         if one.shape[axis] % many:
             raise StateMismatch(
                 f"{step.inputs[0]!r}: {one.shape[axis]} in dimension {axis} cannot be split into {many} equal parts",
-                hint="say how long each part is: sizes=[…]",
+                hint="give the length of each part: sizes=[…]",
             )
         sizes = (one.shape[axis] // many,) * many
     if len(sizes) != many:

@@ -67,7 +67,7 @@ def refuse_forms(layout: Layout) -> None:
     forms = [f"{kind}={form}" for kind, form in layout.forms._asdict().items() if form]
     if forms:
         raise InvalidRequest(
-            f"{forms[0]} cannot be combined with a program, which says itself what is fused",
+            f"{forms[0]} cannot be combined with a program, which itself defines what is fused",
             hint="leave qkv, gate_up and experts out of the layout",
         )
 

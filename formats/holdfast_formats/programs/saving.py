@@ -130,7 +130,7 @@ class SavedProgram:
                 names = list(dict.fromkeys(by[source]))
                 raise InvalidRequest(
                     f"program {self.program.name!r} makes {' and '.join(map(repr, names))} of the same elements of "
-                    f"{source!r}: nothing says that they stay equal, so it is not known which are to be saved",
+                    f"{source!r}: they may differ later, so it is not known which to save",
                     hint="tie them in the module, or leave one out of the state",
                     tensors=names,
                 )
@@ -234,7 +234,7 @@ class SavedProgram:
                 raise StateMismatch(
                     f"{name!r} has the shape {list(shape)}, and would be {list(mapped.spec.shape)}"
                     + (", with padding" if mapped.padded else ""),
-                    hint="check that config.json is this model's; what is padded has to be a plain tensor",
+                    hint="check that config.json is this model's; padded tensors must be plain tensors",
                     tensor=name,
                 )
             moves = tuple(

@@ -452,7 +452,7 @@ class Outcomes(Body):
 
     items: list[Upload]
     next: int
-    stop: bool = Field(default=False, description="another rank of the launch is to stop: say how far this one is")
+    stop: bool = Field(default=False, description="another rank of the launch must stop: report how far this one is")
 
 
 class Question(messages.StepQuestion):

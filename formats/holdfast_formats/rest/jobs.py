@@ -87,7 +87,7 @@ class ReadOptions(Arguments):
 
 class ImportArguments(ReadOptions):
     source: Text = Field(alias="from", description="a path below the export root")
-    kind: Text | None = Field(default=None, description="the kind of the source, where more than one fits")
+    kind: Text | None = Field(default=None, description="the kind of the source, if more than one fits")
     program: Text | None = Field(default=None, description="a mapping program: its name, or its text")
     dry_run: bool = Field(default=False, description="only report what would be made")
 
@@ -121,7 +121,7 @@ class ExportArguments(ExportTerms):
         alone = next((name for name in ("weights", "dtype", "layout", "program") if getattr(self, name) is not None), None)
         if self.form is None and alone is not None:
             raise InvalidRequest(
-                f"the argument {alone!r} of an export needs `as`", hint="say for which program, for example --as hf"
+                f"the argument {alone!r} of an export needs `as`", hint="choose the program, for example --as hf"
             )
         if self.form is not None and self.model_only:
             raise InvalidRequest(

@@ -83,7 +83,7 @@ Remedy = Literal[
 class Acknowledgement(Body):
     """An acknowledged alert. It ends with the alert, or at `until`: then the alert counts again."""
 
-    by: str | None = Field(description="name of the token; null if the run's file does not say it, as of the time")
+    by: str | None = Field(description="name of the token; null if the run's file does not have it, like the time")
     at: str | None = Field(description="RFC 3339, UTC")
     until: str | None = Field(default=None, description="when it expires; null: when the alert has ended")
 

@@ -378,7 +378,7 @@ def decode_state(encoded: bytes | str) -> AverageState:
     try:
         return _decode_state(encoded if isinstance(encoded, bytes) else encoded.encode())
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"this is not what a checkpoint says of its average: {error}") from error
+        raise InvalidRequest(f"this is not the description of an average:  {error}") from error
 
 
 def encode_state(state: AverageState) -> str:

@@ -34,7 +34,7 @@ _DESCRIPTION = (
 )
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
-    {"name": "alerts", "description": "What needs attention, what mends it, and acknowledgements"},
+    {"name": "alerts", "description": "What needs attention, what fixes it, and acknowledgements"},
     {"name": "retention", "description": "Retention: policy, pins, labels and removal, with reasons"},
     {"name": "replicas", "description": "Copies of a checkpoint in other storage tiers"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files support a single byte range"},

@@ -127,7 +127,7 @@ class SaveCoordinator:
         """The ranks of this checkpoint keep an average that it lacks."""
         text = (
             f"step {made.step} was saved without the group ema: no update was in the average yet, or its parts on the ranks "
-            "were not of the same updates, or not alike where they have to be, which the daemon's log names"
+            "were not of the same updates, or differ where they must be equal; see the daemon's log"
         )
         self._events.enqueue("average-left-out", text, made.run, made.step, "warning")
 

@@ -115,7 +115,7 @@ def test_a_lost_node_is_told_until_it_is_forgotten(http: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["code"]) == (409, "in-use")
     assert http.delete("/v1/nodes/nobody").status_code == 404
     assert http.delete("/v1/nodes/no%00body").status_code == 400
-    assert "is listed no more" in Page(http.post("/nodes/node-3/forget", follow_redirects=True).text).text
+    assert "is no longer listed" in Page(http.post("/nodes/node-3/forget", follow_redirects=True).text).text
     assert "lost" not in called(http, "--forget", "node-4")
     assert listed(http).keys() == {"node-1", "node-2"} and lost_nodes(http) == []
     kinds = [event["kind"] for event in http.get("/v1/events").json()["items"]]

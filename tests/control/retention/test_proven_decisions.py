@@ -113,7 +113,7 @@ def test_what_is_not_there_lets_nothing_be_thinned(world: World, file: str, how:
 
 @hurt
 def test_an_alert_says_what_was_found(world: World, file: str, how: str) -> None:
-    """A look of the daemon is enough: gone is listed no more, damaged is listed as that, and both are told."""
+    """A look of the daemon is enough: gone is no longer listed, damaged is listed as that, and both are told."""
     world.damage(4, file, how)
     world.control.watch.scan()
     expected = {"checkpoint-missing"} if how == "directory gone" else {"checkpoint-damaged", "checkpoint-changed"}

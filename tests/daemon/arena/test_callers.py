@@ -155,7 +155,7 @@ def test_a_directory_in_which_others_may_replace_files(tmp_path: Path) -> None:
     """World-writable is refused by name, but with the sticky bit, as /tmp has it."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(InvalidRequest, match="is writable by everybody") as refused:
+    with pytest.raises(InvalidRequest, match="is writable by every user") as refused:
         prepare_directory(tmp_path / "open" / "s.sock")
     assert "--socket" in refused.value.hint
     (tmp_path / "open").chmod(0o1777)

@@ -96,7 +96,7 @@ def _paths(plan: SavePlan) -> Mapping[str, names.Path]:
     known = isinstance(noted, Mapping) and all(isinstance(p, tuple) and p and isinstance(p[0], str) for p in noted.values())
     if not known:
         raise InvalidRequest(
-            f"the planner's data, of type {type(noted).__name__}, does not say the paths of names",
+            f"the planner's data, of type {type(noted).__name__}, has no paths of names",
             hint="use DefaultSavePlanner or a planner derived from it",
         )
     return dict(noted)

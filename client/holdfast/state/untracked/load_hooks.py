@@ -159,5 +159,5 @@ def _named(what: str) -> Iterator[None]:
     except Exception as error:
         raise InvalidRequest(
             f"{what} raised {type(error).__name__} after the tensors were restored: {error}",
-            hint="a restore runs it as load_state_dict() would: mend it, or remove it, and restore again",
+            hint="a restore runs it as load_state_dict() would: fix it, or remove it, and restore again",
         ) from error

@@ -97,7 +97,7 @@ class Logins(NamedTuple):
         if secret is None or not hmac.compare_digest(secret.encode(), self.secret.encode()) or not self._is_proxy(peer):
             raise Forbidden(
                 f"{self.family}-User and the like are trusted only from the login proxy",
-                hint="the proxy has to be at an address in `proxies` of --logins, and to add the secret",
+                hint="the proxy must be at an address in `proxies` of --logins, and add the secret",
             )
         name = values["Email"] or values["Preferred-Username"] or values["User"]
         if not name:

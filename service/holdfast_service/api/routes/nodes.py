@@ -35,9 +35,9 @@ def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     summary="Forget a node that is gone",
 )
 def forget_node(services: Wired, name: Annotated[str, Path(pattern=NODE_NAME)]) -> None:
-    """It is listed no more, and no alert tells of it. 409 if it is live; it may join again at any time."""
+    """It is no longer listed, and no alert tells of it. 409 if it is live; it may join again at any time."""
     services.control.nodes.forget(name)
-    services.control.events.add("node-forgotten", f"the node {name} is listed no more")
+    services.control.events.add("node-forgotten", f"the node {name} is no longer listed")
 
 
 @router.post(

@@ -63,7 +63,7 @@ class RunMetadata:
         if change.acknowledged and not seen and life not in ("died", "archived"):
             raise InvalidRequest(
                 f"{run} has not died: it is {life}",
-                hint="only a death can be acknowledged; `holdfast show` says what it does",
+                hint="only a death can be acknowledged; `holdfast show` shows its state",
             )
         launches = launch_records.read(self._tier, run)
         own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set

@@ -100,7 +100,7 @@ def prepare_directory(path: Path) -> bool:
     if status.st_uid not in (0, os.geteuid()):
         raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {status.st_uid}", hint=hint)
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise InvalidRequest(f"the socket's directory {path.parent} is writable by everybody", hint=hint)
+        raise InvalidRequest(f"the socket's directory {path.parent} is writable by every user", hint=hint)
     return created
 
 

@@ -64,7 +64,7 @@ class AwaitedRepairs:
         try:
             self._repair(*place, error)
         except CheckpointError as failure:
-            log.warning("%s@%s could not be mended for a restore: %s", *place, failure.detail)
+            log.warning("%s@%s could not be repaired for a restore: %s", *place, failure.detail)
         except Exception:
             log.exception("the repair of %s@%s for a restore failed", *place)
         finally:

@@ -162,7 +162,7 @@ class DistributedChecks:
             return  # which is recorded
         except NotFound as gone:
             if self._believes(of):
-                log.info("%s@%s is checked no further: %s", run, step, gone.detail)
+                log.info("%s@%s is not checked any further: %s", run, step, gone.detail)
                 self._shared.drop(of.of)
                 return
         except CatalogUnavailable:

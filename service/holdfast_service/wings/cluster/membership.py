@@ -210,7 +210,7 @@ class Membership:
                 mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
                 session.execute(update(NodeRow).where(*mine).values(until=now(), about={**self._said, LEFT: True}))
         except CheckpointError as error:
-            log.info("cannot say goodbye to the cluster: %s", error.detail)
+            log.info("cannot sign off from the cluster: %s", error.detail)
 
     def _run(self) -> None:
         while not self._closed:

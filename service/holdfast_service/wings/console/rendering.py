@@ -54,7 +54,7 @@ MESSAGES = {
     "cancelled": "The job was asked to stop.",
     "rotated": "The token has a new secret.",
     "revoked": "The token was revoked. It is no longer accepted.",
-    "forgotten": "The node is listed no more. It may join again at any time.",
+    "forgotten": "The node is no longer listed. It may join again at any time.",
     "signed-in": "Signed in.",
     "acknowledged": "Acknowledged. It counts again if it ends and then happens again.",
     "snoozed": "Snoozed for an hour.",

@@ -34,13 +34,13 @@ def answer_alerts_of_the_service(hand: Hand) -> None:
 def forget_nodes(hand: Hand) -> None:
     page = hand.go("/nodes")
     hand.button(f"Forget node nodes-{hand.way}")
-    hand.says("The node is listed no more")
+    hand.says("The node is no longer listed")
     page = hand.go("/")
     alert = page.locator(f"[id='alert-.node-lost.overview-{hand.way}']")
     if not alert.is_visible():
         hand.press(page.locator("#group-node-lost > details > summary"))
     hand.press(alert.get_by_role("button", name="Forget the node"))
-    hand.says("The node is listed no more")
+    hand.says("The node is no longer listed")
     assert not {f"{where}-{hand.way}" for where in ("overview", "nodes")} & {
         one["name"] for one in hand.at.ask("/v1/nodes")["items"]
     }

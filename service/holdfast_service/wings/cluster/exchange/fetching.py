@@ -63,7 +63,7 @@ class Peer:
     def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
         url = self._url
         if not url:
-            raise _Busy("it has not said where it is")
+            raise _Busy("its address is not known")
         if url != self._connection.url:
             self._connection.close()
             self._connection = NodeConnection(url, self._secrets, TIMEOUT_S, TIMEOUT_S)

@@ -51,7 +51,7 @@ async def mend(api: Asked, run: str, form: Posted) -> Response:
     if remedy == "retry-replicas" and form.text("subject"):
         await api.request("POST", f"/v1/replicas/{_part(form.text('subject'))}/retry")
         return see(to(run), "retried")
-    raise InvalidRequest(f"{remedy!r} is nothing that mends an alert", hint="go back and load the page again")
+    raise InvalidRequest(f"{remedy!r} does not fix an alert", hint="go back and load the page again")
 
 
 async def _answer(api: ViewerApi, path: str, form: Form, **params: Any) -> str:

@@ -40,6 +40,6 @@ async def _recipe(api: ViewerApi, form: Form) -> str:
     if recipe:
         return recipe.replace("\r\n", "\n") + "\n"
     if not averaged or not count:
-        raise InvalidRequest("the field 'recipe' is empty", hint="go back and fill it in, or say which run to average")
+        raise InvalidRequest("the field 'recipe' is empty", hint="go back and fill it in, or choose the run to average")
     listed, _ = await api.walk(bodies.CheckpointInfo, at(averaged) + "/checkpoints", CHECKPOINTS_LOOKED_AT)
     return average_of_last(averaged, listed, count, form.text("dtype") or None)

@@ -157,7 +157,7 @@ def model_config(source: ExportSource) -> Mapping[str, Any]:
     config = config_of(source)
     if not config:
         raise NoSuchResource(
-            "the checkpoint has no config.json, which says by the model's class which weights Paddle transposes",
+            "the checkpoint has no config.json, whose model class decides which weights Paddle transposes",
             hint="pass it as an asset when you save: Checkpointer(assets=…)",
         )
     return config

@@ -48,7 +48,7 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
         return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, but not resume",))
     step = source.listing.step if state.step is None else state.step
     if step is None:
-        raise StateMismatch("parameters differ in their steps, and the source does not say at which step its training was")
+        raise StateMismatch("parameters differ in their steps, and the source does not contain the step of its training")
     kept = source.listing.documents.get("extra", {})
     trainer, scheduler = (kept.get(key) for key in TRAINER_KEYS)
     same = isinstance(trainer, dict) and trainer.get("global_step") == step

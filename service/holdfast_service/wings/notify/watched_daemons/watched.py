@@ -210,7 +210,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:
-                raise InvalidRequest(f"--watch-tokens: everybody can read {path}", hint=f"chmod 600 {path}")
+                raise InvalidRequest(f"--watch-tokens: every user can read {path}", hint=f"chmod 600 {path}")
             text = file.read(TOKENS_BYTES_MAX + 1).decode("ascii")
     except OSError as error:
         raise InvalidRequest(f"--watch-tokens: cannot read {path}: {error.strerror}", hint=hint) from error

@@ -106,7 +106,7 @@ def stage(optimizer: Mapping[str, Any], path: str) -> int:
     if isinstance(value, PickledRecord) and len(value.args) == 1:
         value = value.args[0]
     if value not in (1, 2, 3):
-        raise refused(path, "does not say which stage of ZeRO it is of")
+        raise refused(path, "does not name its stage of ZeRO")
     return int(value)
 
 

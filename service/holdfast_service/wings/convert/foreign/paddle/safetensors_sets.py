@@ -102,7 +102,7 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
     if index and not ranks:
         _check_index(file_set)
     elif numbers and not index:
-        raise CorruptManifest(f"{index_name} is missing, which says where tensors are", hint=_INCOMPLETE, file=index_name)
+        raise CorruptManifest(f"{index_name} is missing; it says where tensors are", hint=_INCOMPLETE, file=index_name)
     return file_set
 
 
