@@ -98,6 +98,48 @@ with Checkpointer("llama3-8b", state) as checkpointer:
 WAIT = Snippet("sh", "", "holdfast wait --idle\n")
 LIST = Snippet("sh", "", "holdfast ls llama3-8b\n")
 TOKEN = Snippet("sh", "", "export HOLDFAST_TOKEN=$(holdfast token create me --scope admin)\n")
+# Pages whose snippets are run here, and those that another test runs.
+RUN = {
+    "README.md", "docs/get-started.md", "docs/restoring.md", "docs/retention.md", "docs/saving.md", "docs/stopping.md",
+    "docs/tutorials/from-torch-save.md", "docs/tutorials/fsdp2.md", "docs/tutorials/many-nodes.md",
+    "docs/when-something-went-wrong.md",
+}  # fmt: skip
+RUN_ELSEWHERE = {
+    "docs/format.md": "tests/formats/disk/test_format_document.py",
+    "docs/integrations/transformers.md": "tests/integrations/transformers/test_example.py",
+    "docs/rules.md": "tests/formats/layout/rules/test_page.py",
+    "docs/tutorials/trainer.md": "tests/integrations/transformers/test_example.py",
+}
+# Pages whose snippets are only parsed, and why.
+PARSED = {
+    "docs/api.md": "requests about runs of the reader",
+    "docs/averages.md": "fragments of a trainer with masters: tests/daemon/averaging",
+    "docs/benchmarks.md": "takes hours, with peers that are not installed",
+    "docs/cli.md": "commands about runs of the reader, beside what they print: tests/client/commands",
+    "docs/contents.md": "fragments about other states on each line: tests/client/state",
+    "docs/dashboard.md": "opens a browser",
+    "docs/foreign-checkpoints.md": "needs checkpoints of other programs: tests/wings/convert",
+    "docs/index.md": "the lines of README.md",
+    "docs/integrations/accelerate.md": "needs the framework: make integrations",
+    "docs/integrations/dcp.md": "needs several ranks: make integrations",
+    "docs/integrations/deepspeed.md": "needs the framework: make integrations",
+    "docs/integrations/lightning.md": "needs the framework: make integrations",
+    "docs/integrations/matrix.md": "needs the frameworks: make integrations",
+    "docs/integrations/megatron.md": "needs the framework: make integrations",
+    "docs/integrations/official.md": "needs checkouts of the frameworks: make official",
+    "docs/integrations/peft.md": "needs the framework: make integrations",
+    "docs/integrations/ray.md": "needs the framework: make integrations",
+    "docs/integrations/torchtitan.md": "needs the framework: make integrations",
+    "docs/integrations/verl.md": "needs the framework: make integrations",
+    "docs/layouts.md": "needs a model of eight billion parameters: tests/formats/layout/test_document.py",
+    "docs/many-nodes.md": "needs several machines: tests/cluster",
+    "docs/merging.md": "needs several models: tests/wings/merge",
+    "docs/operating.md": "needs systemd and a container engine: tests/test_deploy.py",
+    "docs/programs.md": "needs models of several systems: tests/formats/programs",
+    "docs/replicas.md": "needs a second disk, and the loss of one: tests/daemon/copying",
+    "docs/security.md": "needs addresses, users and groups of a machine: tests/api/access",
+    "docs/telling.md": "needs receivers of alerts: tests/wings/notify",
+}
 # Snippets that no test runs, by the words in them: they are parsed, and so is every `holdfast` command with its options.
 NOT_RUN = {
     "torchrun": "needs eight ranks, and a script of the reader",
@@ -138,6 +180,15 @@ def test_every_snippet_is_valid(page: Path) -> None:
     alias = re.search(r'^alias curl="(.*)"$', page.read_text(), re.MULTILINE)
     for snippet in snippets.snippets(page):
         snippets.validate(snippet, alias[1] if alias else "curl")
+
+
+def test_each_page_is_run_or_says_why_not() -> None:
+    """A page with commands or Python is run here or by another test, or is only parsed, with the reason."""
+    code = {"sh", "bash", "python"}
+    pages = {str(page.relative_to(TOP)) for page in PAGES if any(one.language in code for one in snippets.snippets(page))}
+    assert RUN | RUN_ELSEWHERE.keys() | PARSED.keys() == {page for page in pages if not page.endswith(".zh-CN.md")}
+    named = [*RUN_ELSEWHERE.values(), *re.findall(r"tests/[\w/.]+", " ".join(PARSED.values()))]
+    assert [path for path in named if not (TOP / path).exists()] == []
 
 
 def test_saving() -> None:

@@ -157,7 +157,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         if isinstance(sys.exc_info()[1], _Gone):
-            log.info("a node at %s is not answered to the end: %s has been used again", client_address, sys.exc_info()[1])
+            log.info("stopped answering a node at %s: %s was reused", client_address, sys.exc_info()[1])
             return
         log.info("a node at %s was not answered to the end", client_address, exc_info=True)
 
