@@ -90,7 +90,7 @@ def offered(guard: Guarded, token: str) -> tuple[set[str], set[str], dict[str, s
         for form in page.all("form"):
             if form.attributes.get("method") == "post":
                 buttons = [e for e in page.all("button") if "form" in e.inside]
-                if path == "/runs/team-a/policy" and "takes the scope admin" in page.text:
+                if path == "/runs/team-a/policy" and "needs the scope admin" in page.text:
                     continue  # it shows what is in force
                 assert buttons, path
                 forms.add(re.sub(r"(?<=/tokens/)[^/]+", "NAME", unquote(form.attributes.get("action", path))))

@@ -28,7 +28,7 @@ def ls(url: Url = None, as_json: AsJson = False) -> None:
 
 @app.command("set")
 def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False) -> None:
-    """Set the quota of a pattern of runs. It holds from the next save on."""
+    """Set the quota of a pattern of runs. It applies from the next save on."""
     with console.service(url, as_json) as api:
         body = QuotaRequest(quota_bytes=parse_bytes(size) or 0).model_dump()
         made = api.parsed(api.request("PUT", _path(pattern), json=body).content, Quota)

@@ -61,7 +61,7 @@ MESSAGES = {
     "alert-back": "The alert counts again.",
     "retried": "What could not be copied is tried again now.",
     "quota": "The quota was raised by half.",
-    "team-quota": "The quota was set. It holds from the next save on.",
+    "team-quota": "The quota was set. It applies from the next save on.",
     "team-quota-removed": "The quota was removed.",
 }
 _OF_A_RUN, _OF_ADMINS = ("verify", "scrub"), ("rebuild", "import", "export", "merge")  # kinds of jobs
