@@ -77,7 +77,7 @@ def test_slack_gets_text_that_mentions_nobody(web: Web) -> None:
     text = json.loads(web.got[0].body)["text"]
     assert "<" not in text.replace("&lt;", "") and "&lt;!channel&gt;" in text and "look &amp; see" in text
     assert text.startswith(":red_circle: error: llama: ranks") and ":large_green_circle: over: a node is lost" in text
-    assert "told 2 times before" in text and "3 more follow" in text and "https://h/" in text
+    assert "sent 2 times before" in text and "3 more follow" in text and "https://h/" in text
 
 
 @pytest.mark.parametrize("status", [301, 307, 400, 404, 429, 500])

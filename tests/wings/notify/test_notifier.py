@@ -312,7 +312,7 @@ def test_a_file_that_is_being_written(database: Database, web: Web, tmp_path: Pa
         one.look_twice()
         path.unlink()
         os.mkfifo(path)
-        wait_until(lambda: any("no file" in event.text for event in one.events.after(0, 9)))
+        wait_until(lambda: any("not a file" in event.text for event in one.events.after(0, 9)))
         one.look_twice()
         assert [target.name for target in one.notifier.targets()] == ["ops"]
     assert runs(web) == [("firing", "llama")]
