@@ -164,7 +164,7 @@ def test_paths_that_are_no_checkpoint_are_refused(make: Make, tmp_path: Path) ->
         make().load(tmp_path / "global_step_9")
     (tmp_path / "global_step_3").mkdir()
     (tmp_path / "global_step_3" / "critic").symlink_to(os.readlink(tmp_path / "global_step_2" / "actor"))
-    with pytest.raises(InvalidRequest, match="no checkpoint of run-critic"):
+    with pytest.raises(InvalidRequest, match="not a checkpoint of run-critic"):
         make("critic").load(tmp_path / "global_step_3")
     with pytest.raises(InvalidRequest, match="run-critic"):
         worker.manager.save_checkpoint(str(tmp_path / "global_step_4" / "critic"), None, 4)
@@ -175,7 +175,7 @@ def test_a_model_that_is_not_all_saved_is_refused(make: Make, tmp_path: Path) ->
     """E4: an optimizer of no kind that torch knows, and a second run in one process."""
     worker = make()
     worker.optimizer = object()
-    with pytest.raises(InvalidRequest, match="no torch optimizer"):
+    with pytest.raises(InvalidRequest, match="not a torch optimizer"):
         manager_of(worker, CheckpointConfig())
     with pytest.raises(InvalidRequest, match="called before"):
         holdfast_verl.install("another", at=tmp_path)
