@@ -48,6 +48,12 @@ _GROUPS = {
             "Show the checkpointing of all runs: last commit, exposure, stall, interval, and what needs attention.",
             "holdfast top team-a- --once",
         ),
+        "storage": _entry(
+            "runs.storage",
+            "Show how many bytes each run holds, and of what age its checkpoints are.",
+            "holdfast storage team-a- --first 10",
+            attribute="storage",
+        ),
         "nodes": _entry(
             "nodes",
             "Show the nodes that share this service's catalog: whether they are live, their ranks, duties and lag.",

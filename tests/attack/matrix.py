@@ -29,6 +29,7 @@ GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/search                                                read  seen
 GET    /v1/summaries                                             read  seen
+GET    /v1/storage                                               read  seen
 GET    /v1/runs/{run}/summary                                    read  path
 GET    /v1/overview                                              read  seen
 GET    /v1/alerts                                                read  seen
@@ -136,6 +137,7 @@ POST   /nodes/{name}/forget                                      admin all  form
 GET    /daemons                                                  read  seen
 GET    /notifications                                            admin all
 GET    /quotas                                                   read  seen
+GET    /storage                                                  read  seen
 POST   /quotas                                                   admin all  form
 POST   /quotas/{pattern}/remove                                  admin all  form
 POST   /notifications/{name}/test                                admin all  form

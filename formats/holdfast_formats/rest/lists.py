@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast_formats.rest.notifications import NotificationTarget
     from holdfast_formats.rest.operations import Event, Job, Token
     from holdfast_formats.rest.retention import Verdict
-    from holdfast_formats.rest.runs import TrashedRun
+    from holdfast_formats.rest.runs import RunStorage, TrashedRun
 
 NEARLY_FULL = 0.9  # of a quota
 LATE_S = 20.0  # a node renews its membership every 10 s
@@ -195,6 +195,20 @@ JOBS: Listing[Job] = Listing(
     ("state", "kind", "run"),
 )
 
+STORAGE: Listing[RunStorage] = Listing(
+    (
+        Column("Run", lambda one: checkpoint(one.run)),
+        Column("Bytes", "bytes", "bytes"),
+        Column("Checkpoints", "checkpoints", "number", omit=1),
+        Column("Last day", "day_bytes", "bytes", omit=4),
+        Column("Last week", "week_bytes", "bytes", omit=3),
+        Column("Last month", "month_bytes", "bytes", omit=2),
+        Column("Older", "older_bytes", "bytes"),
+    ),
+    "/v1/storage",
+    ("run", "checkpoints", "bytes", "day_bytes", "week_bytes", "month_bytes", "older_bytes"),
+    ("prefix", "q"),
+)
 TRASH: Listing[TrashedRun] = Listing(
     (
         Column("Run", "run"),

@@ -63,6 +63,18 @@ class RunChange(Body):
     acknowledged: bool | None = Field(default=None, description="true: its death was seen, as with its alert `run-lost`")
 
 
+class RunStorage(Body):
+    """Bytes of a run's checkpoints, by the time since their commits. Copies in replicas do not count."""
+
+    run: str
+    checkpoints: int
+    bytes: int
+    day_bytes: int = Field(description="of checkpoints of the last 24 hours")
+    week_bytes: int = Field(description="of older ones, of the last 7 days")
+    month_bytes: int = Field(description="of older ones, of the last 30 days")
+    older_bytes: int
+
+
 class TrashedRun(Body):
     """A run that was deleted and can still be brought back."""
 

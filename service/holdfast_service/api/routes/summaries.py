@@ -10,15 +10,20 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.columns import RUN_SORTS
 from holdfast_formats.rest.measurements import RunSummary
+from holdfast_formats.rest.runs import RunStorage
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.insight.run_orders import WantedRuns
+from holdfast_service.control.insight.storage_by_age import storage_by_age
+
+Prefix = Annotated[str, Query(max_length=128, description="only runs whose names start with this")]
+Words = Annotated[str, Query(max_length=128, description="only runs whose names have every one of these words")]
 
 
 def wanted_runs(
-    prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
-    q: Annotated[str, Query(max_length=128, description="only runs whose names have every one of these words")] = "",
+    prefix: Prefix = "",
+    q: Words = "",
     sort: Annotated[
         str,
         Query(
@@ -57,3 +62,16 @@ def list_summaries(services: Wired, wanted: Wanted, cursor: Cursor = None, limit
 )
 def get_summary(services: Wired, run: str) -> RunSummary:
     return services.summaries.one(run)
+
+
+@router.get(
+    "/storage",
+    dependencies=needs("read"),
+    summary="How much each run holds, by the age of its checkpoints; the largest first",
+)
+def list_storage(
+    services: Wired, prefix: Prefix = "", q: Words = "", cursor: Cursor = None, limit: Limit = 100
+) -> bodies.Page[RunStorage]:
+    """Ages count from the commits."""
+    database = services.control.catalog.database
+    return storage_by_age(database, services.control.events.now(), prefix, q.split(), cursor, limit)

@@ -163,8 +163,20 @@ def find_a_run(hand: Hand) -> None:
     expect(page).to_have_url(re.compile(rf"/runs/{FINISHED}/checkpoints/60$"))  # the only one that it can be
 
 
+@presses("GET /storage")
+def look_at_the_storage(hand: Hand) -> None:
+    page = hand.go("/storage")
+    hand.fill("Run contains", FINISHED)
+    hand.button("Show")
+    expect(page.get_by_role("region", name="Storage by run").get_by_role("row")).to_have_count(2)
+    expect(page.locator("svg.held rect").first).to_be_visible()
+
+
 @presses("GET /events", "GET /audit", "GET /daemons")
 def filter_what_happened(hand: Hand) -> None:
+    page = hand.go("/events?order=kind")
+    hand.press(page.get_by_role("link", name="run-lost", exact=True))
+    expect(page).to_have_url(re.compile("kind=run-lost"))
     page = hand.go("/events")
     hand.choose("Kind", "run-lost")
     hand.button("Show")

@@ -169,6 +169,8 @@ PLACES: Mapping[str, Go] = {
     "import": _address("/import"),
     "merge": _address("/merge"),
     "quotas": _address("/quotas"),
+    "storage": _address("/storage"),
+    "events-kinds": _address("/events?order=kind"),
     "events": _address("/events"),
     "events-timed": _address("/events?order=time"),
     "audit": _address("/audit"),

@@ -21,6 +21,10 @@ def test_grouped(service: Served, browser: httpx.Client) -> None:
     assert order == sorted(order)
     assert "missing 1; 2" in page.text.lower().replace("missing1", "missing 1") and "2.0 kB" in page.text
     assert "disk is full" not in Page(browser.get("/events?kind=checkpoint-committed").text).text
+    counted = Page(browser.get("/events?order=kind").text)
+    assert counted.faults() == [] and "/events?kind=save-aborted" in counted.addresses()
+    table = counted.text.partition("What it said")[2]
+    assert table.index("checkpoint-committed 2") < table.index("save-aborted error 1")
     timed = browser.get("/events?order=time").text
     assert 'data-stream="/v1/events' in timed
     assert timed.index("step 10 is committed") < timed.index("disk is full")

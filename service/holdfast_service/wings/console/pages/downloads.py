@@ -37,6 +37,7 @@ OF_ALL: Mapping[str, Listing[Any]] = {
     "nodes": lists.NODES,
     "quotas": lists.QUOTAS,
     "saves": lists.SAVES,
+    "storage": lists.STORAGE,
     "tokens": lists.TOKENS,
 }
 OF_RUN: Mapping[str, Listing[Any]] = {"checkpoints": lists.checkpoints(True), "compare": lists.DIFFERENCES}

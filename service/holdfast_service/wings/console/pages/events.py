@@ -11,15 +11,16 @@ from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import EVENTS, Event
 from holdfast_service.wings.console.rendering import link, page
 from holdfast_service.wings.console.routing import page_router
-from holdfast_service.wings.console.viewer_api import Asked, listed
+from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, listed
 
 router = page_router()
 
 EVENTS_SHOWN = 100
+EVENTS_COUNTED = LIMIT_MAX
 Text = Annotated[str, Query(max_length=200)]
 
 
-Order = Literal["save", "time"]
+Order = Literal["save", "time", "kind"]
 _WORST = ("error", "warning", "info")
 
 
@@ -41,6 +42,23 @@ def grouped(events: list[Event]) -> list[EventGroup]:
     return sorted(groups, key=lambda group: (_WORST.index(group.level), -group.events[0].id))
 
 
+class KindGroup(NamedTuple):
+    """The events of one kind; newest first."""
+
+    kind: str
+    level: str
+    events: list[Event]
+
+
+def by_kind(events: list[Event]) -> list[KindGroup]:
+    """The most frequent kinds first."""
+    groups: dict[str, list[Event]] = {}
+    for event in events:
+        groups.setdefault(event.kind, []).append(event)
+    made = [KindGroup(kind, min((e.level for e in these), key=_WORST.index), these) for kind, these in groups.items()]
+    return sorted(made, key=lambda group: -len(group.events))
+
+
 def _asked(run: Text = "", kind: Text = "", level: Text = "", order: Order = "save") -> dict[str, str]:
     return {"run": run, "kind": kind, "level": level, "order": order}
 
@@ -50,17 +68,19 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 
 @router.get("/events")
 async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str | None = None) -> Response:
-    """Show events, grouped by save or as they happened. The API filters by `run` and `kind`; `level` hides others of a
-    page.
+    """Show events, grouped by save, as they happened, or counted by kind. The API filters by `run` and `kind`; `level` hides
+    others of a page.
     """
-    run, kind, level = asked["run"], asked["kind"], asked["level"]
-    found = await listed(api, Event, lists.EVENTS, cursor, EVENTS_SHOWN, run=run, kind=kind)
+    run, kind, level, order = asked["run"], asked["kind"], asked["level"], asked["order"]
+    limit = EVENTS_COUNTED if order == "kind" else EVENTS_SHOWN
+    found = await listed(api, Event, lists.EVENTS, cursor, limit, run=run, kind=kind)
     events = [event for event in found["listed"] if level in ("", event.level)]
     return page(
         request,
         "events.html",
         events=events,
-        groups=grouped(events) if asked["order"] == "save" else None,
+        groups=grouped(events) if order == "save" else None,
+        counted=by_kind(events) if order == "kind" else None,
         newest=found["listed"][0].id if found["listed"] else 0,
         kinds=EVENTS,
         stream=link("/v1/events", run=run, kind=kind),
