@@ -14,9 +14,9 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.files import Files
-from holdfast_formats.rest import comparing
+from holdfast_formats.rest import comparing, histograms
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
-from holdfast_formats.rest.measurements import Difference
+from holdfast_formats.rest.measurements import Difference, TensorHistogram
 
 READ = ("changed", "unknown")  # must be read to compute the distance
 
@@ -63,6 +63,21 @@ def compare(
         return
     with ThreadPoolExecutor(threads, "holdfast-diff") as pool:
         yield from pool.map(one, pairs)
+
+
+def histogram(b: ComparedFiles, pair: Pair, a: ComparedFiles | None = None) -> TensorHistogram:
+    """Of the values of b's tensor; with `a`, of the changes from a's to b's, which have one shape and dtype. Every byte is
+    verified, and read twice. Raises `CorruptExtent` and `StorageFailed`.
+    """
+
+    def read() -> Iterator[histograms.Values]:
+        assert pair.b is not None
+        after = _octets(b, pair, pair.b)
+        if a is None or pair.a is None:
+            return histograms.values(after, pair.b.dtype)
+        return histograms.changes(_octets(a, pair, pair.a), after, pair.b.dtype)
+
+    return histograms.histogram(read)
 
 
 def _octets(side: ComparedFiles, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:

@@ -54,6 +54,7 @@ GET    /v1/runs/{run}/checkpoints/{step}/files/{name}            read  path
 HEAD   /v1/runs/{run}/checkpoints/{step}/files/{name}            read  path
 GET    /v1/runs/{run}/compare                                    read  path
 GET    /v1/runs/{run}/checkpoints/{step}/statistics              read  path
+GET    /v1/runs/{run}/checkpoints/{step}/histogram               read  path
 GET    /v1/runs/{run}/layers                                     read  path
 GET    /v1/runs/{run}/checkpoints/{step}/shard                   read  path
 HEAD   /v1/runs/{run}/checkpoints/{step}/shard                   read  path
@@ -122,6 +123,7 @@ GET    /runs/{run}/checkpoints/{step}                            read  path
 GET    /runs/{run}/checkpoints/{step}/files                      read  path
 GET    /runs/{run}/checkpoints/{step}/map/{name}                 read  path
 GET    /runs/{run}/checkpoints/{step}/extents                    read  path
+GET    /runs/{run}/checkpoints/{step}/histogram                  read  path
 GET    /runs/{run}/checkpoints/{step}/tensors                    read  path
 GET    /runs/{run}/health                                        read  path
 GET    /runs/{run}/checkpoints/{step}/restore                    read  path

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Annotated, Literal
 
 import typer
+from rich.text import Text
 
 from holdfast.config import default_url
 from holdfast.read.checkpoint_index import parse_target, step_of
@@ -14,7 +15,10 @@ from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import lists
+from holdfast_formats.rest.measurements import TensorHistogram
 
+MODEL = "model"
+BINS_A_ROW, BAR = 3, 40
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 
 Which = Annotated[str, typer.Argument(metavar="CHECKPOINT", help=f"{SELECTED}.")]
@@ -23,6 +27,12 @@ By = Annotated[
 ]
 Group = Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only this group.")]
 Part = Annotated[str, typer.Option("--name", metavar="TEXT", help="Only tensors whose name contains this text.")]
+Of = Annotated[
+    str | None, typer.Option("--histogram", metavar="TENSOR", help="Show how often each value occurs in this tensor.")
+]
+Minus = Annotated[
+    str | None, typer.Option("--minus", metavar="STEP", help="With --histogram: of the change since this step of the run.")
+]
 First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Show at most N tensors; 0 for all.")]
 
 
@@ -32,6 +42,8 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     group: Group = None,
     name: Part = "",
     first: First = 0,
+    histogram: Of = None,
+    minus: Minus = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,6 +56,29 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
         target = parse_target(checkpoint)
         if target.directory is not None:
             raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="name RUN@STEP")
+        if minus is not None and histogram is None:
+            raise InvalidRequest("--minus needs --histogram", hint="name the tensor: --histogram TENSOR")
         with Api(url or default_url()) as api:
+            if histogram is not None:
+                path = f"/v1/runs/{target.run}/checkpoints/{step_of(api, target)}/histogram"
+                asked = {"group": group or MODEL, "name": histogram} | ({} if minus is None else {"minus": minus})
+                counted = api.parsed(api.request("GET", path, params=asked).content, TensorHistogram)
+                console.print_json(counted.model_dump()) if as_json else _draw(counted)
+                return
             statistics = list(islice(api.statistics(target.run, step_of(api, target), group, sort, name), first or None))
     console.listed(lists.STATISTICS, statistics, f"No tensor of {checkpoint} matches.", as_json)
+
+
+def _draw(found: TensorHistogram) -> None:
+    """A bar for each few bins, from its smallest value on."""
+    out = console.out()
+    out.print(Text(f"{found.elements} values, {found.nonfinite} not finite", "bold"))
+    if found.minimum is None or found.maximum is None:
+        return
+    bins = len(found.counts)
+    rows = [sum(found.counts[at : at + BINS_A_ROW]) for at in range(0, bins, BINS_A_ROW)]
+    for number, count in enumerate(rows):
+        share = number * BINS_A_ROW / bins
+        value = found.minimum * (1 - share) + found.maximum * share
+        out.print(Text(f"{value:>11.4g}  {'█' * round(BAR * count / max(rows)):<{BAR}}  {count}"))
+    out.print(Text(f"{found.maximum:>11.4g}"))

@@ -152,7 +152,7 @@ class Distance:
         self.differing += int(np.count_nonzero(differs))
         if self._bits < 8:
             return
-        left, right = _as_float(a, self._dtype), _as_float(b, self._dtype)
+        left, right = as_float(a, self._dtype), as_float(b, self._dtype)
         finite_a, finite_b = np.isfinite(left), np.isfinite(right)
         finite = finite_a & finite_b
         own_a, own_b = left, right
@@ -182,7 +182,7 @@ class Distance:
         return sqrt(self._change)
 
 
-def _as_float(octets: Octets, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+def as_float(octets: Octets, dtype: np.dtype[Any]) -> NDArray[np.float64]:
     """The elements as float64; a complex one as its two parts."""
     values = octets.view(np.float32) if dtype.kind == "c" else octets.view(dtype)
     return values.astype(np.float64)

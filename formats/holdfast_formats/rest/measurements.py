@@ -44,6 +44,16 @@ class TensorStatistics(Body):
     changed_from: int | None = Field(default=None, description="the step that `change` refers to")
 
 
+class TensorHistogram(Body):
+    """How often each value occurs in a tensor, or in the difference of two. Complex numbers count as their two parts."""
+
+    elements: int
+    nonfinite: int = Field(description="NaN and infinite values; in a difference, of either tensor")
+    minimum: float | None = Field(description="smallest finite value; null without one")
+    maximum: float | None
+    counts: list[int] = Field(description="finite values in bins of equal width, from the minimum to the maximum")
+
+
 class LayerHealth(Body):
     """One cell of the heat map: a layer's tensors of one step taken together."""
 

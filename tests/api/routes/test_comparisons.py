@@ -11,9 +11,11 @@ import pytest
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptExtent, LimitExceeded, NoSuchCheckpoint
+from holdfast_formats.errors import CorruptExtent, LimitExceeded, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.rest.measurements import TensorHistogram
 from holdfast_service.api.routes import comparisons
 from tests.checkpoints import Arrays, build, flip, varied_arrays
+from tests.kit.commands import call
 from tests.serving import served
 
 
@@ -65,3 +67,36 @@ def test_damage_is_named_and_limits_hold(api: Api, tmp_path: Path, monkeypatch: 
     flip(tmp_path / naming.checkpoint_path("tiny", 10) / file.file, file.start + 77)
     with pytest.raises(CorruptExtent, match=r"layers\.0\.q\.weight"):
         list(api.compare("tiny", 5, 10, exact=True))
+
+
+def test_histograms_of_values_and_of_changes(api: Api) -> None:
+    """Every element counts once; a doubled tensor changed by itself; what cannot be counted is refused with the reason."""
+    name, before = "layers.0.q.weight", varied_arrays()["model"]["layers.0.q.weight"].astype(np.float64)
+    path = "/v1/runs/tiny/checkpoints/10/histogram"
+
+    def ask(**wanted: Any) -> TensorHistogram:
+        asked = {"group": "model", "name": name, **wanted}
+        return api.parsed(api.request("GET", path, params=asked).content, TensorHistogram)
+
+    values, change = ask(), ask(minus="5")
+    assert (values.minimum, values.maximum) == (2 * before.min(), 2 * before.max())
+    assert (change.minimum, change.maximum) == (before.min(), before.max())
+    assert sum(values.counts) == sum(change.counts) == values.elements == before.size
+    with pytest.raises(NoSuchResource, match="has no tensor"):
+        ask(name="nope")
+    with pytest.raises(NoSuchResource, match="tiny@10 has no tensor 'mask'"):
+        ask(group="optim", name="mask", minus="5")
+    result = call("stats", "tiny@10", "--histogram", name, "--minus", 5, "--url", api.url)
+    assert result.exit_code == 0 and f"{before.size} values, 0 not finite" in result.stdout and "█" in result.stdout
+    shown = call("stats", "tiny@10", "--histogram", name, "--url", api.url, "--json").stdout
+    assert TensorHistogram.model_validate_json(shown) == values
+    assert call("stats", "tiny@10", "--minus", 5, "--url", api.url).exit_code != 0
+
+
+def test_a_histogram_that_would_read_too_much_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its size: both passes over both tensors."""
+    monkeypatch.setattr(comparisons, "EXACT_BYTES_MAX", 100)
+    asked = {"group": "model", "name": "layers.0.q.weight", "minus": "5"}
+    with pytest.raises(LimitExceeded) as refused:
+        api.request("GET", "/v1/runs/tiny/checkpoints/10/histogram", params=asked)
+    assert refused.value.members["bytes"] == 2 * 2 * 24 * 40 * 4

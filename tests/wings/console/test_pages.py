@@ -49,6 +49,8 @@ PAGES = {
     f"{STEP}/tensors?q=LAYERS+weight&sort=bytes": ("layers.0.q.weight", "tensors found"),
     f"{STEP}/map/model-00001-of-00002.safetensors": ("Saved by 2 ranks", "dp=2", "[Replicate()]"),
     f"{STEP}/extents?group=model&name=embed.weight": ("Extents", "1.0 kB", "[Replicate()]"),
+    f"{STEP}/histogram?group=model&name=embed.weight": ("Step 5", "values", "at most"),
+    f"{STEP}/histogram?group=model&name=embed.weight&minus=10": ("Change from step 10 to 5", "Step 10"),
     f"{STEP}/restore?tp=2&group=optim": ("2 ranks, group optim", "Reads ÷ needs"),
     f"{STEP}/restore?layout=&group=model": ("holdfast restore tiny@5", "import holdfast", "curl -f -o rank0.safetensors"),
     f"{STEP}/restore": ("Resume from step 5", "restore(step=5)", "marks 2 checkpoints", "Advanced"),

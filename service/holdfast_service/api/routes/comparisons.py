@@ -8,17 +8,19 @@ from typing import Annotated, NamedTuple
 from fastapi import APIRouter, Depends, Query, Request
 
 from holdfast_files.comparing import bytes_to_read
+from holdfast_formats import dtypes
+from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.packing import natural_key
-from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
-from holdfast_formats.rest.measurements import Difference, DifferenceState
+from holdfast_formats.rest.measurements import Difference, DifferenceState, TensorHistogram
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
 from holdfast_service.api.services import Cursor, Limit, Wired
-from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare, histogram
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
 
@@ -92,6 +94,55 @@ def compare_checkpoints(
         )
     sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)
     return bodies.Page(items=list(compare(services.control.tier, sides, shown)), next=behind)
+
+
+class WantedHistogram(NamedTuple):
+    """A tensor of a checkpoint, and the step whose values are taken away from it."""
+
+    group: str
+    name: str
+    minus: str | None
+
+
+def _histogram(
+    group: Annotated[str, Query(max_length=64)],
+    name: Annotated[str, Query(max_length=4096)],
+    minus: Annotated[str | None, Query(max_length=32, description="of the difference to this step of the run")] = None,
+) -> WantedHistogram:
+    return WantedHistogram(group, name, minus)
+
+
+@router.get(
+    "/runs/{run}/checkpoints/{step}/histogram",
+    dependencies=needs("read"),
+    summary="TensorHistogram of a tensor's values, or of their change since another step",
+)
+def get_histogram(
+    request: Request, services: Wired, run: str, step: str, wanted: Annotated[WantedHistogram, Depends(_histogram)]
+) -> TensorHistogram:
+    """Every byte is verified, and read twice; at most 1 GiB in all."""
+    opened = request.app.state.opened
+    b = ComparedCheckpoint(run, open_checkpoints.find(services, run, step).step)
+    a = None if wanted.minus is None else ComparedCheckpoint(run, open_checkpoints.find(services, run, wanted.minus).step)
+    entry = _entry(opened, b, wanted)
+    pair = Pair(wanted.group, wanted.name, None if a is None else _entry(opened, a, wanted), entry)
+    if dtypes.bits(entry.dtype) < 8:
+        raise InvalidRequest(f"{wanted.name} is {entry.dtype}: types below one byte have no histogram")
+    if pair.a is not None and pair.state in ("reshaped", "retyped"):
+        raise InvalidRequest(f"{wanted.name} has another shape or dtype in step {wanted.minus}: there is no difference")
+    size = 2 * entry.nbytes * (1 if a is None else 2)
+    if size > EXACT_BYTES_MAX:
+        raise LimitExceeded(f"this would read {size} bytes; one request may read at most {EXACT_BYTES_MAX}", bytes=size)
+    return histogram(services.control.tier, b, pair, a)
+
+
+def _entry(opened: OpenedCheckpoints, at: ComparedCheckpoint, wanted: WantedHistogram) -> TensorEntry:
+    contents = opened.open(at.run, at.step).contents
+    stored = contents.aliases.get(wanted.group, {}).get(wanted.name, wanted.name)
+    entry = contents.tensors.get(wanted.group, {}).get(stored)
+    if entry is None:
+        raise NoSuchResource(f"{at.run}@{at.step} has no tensor {wanted.name!r} in {wanted.group!r}")
+    return entry
 
 
 def _page(pairs: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:

@@ -19,7 +19,7 @@ from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import whole
 from holdfast_formats.rest.comparing import Octets, Pair
-from holdfast_formats.rest.measurements import Difference
+from holdfast_formats.rest.measurements import Difference, TensorHistogram
 from holdfast_service.storage import Tier
 
 
@@ -39,8 +39,17 @@ def compare(
     on_bytes: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Difference]:
     """Compute how much the tensors differ, one at a time."""
-    left, right = (ComparedFiles(tier, side.directory, _Decoded(tier, side).octets) for side in sides)
+    left, right = (_files(tier, side) for side in sides)
     return comparing.compare(left, right, pairs, on_bytes)
+
+
+def histogram(tier: Tier, b: ComparedCheckpoint, pair: Pair, a: ComparedCheckpoint | None = None) -> TensorHistogram:
+    """See `comparing.histogram`."""
+    return comparing.histogram(_files(tier, b), pair, None if a is None else _files(tier, a))
+
+
+def _files(tier: Tier, side: ComparedCheckpoint) -> ComparedFiles:
+    return ComparedFiles(tier, side.directory, _Decoded(tier, side).octets)
 
 
 class _Decoded:

@@ -210,6 +210,17 @@ def find_and_compare_checkpoints(hand: Hand) -> None:
     hand.says("The comparison is queued")
 
 
+@presses("GET /runs/{run}/checkpoints/{step}/histogram")
+def draw_a_histogram(hand: Hand) -> None:
+    page = hand.go(f"/runs/{FINISHED}/compare?a=50&b=60&q=lm_head")
+    hand.press(page.get_by_role("link", name="lm_head.weight", exact=True).first)
+    hand.heads("lm_head.weight")
+    expect(page.locator("svg.bars")).to_have_count(3)
+    hand.fill("Change since step", "")
+    hand.button("Show")
+    expect(page.locator("svg.bars")).to_have_count(1)
+
+
 @presses("GET /runs/{run}/checkpoints/{step}/tensors", "GET /runs/{run}/checkpoints/{step}/restore")
 def look_for_tensors_and_shards(hand: Hand) -> None:
     page = hand.go(f"/runs/{FINISHED}/checkpoints/60/tensors")

@@ -152,6 +152,7 @@ PLACES: Mapping[str, Go] = {
     "tensors": _address(f"/runs/{ILL}/checkpoints/50/tensors"),
     "tensors-long": _address(f"{_STEP}/tensors"),
     "tensor": _address("/runs/kept-mouse/checkpoints/5/extents?group=model&name=embed.weight"),
+    "histogram": _address(f"/runs/{FINISHED}/checkpoints/60/histogram?group=model&name=lm_head.weight&minus=50"),
     "resume": _address(f"{_TINY}/restore"),
     "resume-older": _address(f"{_RUN}/checkpoints/{STEPS[0]}/restore"),
     "resume-ill": _address(f"/runs/{ILL}/checkpoints/50/restore"),

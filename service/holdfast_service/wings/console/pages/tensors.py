@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: searched, sorted, a page at a time, however many there are."""
+"""The tensors of a checkpoint: searched, sorted, a page at a time, however many there are; and the histograms of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.measurements import TensorStatistics
+from holdfast_formats.rest.measurements import TensorHistogram, TensorStatistics
 from holdfast_service.wings.console import manifest_view
 from holdfast_service.wings.console.manifest_view import ManifestView, MeasuredTensor, TensorLine
 from holdfast_service.wings.console.rendering import page
@@ -125,3 +125,43 @@ def select(lines: list[TensorLine], measured: Known, wanted: Search) -> list[Ten
         return (value is None, -float(value or 0))
 
     return sorted(found, key=largest_first)
+
+
+class DrawnHistogram(NamedTuple):
+    """A histogram with its title, or why there is none."""
+
+    title: str
+    found: PagePart[TensorHistogram]
+
+    @property
+    def bars(self) -> list[float]:
+        """Heights, as fractions of the highest."""
+        counts = self.found.value.counts if self.found.value else []
+        return [count / max(counts) for count in counts]
+
+
+@router.get("/runs/{run}/checkpoints/{step}/histogram")
+async def show_histogram(  # noqa: PLR0913 — one parameter a filter
+    request: Request,
+    api: Asked,
+    run: str,
+    step: str,
+    group: Annotated[str, Query(max_length=64)],
+    name: Annotated[str, Query(max_length=4096)],
+    minus: Annotated[str, Query(max_length=32)] = "",
+) -> Response:
+    """Of the tensor in this step; with `minus`, also in that step, and of the difference."""
+    checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
+    wanted = [(f"Step {checkpoint.step}", checkpoint.step, "")]
+    if minus:
+        before = await api.get(bodies.CheckpointInfo, at(run, minus))
+        change = (f"Change from step {before.step} to {checkpoint.step}", checkpoint.step, str(before.step))
+        wanted = [change, (f"Step {before.step}", before.step, ""), *wanted]
+    found = await asyncio.gather(
+        *(
+            shown(api.get(TensorHistogram, at(run, of, "histogram"), group=group, name=name, minus=less))
+            for _, of, less in wanted
+        )
+    )
+    drawn = [DrawnHistogram(title, one) for (title, _, _), one in zip(wanted, found, strict=True)]
+    return page(request, "histogram.html", run=run, made=checkpoint, group=group, name=name, minus=minus, drawn=drawn)
