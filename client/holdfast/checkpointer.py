@@ -530,7 +530,7 @@ class Checkpointer:
         complete.
         """
         if not self._calls.closed and not self._calls.forked:  # a forked child has memory of its own
-            self._saves.step_passes()
+            self._saves.step_begins()
             self._state.wholeness.check()
             self._preparation.begin_unasked()
             self.fence()
@@ -538,7 +538,7 @@ class Checkpointer:
     def _after_step(self, *given: Any) -> None:
         """The state is consistent again: average it, and do the saves that signal handlers requested during the step."""
         if given and not self._calls.closed and not self._calls.forked:
-            self._saves.step_passes()
+            self._saves.step_ends()
             self._state.unsaved.stepped(given[0])
             if self._averaging is not None:
                 self._averaging.optimizer_stepped(given[0], self._hooks.optimizers)

@@ -61,7 +61,7 @@ class Saves:
         """`policy` decides which save is dropped where storage is slower than the saves."""
         self._rank, self._contents, self._reservation = rank, contents, reservation
         self._averaging, self._hooks, self._policy = averaging, hooks, policy
-        self._copy_plans, self._other_steps = CopyPlans(), OtherSteps(hooks.optimizers)
+        self._copy_plans, self._other_steps = CopyPlans(), OtherSteps()
         self._last: SaveTask | None = None
         self._noted = frozenset[str]()
 
@@ -108,9 +108,13 @@ class Saves:
         if self._averaging is not None:
             self._averaging.fence()
 
-    def step_passes(self) -> None:
-        """Hook before and after each step of an optimizer in the state."""
-        self._other_steps.passes()
+    def step_begins(self) -> None:
+        """Hook before each step of an optimizer in the state."""
+        self._other_steps.begins()
+
+    def step_ends(self) -> None:
+        """Hook after each step of an optimizer in the state."""
+        self._other_steps.ends()
 
     def room_for(self, need: Need) -> Slots:
         """Reserve the memory for saves that need so much. Connects first, and starts a daemon where there is none."""

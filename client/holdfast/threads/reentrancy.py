@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
@@ -131,26 +132,36 @@ def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
 
 
 class OtherSteps:
-    """Steps of a state's optimizers in other threads: during one, only half of the state is updated."""
+    """Steps of a state's optimizers in other threads: during one, only half of the state is updated.
 
-    def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
+    Each step is noted when it begins, by its frame, because one that raises has no hook at its end. The stacks of other
+    threads are not walked: in CPython 3.10 and 3.11, `sys._current_frames` and `f_back` make frame objects, the garbage
+    collector may start there and let the other thread run on, and the process hangs or crashes (CPython's issue 106883).
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[FrameType]] = {}  # by thread: those inside of others last
         self._passed = 0
 
-    def passes(self) -> None:
-        """Hook before and after each step."""
+    def begins(self) -> None:
+        """Hook before each step."""
         self._passed += 1
+        mine = self._running.setdefault(threading.get_ident(), [])
+        mine[:] = [frame for frame in mine if not _has_ended(frame)]
+        mine += (wrapper for wrapper, _ in islice(_steps(), 1))
+
+    def ends(self) -> None:
+        """Hook after each step."""
+        self._passed += 1
+        mine = self._running.get(threading.get_ident(), [])
+        if mine and mine[-1] is next((wrapper for wrapper, _ in _steps()), None):
+            mine.pop()  # a frame that is kept keeps those of its callers
 
     def between(self) -> int | None:
-        """The number of this moment; None while another thread is in a step or in its hooks."""
-        me, passed = threading.get_ident(), self._passed  # before the frames: a step that begins from here on is counted
-        stepping = (
-            any(optimizer is wrapper.f_locals["args"][0] for optimizer in self._optimizers)
-            for thread, frame in sys._current_frames().items()
-            for wrapper, _ in _steps_of(frame)
-            if thread != me
-        )
-        return None if any(stepping) else passed
+        """The number of this moment; None while another thread is in a step, or in hooks before the one that ends it."""
+        me, passed = threading.get_ident(), self._passed  # read first: a step that begins from here on is counted
+        others = [frame for thread, frames in list(self._running.items()) if thread != me for frame in list(frames)]
+        return passed if all(map(_has_ended, others)) else None
 
     def check(self, moment: int | None) -> None:
         """`TornSnapshot` if a step was running at that moment, or began or ended since."""
@@ -159,6 +170,15 @@ class OtherSteps:
                 "another thread called optimizer.step() during this call of save(): the state was half of the next step",
                 hint="save in the thread that trains, between two steps",
             )
+
+
+def _has_ended(frame: FrameType) -> bool:
+    """Whether a frame no longer runs, in any thread: Python refuses to clear one that does. The call allocates nothing."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_in_hook() -> bool:
