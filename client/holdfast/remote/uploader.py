@@ -352,12 +352,10 @@ class Uploader:
             sender.close()
 
     def _give_up_soon(self, save: OwnSave, error: CheckpointError) -> None:
-        """Inform the other ranks; once the daemon answers, if it is silent."""
-        if self._contact.silent:
+        """Inform the other ranks; once the daemon answers, if it does not now: it keeps a slot for an open upload."""
+        if self._contact.silent or not self.give_up(save.number, save.step, error, OPEN_TIMEOUT_S):
             problem = messages.AbandonRequest(problem=error.problem())
             own_threads.start(lambda: self._give_up_later(save, problem), "holdfast-giving-up")
-        else:
-            self.give_up(save.number, save.step, error, OPEN_TIMEOUT_S)
 
     def _give_up_later(self, save: OwnSave, why: messages.AbandonRequest) -> None:
         try:
@@ -365,12 +363,14 @@ class Uploader:
         except CheckpointError as unheard:
             log.info("could not tell %s that step %d is given up: %s", self._api.url, save.step, unheard.detail)
 
-    def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
-        """Inform the other ranks of the world at once that this step is not saved."""
+    def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> bool:
+        """Inform the other ranks of the world at once that this step is not saved; False if another try may succeed."""
         try:
             self._api.abandon_upload(self._rank_id, number, messages.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
             log.info("could not tell %s that step %d is given up: %s", self._api.url, step, unheard.detail)
+            return not isinstance(unheard, _PASSING)
+        return True
 
     def _bring(self, sender: ChunkSender, save: OwnSave) -> None:
         """Upload a sealed slot to the daemon; an interrupted upload resumes where it stopped."""

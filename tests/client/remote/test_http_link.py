@@ -15,6 +15,7 @@ import torch
 
 from holdfast import Api, Checkpointer, Fragment
 from holdfast.link.own_daemon import socket_of
+from holdfast.remote import uploader
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
@@ -33,7 +34,7 @@ from holdfast_formats.staging.messages import Policy
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.forked import Forked
-from tests.proxies import Proxy, proxied
+from tests.proxies import PIECE_BYTES, Proxy, proxied
 from tests.serving import served
 
 MIB = 2**20
@@ -333,3 +334,27 @@ def test_a_dropped_save_names_what_its_rank_waits_for(far: RunningDaemon, proxy:
         assert "the upload of step 2" in slow.detail or "does not answer" in slow.detail
         assert "faster storage" not in str(slow.hint)
         proxy.flows.set()
+
+
+def test_a_drop_that_the_daemon_did_not_hear_of_is_told_again(
+    far: RunningDaemon, proxy: Proxy, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has dropped a save whose upload was open, and the link broke: the daemon keeps no slot for it."""
+    monkeypatch.setattr(uploader, "OPEN_TIMEOUT_S", 60.0)
+    with Api(far.url) as api, Checkpointer(run, random_state(MIB), at=proxy.url, slots=2) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        before, proxy.bytes_per_s = proxy.sent, 200_000
+        checkpointer.save(2, wait="staged")
+        wait_until(lambda: proxy.sent > before + PIECE_BYTES)  # its upload goes on, those of the next ones wait
+        dropped = checkpointer.save(3, wait="staged")
+        proxy.flows.clear()
+        monkeypatch.setattr(uploader, "OPEN_TIMEOUT_S", 0.2)
+        last = checkpointer.save(4)
+        wait_until(lambda: dropped.done)
+        assert dropped.dropped
+        last.wait_staged(60)
+        proxy.reset()
+        proxy.bytes_per_s = None
+        proxy.flows.set()
+        last.result(60)
+        wait_until(lambda: {made.step: made.state for made in api.rounds(run)}.get(3) == "dropped")
