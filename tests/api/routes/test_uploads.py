@@ -35,7 +35,8 @@ daemon = own_daemon()
 
 @pytest.fixture(scope="module")
 def http(daemon: RunningDaemon) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=daemon.url, trust_env=False, timeout=240) as client:
+    limits = httpx.Limits(max_keepalive_connections=0)  # the daemon may close an idle one just when it is used again
+    with httpx.Client(base_url=daemon.url, trust_env=False, timeout=240, limits=limits) as client:
         yield client
 
 
