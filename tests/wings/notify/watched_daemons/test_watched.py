@@ -171,7 +171,7 @@ def test_tokens_are_read_from_a_file_that_not_everybody_reads(tmp_path: Path) ->
             read_tokens(secret(tmp_path, text, f"wrong-{number}"))
         assert "verysecret" not in f"{refused.value.detail} {refused.value.hint}"
     good.chmod(0o644)
-    with pytest.raises(InvalidRequest, match="everybody can read"):
+    with pytest.raises(InvalidRequest, match="every user can read"):
         read_tokens(good)
     with pytest.raises(InvalidRequest, match="cannot read"):
         read_tokens(tmp_path / "nothing")
