@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from holdfast_formats.rest.measurements import Attention
 
-# The codes of all alerts, by how much data is in danger: what is stored, what is being saved, room for it, copies; then
-# what costs time alone.
+# The codes of all alerts, by how much data is in danger: work that is not saved or lost, what is stored, NaN, room for
+# saves, copies; then what costs time alone.
 ALERT_CODES = (
-    "checkpoint-missing",
-    "checkpoint-damaged",
     "saves-failing",
     "no-commit",
+    "run-lost",
+    "checkpoint-missing",
+    "checkpoint-damaged",
     "checkpoint-unhealthy",
     "disk-nearly-full",
     "quota-nearly-full",
@@ -21,7 +22,6 @@ ALERT_CODES = (
     "replica-failing",
     "replica-behind",
     "node-lost",
-    "run-lost",
     "clock-differs",
     "storage-slow",
     "saves-dropped",

@@ -239,9 +239,6 @@ class RunSummary(Body):
     attention: list[Attention] = Field(default_factory=list)
 
 
-# What runs are sorted by, beside `attention` and `metric:NAME`; with a minus, the largest first.
-
-
 class Overview(Body):
     """All runs that may be seen, in a few figures. It is a few seconds old."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.columns import RUN_SORTS
-from holdfast_formats.rest.measurements import GoodCheckpoint, RunSummary, Trend
+from holdfast_formats.rest.measurements import Attention, GoodCheckpoint, RunSummary, Trend
 from holdfast_formats.timestamps import write
 from holdfast_service.control.insight.run_orders import RunOrder, WantedRuns
 from tests.wings.notify.test_alerts import summary as summed
@@ -73,7 +73,18 @@ def test_what_is_no_number_is_last() -> None:
     assert [order.run_of(key) for key in sorted(keys)] == ["b", "a"]
 
 
-@pytest.mark.parametrize("sort", ["", "-", "bytes", "--name", "-attention", "metric", "metric:", "name:x", "name "])
+def test_training_comes_before_need_where_that_is_asked_for() -> None:
+    """Both orders have keys of one form, with the name at the end."""
+    lost = summary("lost", life="died", attention=[Attention(level="error", code="run-lost", text="t", hint="h")])
+    for sort, expected in (("attention", ["lost", "busy", "idle"]), ("training", ["busy", "lost", "idle"])):
+        order = RunOrder.parse(sort)
+        keys = sorted(map(order.key, (summary("idle", life="idle"), lost, summary("busy", life="training"))))
+        assert [order.run_of(key) for key in keys] == expected and all(map(order.is_key, keys))
+
+
+@pytest.mark.parametrize(
+    "sort", ["", "-", "bytes", "--name", "-attention", "-training", "metric", "metric:", "name:x", "name "]
+)
 def test_what_is_no_order_is_refused(sort: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be sorted"):
         RunOrder.parse(sort)

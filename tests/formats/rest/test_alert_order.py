@@ -14,10 +14,11 @@ def alert(code: str, level: str) -> Attention:
 def test_errors_come_first_and_then_the_more_dangerous() -> None:
     """A code of a newer daemon stands behind those that are known, of its level."""
     ordered = [
-        alert("checkpoint-damaged", "error"),
         alert("saves-failing", "error"),
-        alert("disk-nearly-full", "error"),
         alert("run-lost", "error"),
+        alert("checkpoint-damaged", "error"),
+        alert("checkpoint-unhealthy", "error"),
+        alert("disk-nearly-full", "error"),
         alert("of-a-newer-daemon", "error"),
         alert("disk-nearly-full", "warning"),
         alert("saves-too-often", "warning"),

@@ -41,7 +41,7 @@ def test_what_nobody_has_seen_comes_first() -> None:
 
 
 def test_alerts_stand_by_danger_to_data() -> None:
-    """What is damaged comes before what fails, and a death, which puts nothing in danger, after both; of whatever run."""
+    """Saves that fail come first, then work that is lost, then what is damaged; warnings after all errors."""
     failing = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "no-space"), *saves())
     damaged = facts().held._replace(damaged=1, newest_damaged=700)
     board = [
@@ -52,14 +52,14 @@ def test_alerts_stand_by_danger_to_data() -> None:
     ]
     found = sorted([*alerts.of_runs(board), *alerts.of_nodes([node(replicas={"far": "gone"})])], key=alerts.place)
     assert [(one.run or one.subject, one.code) for one in found] == [
-        ("c", "checkpoint-damaged"),
         ("b", "saves-failing"),
-        ("far", "replica-lost"),
         ("a", "run-lost"),
         ("c", "run-lost"),
+        ("c", "checkpoint-damaged"),
+        ("far", "replica-lost"),
         ("d", "disk-nearly-full"),
     ]
-    assert [item.code for item in board[2].attention] == ["checkpoint-damaged", "run-lost"]
+    assert [item.code for item in board[2].attention] == ["run-lost", "checkpoint-damaged"]
     unknown = found[0].model_copy(update={"code": "of-a-newer-daemon"})
     assert alerts.place(found[4]) < alerts.place(unknown) < alerts.place(found[5])
 

@@ -29,7 +29,7 @@ def wanted_runs(
         Query(
             max_length=256,
             description=f"sort by {', '.join(RUN_SORTS)}, or `metric:NAME`, each with a minus for the largest first; or by "
-            "`attention`",
+            "`attention`, or by `training`, which has runs that train before that",
         ),
     ] = "name",
     failed: Annotated[bool, Query(description="with runs that failed to start, to which nothing was ever saved")] = True,

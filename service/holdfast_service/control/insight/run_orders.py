@@ -17,7 +17,8 @@ from holdfast_formats.rest.measurements import RunLife, RunSummary
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight.attention import weight
 
-ATTENTION, METRIC = "attention", "metric"
+ATTENTION, TRAINING, METRIC = "attention", "training", "metric"
+_NEEDS = (ATTENTION, TRAINING)
 _FAR_S = 10**12  # later than any commit, in seconds since 1970
 _NAME = "[A-Za-z0-9._-]{1,128}"
 _NEED, _VALUE = "[0-9]{19}", "0[0-9a-f]{16}|10{16}"
@@ -26,7 +27,9 @@ assert set(_LIVES) == set(get_args(RunLife))
 
 
 class RunOrder(NamedTuple):
-    """By a column of `RUN_SORTS`, by need for attention, or by a metric. Runs without a value come last either way."""
+    """By a column of `RUN_SORTS`, by need for attention (those that train first, or not), or by a metric. Runs without a
+    value come last either way.
+    """
 
     column: str = "name"
     descends: bool = False
@@ -37,9 +40,11 @@ class RunOrder(NamedTuple):
         """`storage`, `-storage`, `metric:loss`; `InvalidRequest` for anything else."""
         descends = text.startswith("-")
         column, _, metric = text.removeprefix("-").partition(":")
-        is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column == ATTENTION and not descends)
+        is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column in _NEEDS and not descends)
         if not is_one or (metric and column != METRIC):
-            hint = f"one of {', '.join(RUN_SORTS)}, each with a minus for the largest first; metric:NAME; attention"
+            hint = (
+                f"one of {', '.join(RUN_SORTS)}, each with a minus for the largest first; metric:NAME, attention, training"
+            )
             raise InvalidRequest(f"runs cannot be sorted by {text!r}", hint=hint)
         return cls(column, descends, metric)
 
@@ -54,18 +59,18 @@ class RunOrder(NamedTuple):
 
     def key(self, summary: RunSummary) -> str:
         """See the module; not for the order by name."""
-        if self.column == ATTENTION:
-            return _by_need(summary)
+        if self.column in _NEEDS:
+            return _by_need(summary, self.column == TRAINING)
         value = summary.metrics.get(self.metric) if self.column == METRIC else _VALUES[self.column](summary)
         if value is None or not isfinite(value):
             return f"1{0:016x}{summary.run}"
         return f"0{_sortable(value, self.descends):016x}{summary.run}"
 
     def is_key(self, text: str) -> bool:
-        return re.fullmatch(f"(?:{_NEED if self.column == ATTENTION else _VALUE}){_NAME}", text) is not None
+        return re.fullmatch(f"(?:{_NEED if self.column in _NEEDS else _VALUE}){_NAME}", text) is not None
 
     def run_of(self, key: str) -> str:
-        return key if self.by_name else key[19:] if self.column == ATTENTION else key[17:]
+        return key if self.by_name else key[19:] if self.column in _NEEDS else key[17:]
 
 
 BY_NAME = RunOrder()
@@ -118,10 +123,11 @@ def _sortable(value: float, descends: bool) -> int:
     return int(ordered ^ (2**64 - 1)) if descends else int(ordered)
 
 
-def _by_need(summary: RunSummary) -> str:
+def _by_need(summary: RunSummary, training_first: bool) -> str:
     """First runs that need attention, then active ones by name, then the newest commits."""
     errors, warnings = weight(summary)
     at = seconds_of(summary.last_commit) if summary.last_commit is not None else 0.0
     age = 0 if summary.life == "training" else _FAR_S - 1 - int(min(max(at, 0.0), _FAR_S - 2.0))
     need = f"{999 - min(errors, 999):03d}{999 - min(warnings, 999):03d}"
-    return f"{need}{int(summary.life != 'training'):d}{age:012d}{summary.run}"
+    rests = int(summary.life != "training")
+    return f"{rests}{need}{age:012d}{summary.run}" if training_first else f"{need}{rests}{age:012d}{summary.run}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import quote
 
-from holdfast_formats.rest.measurements import Alert, RunSummary
+from holdfast_formats.rest.measurements import Alert
 from holdfast_service.wings.console.viewer_api import to
 
 
@@ -69,16 +69,6 @@ def button(alert: Alert) -> Button:
         return _form("Copy again now", mend, remedy="retry-replicas", subject=alert.subject)
     label, place = _LOOKS.get(alert.code, ("Look at the saves", ""))
     return Button(label, f"{to(run)}{place}")
-
-
-def action(summary: RunSummary) -> Button | None:
-    """The most useful action for a run: the one for its worst alert, else resuming from what is good."""
-    worst = next((item for item in summary.attention if item.acknowledged is None), None)
-    if worst is not None:
-        return button(Alert(run=summary.run, **vars(worst)))
-    if summary.good is None:
-        return None
-    return Button("Resume", to(summary.run, summary.good.step, "restore"))
 
 
 def _form(label: str, address: str, **fields: str) -> Button:

@@ -15,6 +15,7 @@ from holdfast_formats.rest.job_labels import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
+TAIL = 14  # characters of a long name that stay where it is cut in the middle
 _SHARE_MIN = 0.0001  # smaller ones are shown as "< 0.01 %"
 _GAP = "\u00a0"  # a number and its unit stay on one line
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
@@ -107,6 +108,13 @@ def prose(text: str) -> Markup:
     """A sentence of the service; text in backquotes is shown as code."""
     parts = text.split("`")
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def name(text: str) -> Markup:
+    """A name that its style cuts in the middle where it is longer than its place: runs of a sweep differ at their ends."""
+    if len(text) <= 2 * TAIL:
+        return escape(text)
+    return Markup('<span class="head">{}</span><span class="end">{}</span>').format(text[:-TAIL], text[-TAIL:])
 
 
 def cell(parts: Sequence[CellPart]) -> Markup:

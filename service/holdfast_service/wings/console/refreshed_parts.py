@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from holdfast_formats.rest.measurements import Alert, RunSummary
 from holdfast_service.wings.console import alert_actions, formatting, run_status
 from holdfast_service.wings.console.alert_actions import Button
 from holdfast_service.wings.console.rendering import environment
-from holdfast_service.wings.console.sparkline import newest, sparkline
+from holdfast_service.wings.console.sparkline import newest, scale, sparkline
 
 KEPT = 1000  # parts of each kind, of a few kilobytes
 
@@ -34,6 +34,15 @@ class _AlertPart(NamedTuple):
     back: str
 
 
+class RunColumns(NamedTuple):
+    """The columns that not every table of runs has: one that would be empty for most of its runs is left out."""
+
+    state: bool
+    metric: str  # empty without that column
+    crash: bool
+    trend: bool
+
+
 class _RunPart(NamedTuple):
     run: str
     level: str  # of the dot: error, warning, or the run's status
@@ -44,16 +53,28 @@ class _RunPart(NamedTuple):
     good: int | None  # step
     good_age: Markup | None
     marks: tuple[tuple[bool, str, str], ...]  # whether it is so, what to say then, and what otherwise
-    metric: str
+    columns: RunColumns
     measured: Markup | None
     crash: str | None
     spark: Markup
     cost: str
+    scale: str
     size: Markup
     checkpoints: int
     bytes: int
     quota_bytes: int | None
-    action: Button | None
+    resumes: bool
+
+
+def run_columns(summaries: Sequence[RunSummary], metric: str, column: str) -> RunColumns:
+    """Those for these runs, which are sorted by `column`."""
+    half = len(summaries) / 2
+    return RunColumns(
+        state=any(summary.life != "training" or summary.nonfinite for summary in summaries),
+        metric=metric,
+        crash=column == "exposed" or sum(run_status.cost_of_a_crash(one) is not None for one in summaries) >= half,
+        trend=column in ("stall", "goodput") or sum(bool(one.trend.states) for one in summaries) >= half,
+    )
 
 
 def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True) -> Markup:
@@ -79,8 +100,8 @@ def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True)
     )
 
 
-def run_line(summary: RunSummary, metric: str) -> Markup:
-    """A run's line of the overview; with this metric of its newest checkpoint, if given."""
+def run_line(summary: RunSummary, columns: RunColumns) -> Markup:
+    """A run's line of a table of runs that has these columns."""
     stands = run_status.standing(summary.life)
     levels = [item.level for item in summary.attention if item.acknowledged is None]
     level = "error" if "error" in levels else "warning" if levels else stands.mark
@@ -98,16 +119,17 @@ def run_line(summary: RunSummary, metric: str) -> Markup:
             good=good.step if good else None,
             good_age=_when(good.created) if good else None,
             marks=_marks(summary),
-            metric=metric,
-            measured=formatting.number(summary.metrics[metric]) if metric in summary.metrics else None,
+            columns=columns,
+            measured=formatting.number(summary.metrics[columns.metric]) if columns.metric in summary.metrics else None,
             crash=run_status.cost_of_a_crash(summary),
             spark=sparkline(summary.trend),
             cost=newest(summary.trend),
+            scale=scale(summary.trend),
             size=formatting.size(summary.bytes),
             checkpoints=summary.checkpoints,
             bytes=summary.bytes,
             quota_bytes=summary.quota_bytes,
-            action=alert_actions.action(summary),
+            resumes=good is not None and summary.life != "training",
         )
     )
 

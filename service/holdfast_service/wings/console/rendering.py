@@ -100,6 +100,7 @@ def environment() -> Environment:
         "percent": formatting.percent,
         "when": formatting.when,
         "prose": formatting.prose,
+        "name": formatting.name,
         "life": lambda summary: run_status.standing(summary.life).word,
         "facts": formatting.facts,
         "cell": formatting.cell,
@@ -135,7 +136,15 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     in_proxy = viewer is not None and viewer.by == "login"
     signed_in = getattr(request.app.state, "logout", None) is not None if in_proxy else COOKIE in request.cookies
     values |= {"path": request.url.path, "said": message, "signed_in": signed_in, "viewer": viewer, "may": may_of(request)}
+    values["configured"] = _configured(request)
     return HTMLResponse(environment().get_template(template).render(values), status, HEADERS)
+
+
+def _configured(request: Request) -> set[str]:
+    """The pages that are of use only with a flag of `holdfast serve`, and have it; the header leaves out the others."""
+    notify = getattr(request.app.state, "wings", {}).get("notify")
+    needs = {"daemons": "watched", "notifications": "notifier"}
+    return {page for page, part in needs.items() if getattr(notify, part, None) is not None}
 
 
 def viewer_of(request: Request) -> Viewer | None:

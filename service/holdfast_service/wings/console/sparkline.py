@@ -24,7 +24,7 @@ def sparkline(trend: Trend) -> Markup:
 def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cost: str) -> Markup:
     count = len(states)
     if not count:
-        return Markup('<span class="quiet">–</span>')
+        return Markup()
     slot = WIDTH / count
     most = max((stall for stall in stall_s if stall is not None), default=0.0)
     bars = "".join(  # numbers and our own words: with Markup.format for each bar, bars were half of the overview's time
@@ -40,6 +40,14 @@ def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cos
     title = _said(states, newest_cost)
     drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
     return drawn.format(WIDTH, HEIGHT, title, Markup(bars), line)
+
+
+def scale(trend: Trend) -> str:
+    """What the tallest bar and the lowest point of the line stand for."""
+    stalls = [value for value in trend.stall_s if value]
+    points = [value for value in trend.goodput if value is not None]
+    parts = [f"≤ {seconds_text(max(stalls))}"] if len(stalls) > 1 else []
+    return " · ".join(parts + ([f"≥ {percent_text(min(points))}"] if len(points) > 1 else []))
 
 
 def newest(trend: Trend) -> str:

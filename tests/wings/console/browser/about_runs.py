@@ -81,6 +81,7 @@ def sign_in_describe_and_rename_a_run(hand: Hand) -> None:
     hand.button("Rename the run")
     hand.says("The run was renamed")
     hand.heads(hand.own("called"))
+    hand.press(page.locator(".tools > summary"))
     hand.button("Sign out")
     hand.heads("Sign in")
     assert page.context.cookies() == []

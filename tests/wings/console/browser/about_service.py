@@ -204,12 +204,21 @@ def hold_events_back(hand: Hand) -> None:
     expect(page.locator("#events li").first).to_contain_text(MANY)
 
 
-@presses("script themeToggle", scripted=True)
-def switch_colours(hand: Hand) -> None:
+@presses("script themeToggle", "script densityToggle", scripted=True)
+def switch_colours_and_rows(hand: Hand) -> None:
     page = hand.go("/")
     scheme = "getComputedStyle(document.documentElement).colorScheme"
+    height = "document.querySelector('.board tbody tr').offsetHeight"
     other = "light" if hand.way == "keyboard" else "dark"
+    low = page.evaluate(height)
+    hand.press(page.locator(".tools > summary"))
     hand.button(f"Switch to {other} colours")
+    hand.button("Switch to roomy rows")
     assert page.evaluate(scheme) == other
     page.reload()
     assert page.evaluate(scheme) == other
+    assert page.evaluate(height) > low + 5
+    if hand.way != "keyboard":
+        hand.press(page.locator(".tools > summary"))
+        hand.press(page.get_by_role("heading", name="Needs attention"))
+        expect(page.get_by_role("button", name="Switch to compact rows")).to_be_hidden()

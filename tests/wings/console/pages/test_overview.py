@@ -10,12 +10,12 @@ import pytest
 
 from holdfast_formats import timestamps
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.measurements import Alert, Overview
+from holdfast_formats.rest.measurements import Alert, Overview, Trend
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.insight.facts import RunActivity
 from holdfast_service.storage import PosixTier
-from holdfast_service.wings.console import alert_actions, run_status
+from holdfast_service.wings.console import alert_actions, formatting, run_status, sparkline
 from holdfast_service.wings.console.pages.overview import grouped
 from tests.checkpoints import build_root
 from tests.serving import Served, served
@@ -53,6 +53,42 @@ def test_it_says_how_everything_stands(browser: httpx.Client) -> None:
         assert said in page.text
     assert "its <disk> is gone" in page.text and "<disk>" not in got.text
     assert "not verified yet" in page.text and "A crash now would cost" in page.text
+
+
+def test_training_runs_come_first(browser: httpx.Client) -> None:
+    """Then what needs attention, what is lost first, then the other runs. A column that most runs of a table have nothing in
+    is not there. In an order of one's own there is one table.
+    """
+    page = Page(browser.get("/").text)
+    said = ("Training 1", "Needs attention 3", "Died", "A quota is nearly used up", "A replica is lost", "Other runs")
+    places = [page.text.index(one) for one in said]
+    assert places == sorted(places)
+    heads = [e.inside for e in page.all("th") if e.attributes["scope"] == "col"]
+    assert len(heads) == 4 + 4, "run, good, crash, storage; run, state, good, storage"
+    ordered = Page(browser.get("/?sort=-exposed").text).text
+    assert "Other runs" not in ordered and ordered.index("A crash now would cost") < ordered.index("Needs attention")
+
+
+def test_long_names_are_cut_in_the_middle(browser: httpx.Client) -> None:
+    """Their end stays, and the whole name is what a pointer and a screen reader get."""
+    page = Page(browser.get("/").text)
+    links = [e for e in page.all("a") if e.attributes.get("class") == "cut" and e.attributes["title"] == LONG]
+    assert len(links) == 2 and all(link.attributes["aria-label"] == LONG for link in links), "its alert and its line"
+    assert formatting.name(LONG).endswith(f'<span class="end">{LONG[-14:]}</span>') and formatting.name("short") == "short"
+
+
+def test_a_sparkline_has_a_scale() -> None:
+    """What the tallest bar and the lowest point stand for; of one save there is none."""
+    trend = Trend(steps=[1, 2, 3], states=["committed"] * 3, stall_s=[0.5, None, 0.25], goodput=[None, 0.9, 0.95])
+    assert sparkline.scale(trend) == "≤ 500\u00a0ms · ≥ 90 %" and sparkline.newest(trend) == "250\u00a0ms · 95 %"
+    assert sparkline.scale(Trend(steps=[1], states=["committed"], stall_s=[0.5], goodput=[None])) == ""
+
+
+def test_the_header_has_what_is_configured(browser: httpx.Client) -> None:
+    """A daemon that watches no other one and notifies nobody has no links to those pages, which are there nevertheless."""
+    addresses = Page(browser.get("/").text).addresses()
+    assert "/tokens" in addresses and not {"/daemons", "/notifications"} & set(addresses)
+    assert browser.get("/daemons").status_code == browser.get("/notifications").status_code == 200
 
 
 def test_an_alert_is_acknowledged_snoozed_and_taken_back(browser: httpx.Client) -> None:

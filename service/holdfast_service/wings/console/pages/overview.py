@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
@@ -23,13 +24,16 @@ from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, shown
 router = page_router()
 
 RUNS_SHOWN = 50
+TRAINING_UNFOLDED = 12  # runs that train, above what needs attention
 ALERTS_SHOWN = 200
 UNFOLDED = 4  # alerts of a group
 BACK = "overview"
 # Events after which nothing on a page of runs is different.
 KINDS = [kind for kind in EVENTS if kind not in ("request-refused", "token-changed", "commit-command-started")]
 # The orders that the form offers, in words; the table's head has all of them.
+TRAINING_FIRST = "training"
 SORTS = {
+    TRAINING_FIRST: "training first",
     "attention": "attention first",
     "name": "by name",
     "state": "by state, died first",
@@ -60,13 +64,23 @@ class WantedBoard(NamedTuple):
         return {**SORTS, own: f"lowest {self.metric} first", f"-{own}": f"highest {self.metric} first"}
 
 
-def _wanted(q: Text = "", sort: Sort = "attention", metric: Text = "") -> WantedBoard:
-    """Parsed parameters; an unknown order becomes need for attention."""
+def _wanted(q: Text = "", sort: Sort = TRAINING_FIRST, metric: Text = "") -> WantedBoard:
+    """Parsed parameters; an unknown order becomes the usual one."""
     column = sort.removeprefix("-")
     if column.startswith(METRIC):
         metric = column.removeprefix(METRIC)
-        return WantedBoard(q, sort if metric else "attention", metric)
-    return WantedBoard(q, sort if column in RUN_SORTS else "attention", metric)
+        return WantedBoard(q, sort if metric else TRAINING_FIRST, metric)
+    return WantedBoard(q, sort if sort in SORTS or column in RUN_SORTS else TRAINING_FIRST, metric)
+
+
+class Board(NamedTuple):
+    """A table of runs, in the order that was asked for: its first lines, and the others on request."""
+
+    id: str
+    title: str
+    columns: refreshed_parts.RunColumns
+    shown: list[Markup]
+    folded: list[Markup]
 
 
 class AlertGroup(NamedTuple):
@@ -79,9 +93,16 @@ class AlertGroup(NamedTuple):
 
     @property
     def hint(self) -> str | None:
-        """The hint, if all of them have the same one."""
-        hints = {one.hint for one in self.alerts}
-        return hints.pop() if len(hints) == 1 else None
+        """What to do about all of them, if that is the same but for their names."""
+        for hints in ({one.hint for one in self.alerts}, {_without_name(one) for one in self.alerts}):
+            if len(hints) == 1:
+                return hints.pop()
+        return None
+
+
+def _without_name(alert: Alert) -> str:
+    name = re.escape(alert.run or alert.subject or "")
+    return re.sub(rf"(?<![\w.-]){name}(?![\w.-])", "NAME", alert.hint) if name else alert.hint
 
 
 class ShownGroup(NamedTuple):
@@ -97,8 +118,8 @@ class ShownGroup(NamedTuple):
 async def show_overview(
     request: Request, api: Asked, wanted: Annotated[WantedBoard, Depends(_wanted)], cursor: str | None = None
 ) -> Response:
-    """Lines of a page of runs, those that need attention first; above them their alerts. Runs that failed to start are shown
-    on request.
+    """The runs that train, what needs attention, and the other runs; in another order, or on a later page, one table of runs
+    stands first. Runs that failed to start are shown on request.
     """
     failed = str(bool(wanted.q) or wanted.sort == "state").lower()
     asking = api.page(
@@ -119,7 +140,7 @@ async def show_overview(
         asked=wanted,
         keep=wanted._asdict(),
         metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
-        lines=[refreshed_parts.run_line(summary, wanted.metric) for summary in summed.items],
+        boards=_boards(summed.items, wanted, first=cursor is None),
         next=summed.next,
         first=cursor is None,
         overview=overview,
@@ -146,10 +167,25 @@ def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
     return sorted(groups.values(), key=lambda group: min(danger(one) for one in group.alerts))
 
 
+def _boards(runs: Sequence[RunSummary], wanted: WantedBoard, first: bool) -> list[Board]:
+    """Runs that train apart from the others, if they are asked for first."""
+    if wanted.sort != TRAINING_FIRST or wanted.q or not first:
+        return [_board("all", "Runs", runs, wanted)]
+    training = [one for one in runs if one.life == "training"]
+    others = [one for one in runs if one.life != "training"]
+    above = [_board("training", "Training", training, wanted, TRAINING_UNFOLDED)] if training else []
+    return [*above, _board("others", "Other runs" if training else "Runs", others, wanted)]
+
+
+def _board(id_: str, title: str, runs: Sequence[RunSummary], wanted: WantedBoard, unfolded: int = RUNS_SHOWN) -> Board:
+    columns = refreshed_parts.run_columns(runs, wanted.metric, wanted.sort.removeprefix("-"))
+    lines = [refreshed_parts.run_line(summary, columns) for summary in runs]
+    return Board(id_, title, columns, lines[:unfolded], lines[unfolded:])
+
+
 def _shown(group: AlertGroup, may: Callable[..., bool]) -> ShownGroup:
-    hint = group.hint
-    parts = [refreshed_parts.alert(one, BACK, may, hint=hint is None) for one in group.alerts]
-    return ShownGroup(group, hint, parts[:UNFOLDED], parts[UNFOLDED:])
+    parts = [refreshed_parts.alert(one, BACK, may, hint=False) for one in group.alerts]
+    return ShownGroup(group, group.hint, parts[:UNFOLDED], parts[UNFOLDED:])
 
 
 async def _under_way(api: ViewerApi) -> list[bodies.Round]:

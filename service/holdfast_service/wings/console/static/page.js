@@ -42,5 +42,17 @@
     }
   }, 1000);
 
+  // A menu of the header closes when one goes on elsewhere.
+  const shut = (inside) => {
+    for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(inside)) menu.open = false;
+  };
+  document.addEventListener("click", (event) => shut(event.target));
+  document.addEventListener("keydown", (event) => {
+    const menu = event.key === "Escape" && event.target.closest && event.target.closest(".menu[open]");
+    if (!menu) return;
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  });
+
   for (const hidden of document.querySelectorAll("[data-copy], [data-scripted]")) hidden.hidden = false;
 })();

@@ -1,28 +1,32 @@
-// Light, dark, or as the system has it: set before the first paint, so nothing flashes.
+// Colours and the height of rows, as the viewer chose them: set before the first paint, so nothing flashes.
 (function () {
   "use strict";
   const root = document.documentElement;
   const system = window.matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  try { chosen = localStorage.getItem("theme"); } catch { /* a browser that keeps nothing */ }
-  if (chosen === "light" || chosen === "dark") root.dataset.theme = chosen;
+  const keep = (name, value) => { root.dataset[name] = value; try { localStorage.setItem(name, value); } catch { /* only for this page then */ } };
+  for (const [name, known] of [["theme", ["light", "dark"]], ["density", ["compact", "roomy"]]]) {
+    let chosen = null;
+    try { chosen = localStorage.getItem(name); } catch { /* a browser that keeps nothing */ }
+    if (known.includes(chosen)) root.dataset[name] = chosen;
+  }
 
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+  const otherDensity = () => (root.dataset.density === "roomy" ? "compact" : "roomy");
 
   document.addEventListener("DOMContentLoaded", () => {
-    const button = document.querySelector("[data-theme-toggle]");
+    const theme = document.querySelector("[data-theme-toggle]"), density = document.querySelector("[data-density-toggle]");
     const say = () => {
-      button.textContent = isDark() ? "Light" : "Dark";
-      button.setAttribute("aria-label", `Switch to ${isDark() ? "light" : "dark"} colours`);
+      theme.textContent = `Switch to ${isDark() ? "light" : "dark"} colours`;
+      density.textContent = `Switch to ${otherDensity()} rows`;
     };
-    button.hidden = false;
+    theme.hidden = density.hidden = false;
     say();
-    button.addEventListener("click", () => {
-      root.dataset.theme = isDark() ? "light" : "dark";
-      try { localStorage.setItem("theme", root.dataset.theme); } catch { /* only for this page then */ }
+    theme.addEventListener("click", () => {
+      keep("theme", isDark() ? "light" : "dark");
       say();
       document.dispatchEvent(new Event("theme"));
     });
+    density.addEventListener("click", () => { keep("density", otherDensity()); say(); });
     system.addEventListener("change", () => { say(); document.dispatchEvent(new Event("theme")); });
   });
 })();
