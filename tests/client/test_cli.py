@@ -114,6 +114,8 @@ def test_ls_unknown_run(place: list[str]) -> None:
     assert "no-such-run" in result.stderr
     as_json = call("ls", "nope", *place, "--json")
     assert (as_json.exit_code, json.loads(as_json.stdout)["code"]) == (3, "no-such-run")
+    for command in (("ls", "tiyn"), ("show", "tiyn@5"), ("verify", "tiyn")):
+        assert "did you mean tiny?" in call(*command, *place).stderr
 
 
 def test_ls_names_what_it_cannot_read(root: Path) -> None:

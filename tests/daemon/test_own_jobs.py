@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from holdfast.link import own_daemon
 from holdfast.link.own_daemon import OwnDaemon
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
+from holdfast.threads import daemon_heartbeat
 from holdfast_formats import naming
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
+    DeadlineExceeded,
     Forbidden,
     InUse,
     InvalidRequest,
@@ -217,6 +220,24 @@ def test_another_root_and_another_users_daemon_are_not_taken(
         monkeypatch.setattr(own_daemon.os, "geteuid", lambda: real + 1)
         assert OwnDaemon.serving(daemon.root) is None
     assert OwnDaemon.serving(tmp_path) is None
+
+
+def test_a_daemon_that_is_stopped_ends_the_wait(root: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do; the daemon removes what it has begun when it goes on, and does the next job."""
+    monkeypatch.setattr(daemon_heartbeat, "SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr(daemon_heartbeat, "SIGN_WAIT_S", 0.5)
+    job = an_import("mine", 3, **{"from": str(model)})
+    with running(root) as daemon:
+        own = OwnDaemon.serving(root)
+        assert own is not None
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded, match="did not answer") as silent:
+                own.do(job, quiet)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        assert "kill -CONT" in silent.value.hint
+        assert ask(daemon, an_import("mine", 4, **{"from": str(model)}), root)["tensors"] == 1
 
 
 def test_a_command_that_is_gone_stops_its_job() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -19,6 +20,7 @@ from holdfast.cli import app
 from holdfast.rest import owner_token
 from holdfast_formats import owner_key
 from holdfast_formats.errors import Unauthenticated
+from holdfast_service.api.access import owner_file
 from holdfast_service.control.access import owner
 from tests.daemons import RunningDaemon, running
 
@@ -215,6 +217,23 @@ def test_each_start_has_another_token(surroundings: Path, tmp_path: Path) -> Non
             assert ask(second, "/v1/runs", headers={"Authorization": f"Bearer {old}"}).status_code == 401
             assert old not in second.log.read_text() and token(second) not in second.log.read_text()
     assert not (surroundings / owner_key.file_name(port_of(listen))).exists()
+
+
+def test_a_daemon_that_starts_at_the_same_time_sweeps_no_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may see the file before it is locked. The file is made again then, or no command would find the token."""
+    lock, swept = fcntl.flock, []
+
+    def sweep_first(descriptor: int, how: int) -> None:
+        if not swept:
+            swept.append(descriptor)
+            owner_file._sweep(tmp_path)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(owner_file.fcntl, "flock", sweep_first)
+    key = owner_key.OwnerKey(host="127.0.0.1", port=8420, token="hf_x")
+    with owner_file.left_for_owner(key, [tmp_path]):
+        assert owner_key.read_key((tmp_path / owner_key.file_name(8420)).read_bytes()) == key
+    assert swept and not list(tmp_path.iterdir())
 
 
 def port_of(listen: str) -> int:

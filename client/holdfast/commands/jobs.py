@@ -11,8 +11,9 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
+from holdfast.link import roots
 from holdfast.link.own_daemon import OwnDaemon
-from holdfast.read.checkpoint_index import parse_target, step_of
+from holdfast.read.checkpoint_index import answers, parse_target, step_of
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
@@ -87,7 +88,8 @@ def finished(
 ) -> dict[str, Any]:
     """The result of a job, done by the service, or with `root` on this directory; its progress is shown as `doing`.
 
-    A daemon of this user does it in any directory of this user, wherever the user names it.
+    A daemon of this user does it in any directory of this user, wherever the user names it. A daemon that serves `root` does
+    it there, unless there are `replicas`, which are directories that only a program of this user reads.
     """
     one_place(root, url)
     with console.told(doing or "", shown=doing is not None) as on_bytes:
@@ -95,6 +97,9 @@ def finished(
             own = OwnDaemon.serving(root) if wanted.wing else None
             if own is not None:
                 return own.do(wanted, on_bytes)
+            if (served := roots.running_url(root)) is not None and not replicas and answers(served):
+                with Api(served) as api:
+                    return service_jobs.as_job(api, wanted, on_bytes)
             work = RootJob(root=str(root), job=wanted, progress=True, replicas=tuple(map(str, replicas)))
             return service_jobs.offline(work, on_bytes)
         with Api(url or default_url()) as api:

@@ -12,7 +12,7 @@ from holdfast.commands.jobs import finished
 from holdfast.commands.labels_and_pins import named
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Root, Url
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, RootBusy
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
 
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The damaged checkpoint.")]
@@ -25,15 +25,19 @@ Sources = Annotated[
 def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
     """Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.
 
-    Replacement bytes are verified first. The service uses its own replicas; with --root no daemon may be serving
-    that directory, and --from names replica directories. Exit status 5 if damage remains.
+    Replacement bytes are verified first. A daemon repairs from its own replicas, also with --root of the directory that it
+    serves. --from names replica directories; it needs --root, and no daemon there. Exit status 5 if damage remains.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if sources and root is None:
             raise InvalidRequest("--from needs --root", hint="add --root DIR; a daemon uses its own --replica directories")
         wanted = VerifyJob(run=run, step=step, arguments=VerifyArguments(repair=True))
-        done = finished(wanted, root, url, replicas=sources or ())
+        try:
+            done = finished(wanted, root, url, replicas=sources or ())
+        except RootBusy as error:
+            hint = f"stop the daemon for as long as the repair takes, or have it repair: `holdfast repair {run}@{step}`"
+            raise RootBusy(error.detail, hint=hint, **error.members) from None
     console.answer(done, lambda: _print(f"{run}@{step}", done), as_json)
 
 

@@ -17,6 +17,7 @@ from holdfast_files.verifying import ReadControl
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import FileEntry
 from holdfast_formats.errors import InUse, InvalidRequest, NoSpace, NoSuchResource, StateMismatch, StorageFailed
+from holdfast_formats.near_names import one_of
 from holdfast_formats.root_files import check_output_place
 
 _NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT
@@ -66,7 +67,8 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
     unknown = sorted(set(groups) - set(reader.manifest.groups))
     if unknown:
         raise NoSuchResource(
-            f"the checkpoint has no group {unknown[0]!r}", hint=f"groups: {', '.join(reader.manifest.groups)}"
+            f"the checkpoint has no group {unknown[0]!r}",
+            hint=one_of(unknown[0], reader.manifest.groups, "groups"),
         )
     small = reader.manifest.compacted
     if small is not None and (coded := sorted(small.tensors.keys() & set(groups))):

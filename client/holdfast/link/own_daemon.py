@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.link import roots
-from holdfast.link.exchange import RECEIVE_BYTES, connect, expected, peer_of
+from holdfast.link.exchange import RECEIVE_BYTES, connect, expected, name_of, peer_of, ping
 from holdfast.rest.api import Api
+from holdfast.threads.daemon_heartbeat import SIGN_EVERY_S, DaemonHeartbeat
 from holdfast_formats import naming
 from holdfast_formats.errors import DaemonGone, RoundAborted
 from holdfast_formats.rest.jobs import JobRequest
@@ -65,7 +66,8 @@ class OwnDaemon:
     def do(self, job: JobRequest, on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
         """Do it and return the result; `on_bytes` receives the progress. Raises the job's problem.
 
-        If the caller is interrupted, the job is stopped and leaves nothing.
+        If the caller is interrupted, the job is stopped and leaves nothing. Raises `DeadlineExceeded` if the daemon answers
+        no ping for 10 s, as when it is stopped; what it was doing is then removed when it goes on.
         """
         request = wire.DoJob(id=0, root=self._root, directory=os.getcwd(), job=job.model_dump())
         with self._connection as connection:
@@ -82,9 +84,21 @@ class OwnDaemon:
 
     def _reply(self, on_bytes: Callable[[int, int], None]) -> wire.Reply:
         decoder = wire.FrameDecoder(wire.TO_RANK)
-        while data := self._connection.recv(RECEIVE_BYTES):
+        while data := self._received():
             for message in decoder.feed(data):
                 if isinstance(message, wire.Reply):
                     return message
                 on_bytes(message.done_bytes, message.total_bytes)
         raise DaemonGone(f"the daemon at {self._path} ended in the middle of the job", hint="the same command begins again")
+
+    def _received(self) -> bytes:
+        """The daemon's next bytes. A step of a job may take long, so a silent daemon is pinged on another connection."""
+        heartbeat = DaemonHeartbeat(
+            lambda: name_of(self._connection, self._path), lambda within_s: ping(self._path, within_s)
+        )
+        self._connection.settimeout(SIGN_EVERY_S)
+        while True:
+            try:
+                return self._connection.recv(RECEIVE_BYTES)
+            except TimeoutError:
+                heartbeat.check()

@@ -41,6 +41,11 @@ def running_socket(root: Path) -> Path | None:
     return None
 
 
+def running_url(root: Path) -> str | None:
+    """HTTP address of the local daemon that claims to serve `root`, or None. It may be gone; only connecting tells."""
+    return next((file.url for file in _daemon_files(root) if is_at(root, file.root)), None)
+
+
 def shared_catalog(root: Path) -> str | None:
     """The URL of the catalog that several nodes share for this root; None for other roots."""
     file = _read(root / naming.ROOT_FILE, RootFile)

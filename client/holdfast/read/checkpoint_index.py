@@ -21,7 +21,9 @@ from holdfast_formats.errors import (
     DaemonGone,
     InvalidRequest,
     NoSuchCheckpoint,
+    NoSuchRun,
 )
+from holdfast_formats.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
@@ -85,18 +87,30 @@ class ServiceIndex:
         return list(self.api.runs())
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
-        return RunListing(list(self.api.checkpoints(run, wanted)), [])
+        with self._suggesting(run):
+            return RunListing(list(self.api.checkpoints(run, wanted)), [])
 
     def source(self, run: str, step: int | None) -> Source:
         from holdfast.read.sources import HttpSource
 
-        return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
+        with self._suggesting(run):
+            return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
 
     def judged(self, target: CheckpointTarget) -> int:
-        return step_of(self.api, target)
+        with self._suggesting(target.run):
+            return step_of(self.api, target)
 
     def close(self) -> None:
         self.api.close()
+
+    @contextmanager
+    def _suggesting(self, run: str) -> Iterator[None]:
+        """Add the nearest runs that this caller may see to an error about a run that does not exist."""
+        try:
+            yield
+        except NoSuchRun as error:
+            hint = did_you_mean(run, (one.name for one in self.api.runs()), error.hint)
+            raise NoSuchRun(error.detail, hint=hint, **error.members) from None
 
 
 def parse_target(text: str) -> CheckpointTarget:

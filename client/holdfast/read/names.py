@@ -16,6 +16,7 @@ from holdfast import config
 from holdfast.rest import owner_token
 from holdfast_formats import naming
 from holdfast_formats.errors import NoSuchRun, StorageFailed
+from holdfast_formats.near_names import did_you_mean
 
 LATEST: Literal["latest"] = "latest"
 LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
@@ -93,6 +94,7 @@ def step_directories(root: Path, run: str) -> list[int]:
     """The steps that a root directory has of a run, newest first, readable or not; `NoSuchRun`."""
     directory = root / naming.check_run(run) / naming.CHECKPOINTS
     if not directory.is_dir():
-        raise NoSuchRun(f"{root} has no run {run!r}", hint="`holdfast ls` lists the available checkpoints")
+        hint = did_you_mean(run, run_names(root, ""), "`holdfast ls` lists the runs")
+        raise NoSuchRun(f"{root} has no run {run!r}", hint=hint)
     steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
     return sorted((step for step in steps if step is not None), reverse=True)

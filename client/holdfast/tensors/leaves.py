@@ -15,6 +15,7 @@ from holdfast.tensors.live_pieces import LivePiece, PlacedPieces, pieces, pieces
 from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.successors import SavedRankChoice
+from holdfast_formats.near_names import one_of
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
@@ -205,5 +206,8 @@ def check_groups(groups: Collection[str] | None, known: Sequence[str]) -> frozen
         raise InvalidRequest(f"groups must be a collection of names, not the text {groups!r}", hint=f"groups=({groups!r},)")
     unknown = sorted(set(groups) - set(known))
     if unknown:
-        raise InvalidRequest(f"the state has no group {', '.join(unknown)}", hint=f"its groups: {', '.join(known)}")
+        raise InvalidRequest(
+            f"the state has no group {', '.join(unknown)}",
+            hint=one_of(unknown[0], known, "its groups"),
+        )
     return frozenset(groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from holdfast.rest.api import Api
 
+PROGRESS_AFTER_S = 5.0
 _STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 86_400, "d"))
 
 
@@ -147,16 +149,26 @@ def table(*columns: str, right: Sequence[str] = (), drop: Sequence[str] = (), wr
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
-    """A progress bar in bytes on stderr, removed when done; its only task is number 0. Hidden unless stderr is a
-    terminal.
+    """A progress bar in bytes on stderr, for what takes longer than 5 s, removed when done; its only task is number 0.
+    Hidden unless stderr is a terminal.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = err()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        bar.add_task(visible_lines(what), total=total)
+    bar = Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+    bar.add_task(visible_lines(what), total=total)
+    beginning = threading.Timer(PROGRESS_AFTER_S, bar.start)
+    if not bar.disable:
+        beginning.start()
+    try:
         yield bar
+    finally:
+        beginning.cancel()
+        if not bar.disable:
+            beginning.join()
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextmanager

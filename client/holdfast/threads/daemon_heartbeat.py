@@ -53,9 +53,17 @@ class DaemonHeartbeat:
                 return False
             remind()
             pause_s = SIGN_EVERY_S
-            if not self.answers(SIGN_WAIT_S) and self._silence_s >= SILENCE_MAX_S and not ended.is_set():
+            if self._too_long_silent() and not ended.is_set():
                 raise self.unanswered(self._silence_s)
         return True
+
+    def check(self) -> None:
+        """Ping it once; `DeadlineExceeded` if it has given no sign of life for `SILENCE_MAX_S`."""
+        if self._too_long_silent():
+            raise self.unanswered(self._silence_s)
+
+    def _too_long_silent(self) -> bool:
+        return not self.answers(SIGN_WAIT_S) and self._silence_s >= SILENCE_MAX_S
 
     def unanswered(self, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self._daemon()} did not answer for {seconds:.1f} s", hint=_HINT)

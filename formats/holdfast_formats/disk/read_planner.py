@@ -15,6 +15,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import StateMismatch
+from holdfast_formats.near_names import did_you_mean, one_of
 from holdfast_formats.region import (
     Box,
     ByteView,
@@ -113,9 +114,17 @@ def resolve(manifest: Manifest, group: str, name: str, label: str = "the checkpo
     if stored not in named:
         raise StateMismatch(
             f"{label} has no tensor {name!r} in group {group!r}",
-            hint=f"groups: {', '.join(manifest.groups) or 'none'}",
+            hint=_near(manifest, group, name),
         )
     return stored, named[stored]
+
+
+def _near(manifest: Manifest, group: str, name: str) -> str:
+    """The nearest tensors of the group; if there is no such group, the groups."""
+    known = [*manifest.tensors.get(group, {}), *manifest.aliases.get(group, {})]
+    if known:
+        return did_you_mean(name, known, "`holdfast show` lists the tensors")
+    return one_of(group, manifest.groups, "groups")
 
 
 def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tuple[int, int]]:

@@ -10,13 +10,13 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout.mesh import AXES, ORDER, SHOWN_MAX, STAGES_MAX, WORLD_MAX, Mesh, arrange, told_order
+from holdfast_formats.near_names import did_you_mean
 
 TEXT_BYTES_MAX = 4096
 KEYS_MAX = 64
@@ -318,9 +318,9 @@ def _options(sharding: Sharding) -> list[str]:
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> NoReturn:
-    near = get_close_matches(name[:SHOWN_MAX].lower(), known, 1, CLOSE)
-    meant = f"did you mean {near[0]}? " if near else ""
-    _refuse(f"unknown {what}: {_shown(name)}", f"{meant}there is {', '.join(known) or 'none'}")
+    _refuse(
+        f"unknown {what}: {_shown(name)}", did_you_mean(name.lower(), known, f"there is {', '.join(known) or 'none'}", CLOSE)
+    )
 
 
 def _shown(value: str) -> str:

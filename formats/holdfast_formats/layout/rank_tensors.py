@@ -26,6 +26,7 @@ from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.mesh import Coordinate
 from holdfast_formats.layout.parts import LocalTensor, full, fuse, resolve, stack
 from holdfast_formats.layout.rules import Fusion, Rules, choose
+from holdfast_formats.near_names import one_of
 from holdfast_formats.region import Box, Shape
 
 KEYED_GROUP = "optim"  # its names are <parameter>/<key>
@@ -326,7 +327,10 @@ def of_manifest(
     """
     entries = manifest.tensors.get(group)
     if entries is None:
-        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
+        raise NoSuchResource(
+            f"there is no group {group!r}",
+            hint=one_of(group, manifest.groups, "groups"),
+        )
     model = manifest.tensors.get(_MODEL) or entries
     shapes = {name: entry.shape for name, entry in model.items()}
     chosen = choose(config, model, table=layout.rules, extra=extra, shapes=shapes)

@@ -29,6 +29,7 @@ from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
 from holdfast_formats.mapping.box_moves import BoxMove, MappedTensor, drawn
 from holdfast_formats.mapping.committed_files import same_bytes
 from holdfast_formats.mapping.listing import TensorKey
+from holdfast_formats.near_names import one_of
 from holdfast_formats.programs.compilation import compile_program
 from holdfast_formats.programs.compiled import CompiledProgram
 from holdfast_formats.programs.document import Program
@@ -53,7 +54,10 @@ def remade_holdings(
     are not.
     """
     if group not in manifest.tensors:
-        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
+        raise NoSuchResource(
+            f"there is no group {group!r}",
+            hint=one_of(group, manifest.groups, "groups"),
+        )
     refuse_forms(layout)
     specs = {
         of: {name: (entry.dtype, entry.shape) for name, entry in named.items()} for of, named in manifest.tensors.items()

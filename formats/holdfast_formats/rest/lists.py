@@ -354,6 +354,13 @@ def _marks(info: bodies.CheckpointInfo) -> list[str]:
     return ["weights only" if info.thinned is not None else "", compact, "pinned" if info.pinned else "", *info.labels]
 
 
+def _health(info: bodies.CheckpointInfo) -> CellPart | None:
+    """What the check after the commit has found of values; None before it, and without a service."""
+    if info.healthy is None:
+        return None
+    return bad(f"{count(info.nonfinite, 'value')} not finite") if info.nonfinite else CellPart("healthy")
+
+
 def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
     """`asked`: a service answered, so states and labels are known. A directory alone shows only the commits."""
     unchecked = " (not checked yet)" if asked else ""
@@ -362,6 +369,7 @@ def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
             Column("Step", "step", "step"),
             Column("Created", "created", "age"),
             Column("State", lambda one: f"{one.state}{unchecked if one.unchecked else ''}"),
+            *([Column("Health", _health)] if asked else []),
             Column("Bytes", "bytes", "bytes", omit=4),
             Column("Tensors", "tensors", "step", omit=1),
             Column("Groups", "groups", omit=2),

@@ -158,8 +158,16 @@ def test_repair_without_a_daemon(root: Path, tmp_path: Path) -> None:
     assert call("repair", "tiny@5", "--from", tmp_path / "far").exit_code == 2
     assert call("repair", "tiny@77", "--root", root).exit_code == 3
     lock = lock_root(root)
-    assert call("repair", "tiny@5", "--root", root).exit_code == 4
+    refused = call("repair", "tiny@5", "--root", root)
+    assert refused.exit_code == 4 and "have it repair: `holdfast repair tiny@5`" in " ".join(refused.output.split())
     lock.release()
+
+
+def test_the_daemon_of_a_root_repairs_there(root: Path, tmp_path: Path) -> None:
+    """From what it has itself. It is not given other sources, so `--from` is refused while it serves."""
+    with running(root, listen="127.0.0.1:0"):
+        assert "intact" in call("repair", "tiny@5", "--root", root).output
+        assert call("repair", "tiny@5", "--root", root, "--from", tmp_path).exit_code == 4
 
 
 def test_a_daemon_copies_and_people_see_it(root: Path, tmp_path: Path) -> None:

@@ -39,17 +39,28 @@ def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
         if directory.stat().st_mode & stat.S_IWOTH:
             return False  # such as /tmp itself
         _sweep(directory)
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = _locked(path)
     except (OSError, CheckpointError) as error:
         log.debug("cannot write the token file %s: %s", directory, error)
         return False
     stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends: a successor sweeps unlocked files
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, msgspec.json.encode(key))
     stack.callback(path.unlink, missing_ok=True)
     return True
+
+
+def _locked(path: Path) -> int:
+    """A new file, locked until this process ends: daemons that start later sweep unlocked files. One that starts at the same
+    time may sweep it before it is locked; then another one is made.
+    """
+    while True:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 def _sweep(directory: Path) -> None:

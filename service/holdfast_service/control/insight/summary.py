@@ -31,6 +31,7 @@ def summarise(facts: Facts) -> RunSummary:
     failures = failures_mean(facts)
     exposed_s, exposed_steps = exposure(facts)
     life, life_since = run_lifecycle.state_of(facts, interval_s)
+    ill = nonfinite(held)
     summary = RunSummary(
         run=facts.run,
         attempt=facts.attempt,
@@ -63,7 +64,7 @@ def summarise(facts: Facts) -> RunSummary:
         failures_mean_s=failures,
         last_verified=held.verified_created,
         good=_good(held),
-        nonfinite=nonfinite(held),
+        nonfinite=ill,
         copies=[
             TierCopies(tier=tier, newest=copied.newest, damaged=copied.damaged, failing=copied.failing)
             for tier, copied in sorted(facts.copies.items())
@@ -72,11 +73,10 @@ def summarise(facts: Facts) -> RunSummary:
         metrics=dict(sorted(held.metrics.items())[:METRICS_MAX]),
         life=life,
         life_since=life_since,
+        standing=run_lifecycle.standing(life, ill),
     )
-    summary.standing = run_lifecycle.standing(summary.life, summary.nonfinite)
-    summary.verdict = run_lifecycle.verdict(facts, summary)
-    summary.attention = attention(facts, summary, training(facts))
-    return summary
+    sentences = {"verdict": run_lifecycle.verdict(facts, summary), "attention": attention(facts, summary, training(facts))}
+    return summary.model_copy(update=sentences)
 
 
 def nonfinite(held: CheckpointFacts) -> FirstNonFinite | None:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.mapping.listing import FetchBox, ForeignTensor
+from holdfast_formats.near_names import did_you_mean
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.merge import lora_config
-from holdfast_service.wings.merge.recipe_document import nearest
 
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -61,7 +61,7 @@ def adapted(
     for module, (low, high) in pairs.items():
         target = f"{module}{_WEIGHT}"
         if target not in weights:
-            hint = nearest(target, weights) or "is it an adapter of another model?"
+            hint = did_you_mean(target, weights, "is it an adapter of another model?")
             raise StateMismatch(f"{name}: the model has no tensor {target!r}, which it adapts", hint=hint, tensor=target)
         spec, rank = weights[target].spec, terms.rank
         if len(spec.shape) != 2 or low.spec.shape != (rank, spec.shape[1]) or high.spec.shape != (spec.shape[0], rank):

@@ -13,6 +13,7 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.mapping.box_moves import same
 from holdfast_formats.mapping.listing import FetchBox, FileUse, ForeignListing, ForeignTensor, TensorKey, is_of_rank
+from holdfast_formats.near_names import did_you_mean
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.wings.convert import importing
@@ -22,7 +23,6 @@ from holdfast_service.wings.convert.mapping import MappedListing
 from holdfast_service.wings.merge import lora, lora_config
 from holdfast_service.wings.merge.merged_tensor import merged
 from holdfast_service.wings.merge.recipe import DTYPES, GROUP, MergeRecipe, ModelName
-from holdfast_service.wings.merge.recipe_document import nearest
 from holdfast_service.wings.merge.scanning import Workspaces
 from holdfast_service.wings.merge.settings import depths
 from holdfast_service.wings.merge.sources import MergeSource, MergeSources
@@ -142,7 +142,8 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
         missing = sorted(here.tensors.keys() - second.tensors.keys(), key=natural_key)
         if missing:
             left = second.tensors.keys() - here.tensors.keys()
-            hint = nearest(missing[0], left) or "models of one architecture have the same names; a mapping program renames"
+            usual = "models of one architecture have the same names; a mapping program renames"
+            hint = did_you_mean(missing[0], left, usual)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StateMismatch(
                 f"{second.name} has no tensor {missing[0]!r}{more}, which {here.name} has", hint=hint, tensor=missing[0]

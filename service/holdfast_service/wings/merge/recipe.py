@@ -18,8 +18,9 @@ from typing import NamedTuple, get_args
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.naming import check_group
+from holdfast_formats.near_names import did_you_mean
 from holdfast_service.wings.merge.methods import METHODS, MergedName, MergeParameter, Method, Value
-from holdfast_service.wings.merge.recipe_document import Located, nearest, read_document
+from holdfast_service.wings.merge.recipe_document import Located, read_document
 from holdfast_service.wings.merge.scanning import Terms
 from holdfast_service.wings.merge.settings import Setting, Settings, read_setting
 from holdfast_service.wings.merge.task_vectors import Dialect
@@ -145,7 +146,7 @@ def read_recipe(text: str) -> MergeRecipe:
 
 def _needed(document: Located, keys: dict[str, Located], name: str) -> Located:
     if name not in keys:
-        raise InvalidRequest(f"the recipe has no {name}", hint=nearest(name, keys) or "docs/merging.md has examples")
+        raise InvalidRequest(f"the recipe has no {name}", hint=did_you_mean(name, keys, "docs/merging.md has examples"))
     return keys[name]
 
 
@@ -177,7 +178,7 @@ def _method(given: Located) -> Method:
     if name in _OF_MERGEKIT:
         given.refuse(f"is {name!r}, a method of mergekit's that Holdfast does not have", f"one of {', '.join(METHODS)}")
     if name not in METHODS:
-        given.refuse(f"is {name!r}, which is not a method", nearest(name, METHODS) or f"one of {', '.join(METHODS)}")
+        given.refuse(f"is {name!r}, which is not a method", did_you_mean(name, METHODS, f"one of {', '.join(METHODS)}"))
     return METHODS[name]
 
 
@@ -242,7 +243,7 @@ def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Sett
         parameter = method.parameter(name)
         if parameter is None:
             inner.refuse(
-                f"is not a parameter of {method.name}", nearest(name, known) or f"known are {', '.join(known) or 'none'}"
+                f"is not a parameter of {method.name}", did_you_mean(name, known, f"known are {', '.join(known) or 'none'}")
             )
         if not of_models and not parameter.of_model:
             inner.refuse("is a parameter of all models together", "move it to `parameters` at the top")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import NoReturn
 
 import yaml
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.near_names import did_you_mean
 
 TEXT_BYTES_MAX = 2**15  # a job's request holds it
 NODES_MAX = 10_000
@@ -36,7 +36,7 @@ class Located:
                 if key not in names:
                     raise InvalidRequest(
                         f"recipe, line {inner.line}: unknown key {key!r} in {self.at}",
-                        hint=nearest(key, names) or f"known are {', '.join(names)}",
+                        hint=did_you_mean(key, names, f"known are {', '.join(names)}"),
                         line=inner.line,
                         key=key,
                     )
@@ -51,12 +51,6 @@ class Located:
         if not isinstance(self.value, str) or not self.value:
             self.refuse(f"is {self.value!r} instead of a text")
         return self.value
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A question about the nearest names, empty if none is near."""
-    close_matches = get_close_matches(name, list(known), 3, 0.6)
-    return f"did you mean {' or '.join(close_matches)}?" if close_matches else ""
 
 
 def read_document(text: str) -> Located:

@@ -13,6 +13,7 @@ from holdfast_formats.dtypes import FLOATS
 from holdfast_formats.errors import NoSuchResource, StateMismatch
 from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey, is_of_rank
+from holdfast_formats.near_names import one_of
 from holdfast_service.wings.convert.exports.ordered_tensors import Arranged
 from holdfast_service.wings.convert.exports.plan import ExportOptions, LeftOut
 from holdfast_service.wings.convert.exports.source import ExportSource
@@ -80,7 +81,10 @@ def _instead(
     if not arranged.names:  # what is tied there only; a program has made one of such tensors
         held = tied(held, source.ties(group))
     if not held:
-        raise NoSuchResource(f"the checkpoint has no group {group!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
+        raise NoSuchResource(
+            f"the checkpoint has no group {group!r}",
+            hint=one_of(group, list(source.groups), "groups"),
+        )
     _check_ties(source, group)
     aliases = source.ties(GROUP)
     replaced, missing = dict(model), list[str]()
