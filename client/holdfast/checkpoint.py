@@ -48,10 +48,22 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """Reads one checkpoint and verifies every byte. A context manager, safe for threads."""
+    """Reads one checkpoint and verifies every byte. A context manager, safe for threads. `holdfast.open()` makes one.
+
+    Args:
+        source: The files of the checkpoint, which are closed with it.
+        cleanup: What else is closed with it.
+
+    Raises:
+        NotCommitted: If the checkpoint has no COMMIT.
+        CorruptManifest: If its manifest is damaged.
+
+    Example:
+        >>> with holdfast.open("llama3-8b@latest", root="/fast/checkpoints") as checkpoint:
+        ...     weight = checkpoint.read("model.embed_tokens.weight")
+    """
 
     def __init__(self, source: Source, cleanup: ExitStack | None = None) -> None:
-        """Takes over the source and `cleanup`. Raises what `CheckpointReader.open` raises."""
         self._cleanup = cleanup or ExitStack()
         try:
             self.reader = CheckpointReader.open(source)
@@ -70,24 +82,32 @@ class Checkpoint:
         return f"<Checkpoint {self.run}@{self.step}: {', '.join(self.groups)}{thinned}>"
 
     def close(self) -> None:
-        """Close the files or the connection; arrays that you read stay valid."""
+        """Close the files or the connection; arrays that you read stay valid.
+
+        Example:
+            >>> checkpoint.close()
+        """
         self.reader.close()
         self._cleanup.close()
 
     @property
     def manifest(self) -> Manifest:
+        """The manifest: every file, tensor, shape, dtype and digest."""
         return self.reader.manifest
 
     @property
     def run(self) -> str:
+        """The run's name."""
         return self.manifest.run
 
     @property
     def step(self) -> int:
+        """The training step."""
         return self.manifest.step
 
     @property
     def groups(self) -> tuple[str, ...]:
+        """The groups that have tensors or values, such as model and optim."""
         return self.manifest.groups
 
     @cached_property
@@ -104,9 +124,24 @@ class Checkpoint:
         return rules_choice.config_of(self.reader)
 
     def read(self, name: str, box: Box | None = None, group: str = "model", framework: Framework = "numpy") -> Any:
-        """Read a tensor, or a box of it. An alias reads its tensor.
+        """Read a tensor, or a box of it, and verify it. An alias reads its tensor.
 
-        Raises `StateMismatch` for an unknown tensor or box, and `CorruptExtent` with file, tensor and range.
+        Args:
+            name: The tensor's name.
+            box: A part: for each dimension its [start, stop) in elements; None for the whole tensor.
+            group: The tensor's group.
+            framework: `"numpy"` or `"torch"`: of what type the result is.
+
+        Returns:
+            An array with the shape of the box, in the stored dtype.
+
+        Raises:
+            StateMismatch: For an unknown tensor or box.
+            CorruptExtent: With file, tensor and range, if bytes differ from what was written.
+
+        Example:
+            >>> checkpoint.read("lm_head.weight", ((0, 1000), (0, 4096))).shape
+            (1000, 4096)
         """
         shards.check_framework(framework)
         entry = self.reader.entry(group, name)
@@ -117,12 +152,24 @@ class Checkpoint:
     def holding(
         self, layout: LayoutSource, group: str = "model", rules: RulesSource = None, program: ProgramSource = None
     ) -> LayoutHoldings:
-        """Compute what every rank of a layout holds of a group; `of(rank)` returns it, in parts of stored tensors.
+        """Compute what every rank of a layout holds of a group. Reads only the model's config.json.
 
-        Reads only the model's config.json. `rules` is a TOML file, or its content, that extends the built-in
-        tables. With `program`, the tensors are those that a mapping program makes: a file, its text, or a shipped one's
-        name. Raises `InvalidRequest` for an invalid layout or program, and `StateMismatch` for a tensor that the
-        layout cannot split, or the program cannot map.
+        Args:
+            layout: The layout, as text such as `"tp=4,pp=2"`.
+            group: The group.
+            rules: A TOML file, or its content, that extends the built-in tables.
+            program: A mapping program whose tensors are meant: a file, its text, or a shipped one's name.
+
+        Returns:
+            The holdings; `of(rank)` returns those of a rank, in parts of stored tensors.
+
+        Raises:
+            InvalidRequest: For an invalid layout or program.
+            StateMismatch: For a tensor that the layout cannot split, or the program cannot map.
+
+        Example:
+            >>> checkpoint.holding("tp=4").of(0).tensors[0].name
+            'model.embed_tokens.weight'
         """
         wanted, extra, through = rules_choice.layout_of(layout), rules_choice.read_rules(rules), program_of(program)
         if through is None:
@@ -137,7 +184,26 @@ class Checkpoint:
         rules: RulesSource = None,
         program: ProgramSource = None,
     ) -> HeldTensors:
-        """What one rank holds, with notes on uneven splits, padding and replication; for many ranks use `holding`."""
+        """Compute what one rank of a layout holds; for many ranks use `holding`.
+
+        Args:
+            layout: The layout, as text such as `"tp=4,pp=2"`.
+            rank: The rank, from 0.
+            group: The group.
+            rules: A TOML file, or its content, that extends the built-in tables.
+            program: A mapping program, as in `holding`.
+
+        Returns:
+            The rank's tensors, with notes on uneven splits, padding and replication.
+
+        Raises:
+            InvalidRequest: For an invalid layout, rank or program.
+            StateMismatch: For a tensor that the layout cannot split, or the program cannot map.
+
+        Example:
+            >>> checkpoint.held("tp=4", rank=3).notes
+            ()
+        """
         return self.holding(layout, group, rules, program).of(rank)
 
     def shard(
@@ -149,9 +215,29 @@ class Checkpoint:
         framework: Framework = "numpy",
         program: ProgramSource = None,
     ) -> dict[str, Any]:
-        """Read the local tensors of a rank in a layout, by name; `held` describes them. Only needed extents are read.
+        """Read the local tensors of a rank in a layout; `held` describes them.
 
-        Tied tensors share one array; with a program, which has other names, only the stored one is returned.
+        Only needed extents are read, and all of them are verified. Tied tensors share one array; with a program, which has
+        other names, only the stored one is returned.
+
+        Args:
+            layout: The layout, as text such as `"tp=4,pp=2"`.
+            rank: The rank, from 0.
+            group: The group.
+            rules: A TOML file, or its content, that extends the built-in tables.
+            framework: `"numpy"` or `"torch"`: of what type the arrays are.
+            program: A mapping program, as in `holding`.
+
+        Returns:
+            The rank's arrays by name, each with its local shape.
+
+        Raises:
+            InvalidRequest: For an invalid layout, rank or program.
+            StateMismatch: For a tensor that the layout cannot split, or the program cannot map.
+            CorruptExtent: With file, tensor and range, if bytes differ from what was written.
+
+        Example:
+            >>> shard = checkpoint.shard("tp=4,pp=2", rank=3, framework="torch")
         """
         shards.check_framework(framework)
         wanted = rules_choice.layout_of(layout)
@@ -162,13 +248,44 @@ class Checkpoint:
         return arrays
 
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
-        """The reads that fill these local tensors, and how many of the bytes are needed."""
+        """Plan the reads that fill local tensors. Nothing is read.
+
+        Args:
+            tensors: Local tensors, such as those of `held`.
+            group: Their group.
+
+        Returns:
+            The reads by file and position; `needed` counts the wanted bytes, `read` those of the reads with their gaps.
+
+        Raises:
+            StateMismatch: For an unknown tensor or box.
+
+        Example:
+            >>> checkpoint.plan(checkpoint.held("tp=4", rank=0).tensors).needed
+            4294967296
+        """
         wanted = (WantedBox(group, part.tensor, part.box) for local in tensors for part in local.parts)
         stored = (need for box in wanted for need in coded.stored_boxes(self.manifest, box))
         return read_planner.plan(self.manifest, stored)
 
     def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
-        """Build the arrays of local tensors from their parts; padding is zero."""
+        """Read local tensors from their parts, and verify them; padding is zero.
+
+        Args:
+            tensors: Local tensors, such as those of `held`.
+            group: Their group.
+            framework: `"numpy"` or `"torch"`: of what type the arrays are.
+
+        Returns:
+            The arrays by name, each with its local shape.
+
+        Raises:
+            StateMismatch: For an unknown tensor or box.
+            CorruptExtent: With file, tensor and range, if bytes differ from what was written.
+
+        Example:
+            >>> arrays = checkpoint.fill(checkpoint.held("tp=4", rank=0).tensors)
+        """
         memory = [shards.allocate(local) for local in tensors]
         arrays = {local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)}
         # The memory is returned only after all of it is verified, so one pass is enough.
@@ -179,10 +296,27 @@ class Checkpoint:
 
 
 def open(where: str | Path, *, root: str | Path | None = None, url: str | None = None) -> Checkpoint:
-    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, RUN@best, RUN …), or a URL.
+    """Open a committed checkpoint for reading.
 
-    A URL is http://host:port/v1/runs/RUN/checkpoints/STEP. RUN@STEP is looked up in the directory `root`, at the
-    service `url`, or where the command line would look. Raises `NotFound`, `NotCommitted` or `CorruptManifest`.
+    Args:
+        where: A directory; RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best or RUN; or a URL:
+            http://host:port/v1/runs/RUN/checkpoints/STEP.
+        root: The directory in which the run is looked up.
+        url: The service at which it is looked up. Without `root` and `url`, it is looked up where the command line would
+            look.
+
+    Returns:
+        The checkpoint. It is a context manager.
+
+    Raises:
+        NotFound: If there is no such run or checkpoint.
+        NotCommitted: If the directory is not a complete checkpoint.
+        CorruptManifest: If its manifest is damaged.
+
+    Example:
+        >>> with holdfast.open("llama3-8b@500", root="/fast/checkpoints") as checkpoint:
+        ...     checkpoint.groups
+        ('model', 'optim', 'extra')
     """
     cleanup = ExitStack()
     if isinstance(where, str) and "://" in where:

@@ -72,28 +72,45 @@ GRACE_S = 30.0  # what torchrun and Kubernetes give
 class Checkpointer:
     """Saves and restores a training state through this machine's daemon.
 
-    `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
-    JSON values; it is read again at every save. Every rank constructs one, with the same run and in the same order. `at` is
-    the daemon: the directory it serves (one is started there if none does), its socket's path, which ends in .sock or
-    exists, or its http:// or https:// address. Without it the user's daemon is used, else one is started on
-    ./holdfast-data. `fenced`: set True if you call `fence()` before changing tensors outside of the step of an optimizer in
-    the state. Everything is then copied in the background.
+    Every rank constructs one, with the same run and in the same order. Nothing is contacted before the first use.
 
-    With `ema`, the daemon keeps a moving average of a group, from updates every few optimizer steps, and saves it as the
-    group `ema`; `restore()` loads it into the daemon.
+    Args:
+        run: The run's name, the same on all ranks.
+        state: What is saved, by name: modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of
+            tensors, and JSON values. It is read again at every save.
+        at: The daemon: the directory that it serves (one is started there if none does), the path of its socket, which ends
+            in .sock or exists, or its http:// or https:// address. Without it the user's daemon is used, else one is
+            started on ./holdfast-data.
+        assets: Files that every checkpoint gets, by name, such as a config or a tokenizer: bytes, text, JSON values or
+            paths.
+        keep_last: How many of the newest checkpoints are kept; None leaves it to the run's retention policy.
+        slots: How many saves can be in progress at a time, at most 64; each needs shared memory of the state's size.
+        policy: Which save is dropped if storage is slower than the saves: `newest-wins`, `oldest-durable` or `wait` (none).
+        fenced: Set True if you call `fence()` before changing tensors outside of the step of an optimizer in the state.
+            Everything is then copied in the background.
+        file_bytes_max: Groups of more bytes than this are split into several files.
+        layout: Describes plain tensors of the groups model, master and ema, and their optimizer state, as this rank's local
+            parts: cut, fused and padded (`holdfast.layout.declared`). A `ParallelLayout` also selects rules and a
+            config.json. DTensors and Fragments describe themselves.
+        model: `"from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master
+            of their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to
+            nearest even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits
+            and raises `StateMismatch` for other weights.
+        ema: Has the daemon keep a moving average of a group, from updates every few optimizer steps. It is saved as the
+            group `ema`, and `restore()` loads it into the daemon.
+        info: Stored with the run: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …}, of at most 64
+            KiB. Git commit, command line (secrets are masked), user, host and versions are added; given keys replace them,
+            and None removes one. Rank 0's is stored.
 
-    `layout` describes plain tensors of the groups model, master and ema, and their optimizer state, as this rank's local
-    parts: cut, fused and padded (`holdfast.layout.declared`). A `ParallelLayout` also selects rules and a config.json.
-    DTensors and Fragments describe themselves.
+    Raises:
+        InvalidRequest: For names, assets or options that are not allowed.
 
-    `info` is stored with the run: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …}, of at most 64
-    KiB. Git commit, command line (secrets are masked), user, host and versions are added; given keys replace them, and None
-    removes one. Rank 0's is stored.
-
-    `model="from-master"` is for mixed precision: BF16 and FP16 weights of the group model that have a float32 master of
-    their name and shape in the group master are not copied. The daemon writes them from the masters, rounded to nearest
-    even, so that checkpoints are the same. The first save, and the first after a restore, compares all bits and raises
-    `StateMismatch` for other weights.
+    Example:
+        >>> with Checkpointer("llama3-8b", {"model": model, "optim": optimizer}) as checkpointer:
+        ...     for step in range(checkpointer.restore() + 1, steps + 1):
+        ...         train(step)
+        ...         if step % 500 == 0:
+        ...             checkpointer.save(step, metrics={"loss": loss.item()})
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eleven options, named
@@ -113,7 +130,6 @@ class Checkpointer:
         ema: Ema | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
         options.check(slots, policy, file_bytes_max, keep_last, model)
         daemon, laid_out = address.place(at), options.declared_layout(layout)
@@ -146,12 +162,27 @@ class Checkpointer:
 
     @classmethod
     def alone(cls, run: str, state: Mapping[str, Any], **chosen: Unpack[options.Options]) -> Checkpointer:
-        """Make a Checkpointer for a process that saves and restores by itself, with the same options.
+        """Make a Checkpointer for a process that saves and restores by itself.
 
         Use it in frameworks in which only rank 0 saves: on that rank, and on no other. It is rank 0 of a world of one,
         whatever RANK, WORLD_SIZE, HOLDFAST_LAUNCH and torch.distributed say, so it waits for no other rank. A second rank
         with the same run is refused as `RunBusy`. The state must be whole on this rank: `save()` raises `StateMismatch`,
         with the tensor's name, for a DTensor or Fragment that is only a part.
+
+        Args:
+            run: The run's name.
+            state: What is saved, by name, as in the constructor.
+            **chosen: The constructor's options.
+
+        Returns:
+            The Checkpointer.
+
+        Raises:
+            InvalidRequest: As the constructor.
+
+        Example:
+            >>> if rank == 0:
+            ...     checkpointer = Checkpointer.alone("probe", {"model": model})
         """
         with launches.alone():
             return cls(run, state, **chosen)
@@ -178,8 +209,10 @@ class Checkpointer:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know: what saves left out and restores did not use or replaced, damaged steps, and memory for saves (fewer
-        slots, staging through a disk, a state that grew).
+        """What to know, in sentences.
+
+        What saves left out and restores did not use or replaced, damaged steps, and memory for saves (fewer slots, staging
+        through a disk, a state that grew).
         """
         return tuple(self._session.notices)
 
@@ -204,7 +237,18 @@ class Checkpointer:
         return self._averaging
 
     def root(self) -> Path | None:
-        """The directory that the daemon serves, if it is on this machine. Starts a daemon where `save()` would."""
+        """The directory that the daemon serves. Starts a daemon where `save()` would.
+
+        Returns:
+            Its absolute path; None if it is not on this machine.
+
+        Raises:
+            DaemonGone: If no daemon answers, and none can be started.
+
+        Example:
+            >>> checkpointer.root()
+            PosixPath('/fast/checkpoints')
+        """
         return self._with_session("root()", self._session.root)
 
     def save(  # noqa: PLR0913 - all named and optional
@@ -222,31 +266,50 @@ class Checkpointer:
     ) -> SaveTicket:
         """Save the current state and return at once; copying, writing and committing run in the background.
 
-        What forward and backward may change is copied before this returns. The rest is copied while they run: the next step
-        of an optimizer in the state waits for the copy. Call `fence()` before changing parameters, optimizer state, masters
-        or EMA in any other way; a tensor that is seen to change between this call and its copy fails the save as
-        `TornSnapshot`. Seen are all changes that torch counts, other changes of 64 KiB in a row, and most scattered ones: a
-        word of every 512 bytes to 32 KiB is compared. `check="full"` compares every byte, for which this call reads all.
-        `wait="staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with it.
+        Every rank calls it with the same step and groups. What forward and backward may change is copied before this
+        returns. The rest is copied while they run: the next step of an optimizer in the state waits for the copy. Call
+        `fence()` before changing parameters, optimizer state, masters or EMA in any other way; a tensor that is seen to
+        change between this call and its copy fails the save as `TornSnapshot`. Seen are all changes that torch counts,
+        other changes of 64 KiB in a row, and most scattered ones: a word of every 512 bytes to 32 KiB is compared.
 
         If storage is slower than the saves and no slot is free, the policy decides which save is dropped, on all ranks:
         `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits and
-        drops none. The ticket of a dropped save has `dropped`; this raises `GenerationDropped` only with `wait="staged"`,
-        for what could not be staged. `wait="durable"` waits for a slot under every policy.
+        drops none. The ticket of a dropped save has `dropped`.
 
-        Every rank calls it with the same step and groups (default: all). `metrics` are stored with the checkpoint. `assets`
-        are files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside the
-        constructor's, which they replace under the same name. `exclude` are patterns over `group/name` to leave out;
-        trained state is refused. `every={"optim": 5}` saves this group with every 5th of the saves that pass it, including
-        the first. The ticket's `notes` list what was left out.
+        Later failures, and the loss of a daemon without a successor within a minute, are reported by the ticket, and as a
+        `SaveWarning` by the next save.
 
-        Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
-        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless it is
-        unhealthy, or was abandoned by restoring an older one: those are replaced atomically. `existing` allows more: "same"
-        accepts a step of this line of training as saved, "replace" replaces any. A launch that has restored none of the
-        run's checkpoints needs it to save. `StaleAttempt` if a newer launch has begun. Later failures, and the loss of a
-        daemon without a successor within a minute, are reported by the ticket, and as a `SaveWarning` by the next save.
-        `wait="durable"` returns when the step is committed and raises if it is not.
+        Args:
+            step: The training step, at least 0.
+            groups: The groups to save; default: all.
+            metrics: Numbers stored with the checkpoint, such as the loss. NaN and infinities are left out, with a warning.
+            wait: `"staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with
+                it. `"durable"` returns when the step is committed and raises if it is not; it waits for a slot under every
+                policy.
+            check: `"full"` compares every byte for changes during the copy, for which this call reads all.
+            existing: What to do about a step that is a checkpoint already: `"refuse"`, or `"same"` accepts one of this line
+                of training as saved, `"replace"` replaces any. A launch that has restored none of the run's checkpoints
+                needs one of these. Unhealthy and abandoned ones are always replaced, atomically.
+            assets: Files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside
+                the constructor's, which they replace under the same name.
+            exclude: Patterns over `group/name` to leave out; trained state is refused.
+            every: `{"optim": 5}` saves this group with every 5th of the saves that pass it, including the first.
+
+        Returns:
+            A ticket for the result of this save; its `notes` list what was left out.
+
+        Raises:
+            InvalidRequest: For arguments that are not allowed, before anything is staged.
+            StateMismatch: For state that cannot be stored, before anything is staged.
+            StateOverwritten: After a restore that failed half-way.
+            AlreadyCommitted: For a step that exists, unless `existing` allows it.
+            StaleAttempt: If a newer launch has begun.
+            GenerationDropped: Only with `wait="staged"`, for what could not be staged.
+
+        Example:
+            >>> ticket = checkpointer.save(500, metrics={"loss": 2.31})
+            >>> ticket.result().step
+            500
         """
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)
@@ -264,12 +327,23 @@ class Checkpointer:
         """From now on, let these signals end the training at one step of all ranks: `should_stop()` says when.
 
         Every rank calls it, in the main thread, before its first step. A signal that reaches any rank is enough, however
-        often it comes. `grace_s` is how long the process has from the signal on. A handler that was set before is called
-        too; `close()` puts it back. While the signal is being answered, torch's DataLoader does not raise for workers that
-        it has killed.
+        often it comes. A handler that was set before is called too; `close()` puts it back. While the signal is being
+        answered, torch's DataLoader does not raise for workers that it has killed.
 
-        Raises `InvalidRequest` for signals that cannot be handled, and what connecting to the daemon raises, through which
-        several ranks agree.
+        Args:
+            signals: The signals' numbers.
+            grace_s: How many seconds the process has from the signal on.
+
+        Raises:
+            InvalidRequest: For signals that cannot be handled.
+            DaemonGone: If no daemon can be reached, through which several ranks agree.
+
+        Example:
+            >>> checkpointer.on_preemption(grace_s=90)
+            >>> for step in range(first, steps + 1):
+            ...     train(step)
+            ...     if checkpointer.should_stop(step):
+            ...         break
         """
         self._calls.refuse_if_closed()
         session = self._session
@@ -280,13 +354,27 @@ class Checkpointer:
             self._training_stop.begin(signals, grace_s, session.stopping, reach)
 
     def should_stop(self, step: SupportsIndex, *, metrics: Mapping[str, float] | None = None, save: bool = True) -> bool:
-        """Whether training stops after this step, because a signal of `on_preemption()` has reached a rank. Call it at the
-        end of every step, on every rank, with steps that go up; it costs microseconds.
+        """Whether training stops after this step, because a signal of `on_preemption()` has reached a rank.
 
-        All ranks get True at the same step: the first at which all of them can. The step is saved then, on all ranks, and
-        this returns when it is committed, or when the time is over and it is staged, with a `SaveWarning`. With `save=False`
-        the loop saves it. Raises what `save(wait="durable")` raises, and `DeadlineExceeded` with the ranks that have not
-        answered in half of the time.
+        Call it at the end of every step, on every rank, with steps that go up; it costs microseconds. All ranks get True at
+        the same step: the first at which all of them can. The step is saved then, on all ranks, and this returns when it is
+        committed, or when the time is over and it is staged, with a `SaveWarning`.
+
+        Args:
+            step: The step that has just ended.
+            metrics: Stored with the checkpoint, as in `save()`.
+            save: False leaves the save to the loop.
+
+        Returns:
+            True at the step at which all ranks stop, else False.
+
+        Raises:
+            CheckpointError: What `save(wait="durable")` raises.
+            DeadlineExceeded: With the ranks that have not answered in half of the time.
+
+        Example:
+            >>> if checkpointer.should_stop(step, metrics={"loss": loss.item()}):
+            ...     break
         """
         number = check_step(step)
 
@@ -301,7 +389,12 @@ class Checkpointer:
         return self._training_stop.stopped
 
     def fence(self) -> None:
-        """Return when the last save no longer reads the live state. Optimizer steps call it by themselves."""
+        """Return when the last save no longer reads the live state. Optimizer steps call it by themselves.
+
+        Example:
+            >>> checkpointer.fence()
+            >>> model.load_state_dict(pruned)
+        """
         self._saves.fence()
 
     def restore(  # noqa: PLR0913 - all named and optional
@@ -318,32 +411,48 @@ class Checkpointer:
         exclude: Sequence[str] = (),
         keep: Sequence[str] = (),
     ) -> int:
-        """Load a checkpoint into the live state, in place, and return its step; 0 if there is none yet.
+        """Load a checkpoint into the live state, in place, and return its step.
 
-        Only the job that trains calls it: it declares a launch, which is refused as `RunBusy` while another job of the run
-        lives. A notebook or an evaluation beside a training reads with `holdfast.open()`.
+        Only the job that trains calls it, on every rank: it declares a launch, which is refused as `RunBusy` while another
+        job of the run lives. A notebook or an evaluation beside a training reads with `holdfast.open()`.
 
-        Without `step`, the newest sound one with the wanted groups is loaded, less those that `exclude` leaves out
-        completely, and with the groups that it `needs` for a later restore. `StateMismatch` if there are checkpoints and
-        none has all of them; with `strict=False` the newest of those with the most groups is loaded then. With `healthy`,
-        the newest of those that were verified and have no new NaN or infinities. Every rank of a launch gets the same step,
+        Without `step`, the newest sound one with the wanted groups is loaded. Every rank of a launch gets the same step,
         and continues when all of them have read it. If one is damaged, all take the previous one, and the log, `notices`
-        and `last_restore` report it; a step given by number is restored or raises.
+        and `last_restore` report it. Every byte is checked against its digest; bytes that fail never stay in your tensors.
+        Different shapes and dtypes are refused before anything is overwritten, and so are files that are missing or too
+        short.
 
-        `exclude` takes patterns over `group/name`, as `save()` does. `keep` takes patterns over
-        `key/name` of hyper-parameters whose live values stay, such as `optim/lr`. With `strict`, missing and unexpected
-        names raise `StateMismatch`; without it they are in `last_restore`, as is always the group `extra` of an imported
-        checkpoint, with another program's values. Different shapes and dtypes are refused, before anything is overwritten,
-        and so are files that are missing or too short; with `cast`, floats of another dtype are rounded as by torch's
-        `.to`, with notes.
+        Args:
+            step: Restore this step or raise.
+            groups: The groups to restore; default: all, less those that `exclude` leaves out completely.
+            needs: Groups that the checkpoint must have for a later restore, though they are not loaded now.
+            strict: Raise `StateMismatch` for missing and unexpected names, and if no checkpoint has all groups. False
+                reports names in `last_restore`, as it always does for the group `extra` of an imported checkpoint, and
+                loads the newest checkpoint of those with the most groups.
+            healthy: Take the newest of those that were verified and have no new NaN or infinities.
+            prove_first: Verify everything before anything is overwritten, which reads it twice: use it to continue with the
+                old state after an error.
+            masters: `"from-model"` sets full-precision masters from weights that were saved without them. They are refused
+                otherwise, because the next step would undo the restore.
+            cast: Round floats of another dtype, as torch's `.to` does, with notes.
+            exclude: Patterns over `group/name` to leave out, as in `save()`.
+            keep: Patterns over `key/name` of hyper-parameters whose live values stay, such as `optim/lr`.
 
-        Every byte is checked against its digest; bytes that fail never stay in your tensors. `CorruptExtent` names file,
-        tensor and range; it is raised if a step was given, if nothing sound is left, and if ranks cannot agree on an older
-        step any more. Live tensors may be partly overwritten then, with verified bytes or zeros: its hint reports that, and
-        until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. `prove_first`
-        verifies everything before anything is overwritten, which reads it twice: use it to continue with the old state
-        after an error. Weights without their full-precision masters are refused, because the next step would undo the
-        restore: `masters="from-model"` sets the masters from them.
+        Returns:
+            The step that was restored; 0 if the run has no checkpoint yet.
+
+        Raises:
+            NoSuchCheckpoint: If the given step is not a checkpoint.
+            StateMismatch: If names, shapes, dtypes or groups do not fit.
+            CorruptExtent: With file, tensor and range, if a step was given, if nothing sound is left, or if ranks cannot
+                agree on an older step any more. Live tensors may be partly overwritten then, with verified bytes or zeros:
+                until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`.
+            RunBusy: While another job trains the run.
+
+        Example:
+            >>> first = checkpointer.restore() + 1
+            >>> checkpointer.restore(healthy=True, keep=["optim/lr"])
+            1500
         """
         asked = None if step is None else check_step(step)
         left_out = exclusion.check(exclude, "exclude")
@@ -356,7 +465,17 @@ class Checkpointer:
         return restored
 
     def goes_on_from(self, step: int) -> None:
-        """Record, on all ranks, that a step of this run was loaded by other means than `restore()`."""
+        """Record, on all ranks, that a step of this run was loaded by other means than `restore()`.
+
+        Args:
+            step: The step that was loaded.
+
+        Raises:
+            InvalidRequest: If it is no number of a step.
+
+        Example:
+            >>> checkpointer.goes_on_from(500)
+        """
         self._contents.origin.restored(check_step(step), (), ())
         self._contents.restored()
         if self._averaging is not None:
@@ -367,17 +486,34 @@ class Checkpointer:
 
         Call this last if something draws from them between the restore and the loop (a data loader outside of the state
         draws a seed when it is iterated, another model its weights), at the place in the loop where the save was made.
-        Raises `InvalidRequest` if no streams were restored.
+
+        Raises:
+            InvalidRequest: If no streams were restored.
+
+        Example:
+            >>> batches = iter(loader)
+            >>> checkpointer.restore_random()
         """
         self._state.random.install_again()
 
     def link(self, of: SaveTicket | SupportsIndex, path: str | PathLike[str]) -> None:
-        """Make `path` a symbolic link to the directory of a checkpoint: the one of this ticket, or of this step.
+        """Make a symbolic link to the directory of a checkpoint. One rank calls it.
 
         Until the ticket's save is committed, the link leads nowhere; if it fails, the link is removed. While a link stands,
         nothing removes its checkpoint; to remove the link is enough to undo that. A link to another checkpoint of the run
-        is replaced. One rank calls it. Raises `InvalidRequest` if `path` is anything else, or if the daemon's directory is
-        not on this machine, and `NoSuchCheckpoint`.
+        is replaced.
+
+        Args:
+            of: The ticket of a save, or a step.
+            path: Where the link is made.
+
+        Raises:
+            InvalidRequest: If there is anything but a link at the path, or if the daemon's directory is not on this
+                machine.
+            NoSuchCheckpoint: If the step is not a checkpoint.
+
+        Example:
+            >>> checkpointer.link(checkpointer.save(500), "output/checkpoint-500")
         """
         self._calls.refuse_if_closed()
         target = of if isinstance(of, SaveTicket) else check_step(of)
@@ -388,10 +524,22 @@ class Checkpointer:
         self._with_session("link()", lambda: self._links.make(target, path), put_off)
 
     def step_at(self, path: str | PathLike[str]) -> int | None:
-        """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
+        """The step whose directory this path is, or leads to as a link.
 
-        A save of this step that this Checkpointer has begun is waited for. Raises `NoSuchCheckpoint` for a link to a
-        checkpoint that is not there (yet).
+        A save of this step that this Checkpointer has begun is waited for.
+
+        Args:
+            path: A directory, or a link made by `link()`.
+
+        Returns:
+            The step; None if the path is no checkpoint of this run and root.
+
+        Raises:
+            NoSuchCheckpoint: For a link to a checkpoint that is not there (yet).
+
+        Example:
+            >>> checkpointer.step_at("output/checkpoint-500")
+            500
         """
 
         def look() -> int | None:
@@ -404,8 +552,9 @@ class Checkpointer:
         return self._with_session("step_at()", look)
 
     def steps(self) -> list[int]:
-        """The committed steps of this run, the newest last. Any rank may call it, and so may a process beside a running
-        training: it starts no daemon, and declares no launch.
+        """The committed steps of this run, the newest last.
+
+        Any rank may call it, and so may a process beside a running training: it starts no daemon, and declares no launch.
 
         Saves of this process that are not committed yet are not among them. Steps that are damaged, or that training
         abandoned by restoring an older one, are: files are listed and not read, so a step that is listed may still fail to
@@ -427,38 +576,74 @@ class Checkpointer:
         return sorted(self._with_session("steps()", self._session.steps))
 
     def latest_step(self) -> int | None:
-        """The newest of `steps()`, with the same errors; None if the run has no checkpoint yet.
+        """The newest of `steps()`.
 
         `restore()` may return an older step, if this one is damaged, abandoned, or lacks a wanted group.
+
+        Returns:
+            The step; None if the run has no checkpoint yet.
+
+        Raises:
+            CheckpointError: What `steps()` raises.
+
+        Example:
+            >>> checkpointer.latest_step()
+            1500
         """
         return max(self.steps(), default=None)
 
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
-        """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it, and so may
-        a process beside a running training: it starts no daemon, and declares no launch.
+        """Read a file that was saved with a step as an asset, checked against its digest.
 
-        Raises `NoSuchCheckpoint`, `StateMismatch` if the checkpoint has no file of this name, and what `steps()` raises.
+        Any rank may call it, and so may a process beside a running training: it starts no daemon, and declares no launch.
+
+        Args:
+            step: The step of the checkpoint.
+            name: The name of the asset.
+
+        Returns:
+            The file's content.
+
+        Raises:
+            NoSuchCheckpoint: If the step is not a checkpoint.
+            StateMismatch: If the checkpoint has no file of this name.
+            CheckpointError: What `steps()` raises.
+
+        Example:
+            >>> json.loads(checkpointer.read_asset(500, "config.json"))["hidden_size"]
+            4096
         """
         self._calls.refuse_if_closed()
         number = check_step(step)
         return self._with_session("read_asset()", lambda: self._session.read_file(number, name))
 
     def prepare(self, wait: bool = False) -> None:
-        """Reserve shared memory for the state and touch it, in the background, so that the first save is as fast as later
-        ones.
+        """Reserve shared memory for the state and touch it, in the background: the first save is as fast as later ones.
 
-        `restore()` of the newest checkpoint does it automatically, else the first step of an optimizer in the state. What an
-        optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
-        memory is ready, or cannot be reserved now.
+        `restore()` of the newest checkpoint does it automatically, else the first step of an optimizer in the state. What
+        an optimizer will add at its first step is estimated. Failures show at the first save.
+
+        Args:
+            wait: Return when the memory is ready, or cannot be reserved now.
+
+        Example:
+            >>> checkpointer.prepare(wait=True)
         """
         preparation = self._preparation.begin()
         if wait and preparation is not None:
             preparation.join()
 
     def close(self, wait: bool = True) -> None:
-        """Disconnect from the daemon, which completes staged saves. With `wait`, first complete every save.
+        """Disconnect from the daemon, which completes staged saves. The end of a `with` block calls it.
 
-        Raises the error of a failed save that was not reported yet; a dropped save is no failure.
+        Args:
+            wait: First complete every save.
+
+        Raises:
+            CheckpointError: The error of a failed save that was not reported yet; a dropped save is no failure.
+
+        Example:
+            >>> checkpointer.close()
         """
 
         if self._calls.forked:  # it is its parent's to close

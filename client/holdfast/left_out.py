@@ -12,4 +12,8 @@ class LeftOutNote(str):
 
 
 class LeftOutWarning(UserWarning):
-    """A save left something out, or a restore did not use it or replaced it, as it was allowed to."""
+    """A save left something out, or a restore did not use it or replaced it, as it was allowed to.
+
+    Example:
+        >>> warnings.simplefilter("error", LeftOutWarning)  # let a run stop there
+    """

@@ -7,7 +7,11 @@ import warnings
 
 
 class SaveWarning(UserWarning):
-    """An earlier save failed in the background, or was dropped. Earlier checkpoints are not affected."""
+    """An earlier save failed in the background, or was dropped. Earlier checkpoints are not affected.
+
+    Example:
+        >>> warnings.simplefilter("error", SaveWarning)  # let a run stop at a failed save
+    """
 
 
 def warn(text: str, category: type[Warning] = SaveWarning) -> None:

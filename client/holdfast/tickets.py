@@ -40,7 +40,17 @@ def _wait(ended: Latch, timeout: float | None, awaits: int | None) -> bool:
 
 
 class SaveResult(NamedTuple):
-    """A committed save: complete, durable, restorable."""
+    """A committed save: complete, durable, restorable.
+
+    Attributes:
+        run: The run's name.
+        step: The step that was saved.
+        attempt: The restart number of the launch that saved it, from 1.
+
+    Example:
+        >>> checkpointer.save(500, wait="durable").result().step
+        500
+    """
 
     run: str
     step: int
@@ -48,7 +58,13 @@ class SaveResult(NamedTuple):
 
 
 class SaveTicket:
-    """The result of one save. You need not check it: the next `save()` and `close()` also report a failure."""
+    """The result of one save. You need not check it: the next `save()` and `close()` also report a failure.
+
+    Example:
+        >>> ticket = checkpointer.save(500)
+        >>> ticket.staged, ticket.done
+        (True, False)
+    """
 
     def __init__(self, run: str, step: int, attempt: int, until: Until = _wait) -> None:
         self.run, self.step, self.attempt = run, step, attempt
@@ -82,8 +98,9 @@ class SaveTicket:
 
     @property
     def staged(self) -> bool:
-        """Whether the daemon has this rank's part. Once all ranks' parts are staged, the step is saved even if the
-        trainers die, unless it is `dropped` for a newer one.
+        """Whether the daemon has this rank's part.
+
+        Once all ranks' parts are staged, the step is saved even if the trainers die, unless it is `dropped` for a newer one.
 
         A rank that shares no memory with its daemon stages into its own memory, which is lost if the rank dies
         before the upload. Then only `done` means that the step is safe.
@@ -106,8 +123,22 @@ class SaveTicket:
         return self._error
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the step is committed. Raises the error of the save, or `DeadlineExceeded` after `timeout` seconds, or
-        if the daemon is silent for 10 s; it may still commit the step then.
+        """Wait until the step is committed.
+
+        Args:
+            timeout: At most so many seconds; None waits as long as it takes.
+
+        Returns:
+            Run, step and attempt of the checkpoint.
+
+        Raises:
+            CheckpointError: The error of the save.
+            DeadlineExceeded: After `timeout` seconds, or if the daemon is silent for 10 s; it may still commit the step
+                then.
+
+        Example:
+            >>> checkpointer.save(500).result(timeout=600)
+            SaveResult(run='llama3-8b', step=500, attempt=1)
         """
         self._refuse_to_wait_for_oneself()
         bare = timeout is None and threading.current_thread() is self._saving
@@ -118,8 +149,20 @@ class SaveTicket:
         return SaveResult(self.run, self.step, self.attempt)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until this rank's part is staged or the save has failed; return whether it is staged. Raises
-        `DeadlineExceeded` if the daemon is silent for 10 s.
+        """Wait until this rank's part is staged, or the save has failed.
+
+        Args:
+            timeout: At most so many seconds; None waits as long as it takes.
+
+        Returns:
+            Whether it is staged.
+
+        Raises:
+            DeadlineExceeded: If the daemon is silent for 10 s.
+
+        Example:
+            >>> ticket.wait_staged(timeout=30)
+            True
         """
         self._refuse_to_wait_for_oneself()
         self._until(self._decided, timeout, None)

@@ -56,7 +56,19 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class CheckpointError(Exception):
-    """Any refusal or failure of Holdfast; `hint` says what to do about it."""
+    """Any refusal or failure of Holdfast.
+
+    Args:
+        detail: What happened, and to what.
+        hint: What to do about it.
+        **members: Facts for programs, which `problem()` shows too, such as a file's name.
+
+    Example:
+        >>> try:
+        ...     checkpointer.restore(500)
+        ... except CheckpointError as error:
+        ...     print(error.code, error.hint, error.retryable)
+    """
 
     code: ClassVar[str] = "internal-error"
     status: ClassVar[int] = 500

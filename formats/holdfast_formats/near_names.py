@@ -9,12 +9,12 @@ from itertools import islice
 CLOSE = 0.6
 COMPARED_MAX = 20_000  # names; comparing that many takes a quarter of a second
 LENGTH_MAX = 200
-SUGGESTED = 3
+SUGGESTED_MAX = 3
 
 
-def did_you_mean(name: str, known: Iterable[str], hint: str, close: float = CLOSE) -> str:
-    """The hint, after a question with the nearest names if some are near. `close` is from 0 to 1, for equal."""
-    near = get_close_matches(name[:LENGTH_MAX], list(islice(known, COMPARED_MAX)), SUGGESTED, close)
+def did_you_mean(name: str, known: Iterable[str], hint: str, close: float = CLOSE, most: int = SUGGESTED_MAX) -> str:
+    """The hint, after a question with up to `most` names if some are near. `close` is from 0 to 1, for equal."""
+    near = get_close_matches(name[:LENGTH_MAX], list(islice(known, COMPARED_MAX)), most, close)
     return f"did you mean {' or '.join(near)}? {hint}" if near else hint
 
 

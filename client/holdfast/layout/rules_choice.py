@@ -57,9 +57,15 @@ LayoutSource = Layout | str | Mapping[str, Any]
 class ParallelLayout(NamedTuple):
     """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model.
 
-    `rules` extend the tables of architectures: a TOML file, or its contents. `config` is the model's config.json, if it is
-    not among the assets. With `program`, the tensors are those that a mapping program makes of the stored ones: restores
-    go through it, and saves go back.
+    Attributes:
+        layout: The layout, as text such as `"tp=4,pp=2"`.
+        rules: Extends the tables of architectures: a TOML file, or its contents.
+        config: The model's config.json, if it is not among the assets.
+        program: A mapping program: the tensors are those that it makes of the stored ones. Restores go through it, and
+            saves go back.
+
+    Example:
+        >>> Checkpointer("llama3-8b", state, layout=ParallelLayout("tp=4,pp=2", config=model.config.to_dict()))
     """
 
     layout: LayoutSource

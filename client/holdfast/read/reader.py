@@ -69,7 +69,21 @@ class _Found:
 
 
 class CheckpointReader:
-    """One committed checkpoint. Up to `cores` threads read and check; their buffers have at most 128 MiB."""
+    """Reads the files of one committed checkpoint, with every extent checked against its digest. `open` makes one.
+
+    For tensors by name `holdfast.open()` is simpler. Up to `cores` threads read and check; their buffers have at most 128
+    MiB.
+
+    Args:
+        source: The files of the checkpoint, which are closed with the reader.
+        manifest: The parsed manifest.
+        manifest_bytes: The manifest as it is stored.
+        commit_bytes: COMMIT as it is stored.
+
+    Example:
+        >>> with closing(CheckpointReader.open(DirectorySource(directory))) as reader:
+        ...     damages = reader.verify()
+    """
 
     def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
         self.source = source

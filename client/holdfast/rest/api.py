@@ -67,10 +67,24 @@ class Pieces:
 
 
 class Api(JobsApi):
-    """A connection to one service; thread-safe; a context manager.
+    """The REST API of one service, typed: a method for each route. Thread-safe; a context manager.
 
-    `token` is sent to the service. The default is HOLDFAST_TOKEN, or the token that this user's own daemon left, or
-    ~/.config/holdfast/token.
+    Lists are iterators over all pages. Problems are raised as the errors of `holdfast_formats.errors` that the service
+    raised.
+
+    Args:
+        url: The service's address, such as http://127.0.0.1:8420.
+        timeout_s: How long an answer may take, in seconds.
+        token: The token to send. The default is HOLDFAST_TOKEN, or the token that this user's own daemon left, or
+            ~/.config/holdfast/token.
+
+    Raises:
+        InvalidRequest: For a token that HTTP cannot carry, or a token file that others can read.
+
+    Example:
+        >>> with Api("http://127.0.0.1:8420") as api:
+        ...     [run.name for run in api.runs() if run.life == "training"]
+        ['llama3-8b']
     """
 
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:

@@ -68,17 +68,36 @@ Origin = Literal["slot", "peers", "directory", "http"]
 
 
 class RestoreReport(NamedTuple):
-    """The result of a restore. Names are `group/name`."""
+    """The result of a restore, in `checkpointer.last_restore`. Names are `group/name`.
+
+    Attributes:
+        step: The restored step.
+        missing: Wanted by the live state, not in the checkpoint, left as they were.
+        unexpected: In the checkpoint, not wanted.
+        notes: What was mapped by a rule rather than restored as it was.
+        bytes: Bytes written into this rank's state.
+        seconds: How long it took, in seconds.
+        source: Where most bytes came from: `"directory"`; `"slot"`, the memory that they were saved from; `"peers"`, other
+            nodes' memory.
+        bytes_read: Bytes of the checkpoint's files: whole extents, each counted once.
+        bytes_by: The same, by where they came from.
+
+    Example:
+        >>> checkpointer.restore(strict=False)
+        1500
+        >>> checkpointer.last_restore.missing
+        ('model/new_head.weight',)
+    """
 
     step: int
-    missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
-    unexpected: tuple[str, ...]  # in the checkpoint, not wanted
-    notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    notes: tuple[str, ...]
     bytes: int
     seconds: float
-    source: Origin = "directory"  # of most bytes. "slot": the memory that they were saved from; "peers": other nodes' memory
-    bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
-    bytes_by: Mapping[Origin, int] = MappingProxyType({})  # the same, by where they came from
+    source: Origin = "directory"
+    bytes_read: int = 0
+    bytes_by: Mapping[Origin, int] = MappingProxyType({})
 
 
 class WantedPart(NamedTuple):

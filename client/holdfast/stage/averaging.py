@@ -48,11 +48,20 @@ NAMED_MAX = 5
 
 @dataclass(frozen=True)
 class Ema:
-    """A moving average of the group `of`, which the daemon computes and saves as the group `ema`.
+    """A moving average of a group, which the daemon computes and saves as the group `ema`.
 
-    Every `every`-th optimizer step the group is staged, and the daemon folds it in: c ← c + w·(x − c), with
-    w = (1 − decay) / (1 − decayⁿ), or with `correction="none"` w = 1 − decay and c₁ = x₁, as `torch.optim.swa_utils` does.
-    With `loss_above`, steps with a larger loss are left out; call `checkpointer.ema.update(loss=…)` after each step then.
+    Every `every`-th optimizer step the group is staged, and the daemon folds it in: c ← c + w·(x − c), with w = (1 − decay)
+    / (1 − decayⁿ), or with `correction="none"` w = 1 − decay and c₁ = x₁, as `torch.optim.swa_utils` does.
+
+    Attributes:
+        decay: How much of the average an update leaves, between 0 and 1.
+        of: The group that is averaged.
+        every: Optimizer steps from one update to the next.
+        correction: `"bias"`, or `"none"`.
+        loss_above: Leave out steps with a larger loss; call `checkpointer.ema.update(loss=…)` after each step then.
+
+    Example:
+        >>> Checkpointer("llama3-8b", state, ema=Ema(decay=0.999, of="model", every=10))
     """
 
     decay: float = 0.9999

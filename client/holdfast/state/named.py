@@ -25,12 +25,22 @@ Shards = Callable[[str, Any], Any]
 class Named:
     """An entry of the state: one module, or several, as one group whose name is the entry's key.
 
-    `rename` maps a tensor's own name to the stored one: a function, or a mapping; names missing in it stay. `only` selects
-    tensors by their own names: a function, or patterns, of which one must match the whole name: text as in `fnmatch`, or
-    compiled regular expressions. The others are neither saved nor restored. `shards(name, tensor)` returns Fragments of a
-    partition that the framework keeps, or the tensor itself, and never a copy, because a restore writes into it. Names are
-    those that the modules would have without it. Parameters stay the same objects: an optimizer in the state that steps them
-    is stored under the stored names, and one that steps an excluded parameter is refused.
+    Names are those that the modules would have without it. Parameters stay the same objects: an optimizer in the state that
+    steps them is stored under the stored names, and one that steps an excluded parameter is refused.
+
+    Args:
+        objects: The module or modules.
+        rename: Maps a tensor's own name to the stored one: a function, or a mapping; names missing in it stay.
+        only: Selects tensors by their own names: a function, or patterns, of which one must match the whole name: text as
+            in `fnmatch`, or compiled regular expressions. The others are neither saved nor restored.
+        shards: `shards(name, tensor)` returns Fragments of a partition that the framework keeps, or the tensor itself, and
+            never a copy, because a restore writes into it.
+
+    Raises:
+        InvalidRequest: For anything but modules, and for a `rename`, `only` or `shards` of another type.
+
+    Example:
+        >>> state = {"model": Named(model, rename=lambda name: name.removeprefix("_orig_mod."))}
     """
 
     def __init__(
@@ -40,7 +50,6 @@ class Named:
         only: Only | None = None,
         shards: Shards | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for anything but modules, and for a `rename`, `only` or `shards` of another type."""
         if shards is not None and not callable(shards):
             raise InvalidRequest(f"shards= of Named must be a function, not a {type(shards).__name__}")
         self._shards = shards

@@ -49,22 +49,31 @@ _PLAIN = (bool, int, float, str, type(None))  # immutable values, compared by th
 class OptimizerShards:
     """An entry of the state: an optimizer by parameter name, with this rank's part of each.
 
-    `groups()` returns its parameter groups, in order: dicts with the names under "params", and the hyper-parameters. Names
-    are those under which the state's modules store the parameters. `state()` returns, by name and then by key, tensors,
-    Fragments, lists of Fragments, or JSON values such as numbers. A parameter of which this rank keeps no part has empty
-    Fragments there; one that it lacks has no state yet. `step` is a tensor without dimensions, as in torch's optimizers.
-    Full-precision copies have a key such as "master": they are stored in the group `master`. The tensors are those that the
-    framework keeps, or views of them: a restore writes into them. Returning the identical Fragments while they are valid
-    makes saves faster.
+    Names are those under which the state's modules store the parameters. A parameter of which this rank keeps no part has
+    empty Fragments there; one that it lacks has no state yet. `step` is a tensor without dimensions, as in torch's
+    optimizers. Full-precision copies have a key such as "master": they are stored in the group `master`. The tensors are
+    those that the framework keeps, or views of them: a restore writes into them. All of it is read again at every save.
 
-    A restore fills the tensors in place. Then it calls `install(groups, values)`: `groups` has the restored hyper-parameters
-    of every group of `groups()`, in order, empty for a group that was not saved; `values`, by name and key, the JSON values,
-    and new tensors or Fragments for saved state that `state()` lacks. These have the place of the parameter's full-precision
-    copy, else of the parameter itself; or they are what `new(name, key, dtype)` returns for a key whose tensor has the
-    parameter's shape, such as a part of a new flat buffer.
+    Args:
+        groups: Returns the parameter groups, in order: dicts with the names under "params", and the hyper-parameters.
+        state: Returns, by name and then by key, tensors, Fragments, lists of Fragments, or JSON values such as numbers.
+            Returning the identical Fragments while they are valid makes saves faster.
+        install: Called as `install(groups, values)` after a restore has filled the tensors in place. `groups` has the
+            restored hyper-parameters of every group of `groups()`, in order, empty for a group that was not saved;
+            `values`, by name and key, the JSON values, and new tensors or Fragments for saved state that `state()` lacks.
+            These have the place of the parameter's full-precision copy, else of the parameter itself, or are what `new`
+            returns.
+        hooks: The torch optimizers whose steps change this state: they wait until the last save has copied it. Without any,
+            `save()` copies everything before it returns.
+        new: `new(name, key, dtype)` returns what `values` has for a key whose tensor has the parameter's shape, such as a
+            part of a new flat buffer.
 
-    `hooks` are the torch optimizers whose steps change this state: they wait until the last save has copied it. Without any,
-    `save()` copies everything before it returns. All of it is read again at every save.
+    Raises:
+        InvalidRequest: For arguments that are no functions, and for hooks that are no torch optimizers.
+
+    Example:
+        >>> shards = OptimizerShards(groups=engine.groups, state=engine.state, install=engine.install)
+        >>> state = {"model": model, "optim": shards}
     """
 
     def __init__(
@@ -76,7 +85,6 @@ class OptimizerShards:
         hooks: Iterable[torch.optim.Optimizer] = (),
         new: Callable[[str, str, torch.dtype], Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for arguments that are no functions, and for hooks that are no torch optimizers."""
         for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
             if not callable(function):
                 raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")

@@ -100,12 +100,25 @@ DESCRIBED_MAX = 4  # parts of a list whose places its placement names
 
 
 class Fragment:
-    """A shard declared by hand: a live local tensor and its place in a global one of `shape`.
+    """A shard declared by hand: a live local tensor and its place in a global one.
 
     It is the box whose corner is `offset` (and whose shape is the tensor's); or, with `flat`, the elements [start, stop) of
     the row-major global tensor; or, with all three, the elements [start, stop) of the row-major box of shape `box` at
-    `offset`. The tensor stays the caller's: saves read it, restores write into it. `held` is the parameter as the optimizer
-    knows it, if that is another object.
+    `offset`. The tensor stays the caller's: saves read it, restores write into it.
+
+    Args:
+        tensor: The local tensor.
+        shape: The shape of the global tensor, in elements.
+        offset: The corner of the box in the global tensor, in elements of each dimension.
+        box: The shape of the box of which `flat` is a part, in elements.
+        flat: The first element, and the one after the last.
+        held: The parameter as the optimizer knows it, if that is another object.
+
+    Raises:
+        InvalidRequest: If the place does not fit the tensor or the global shape.
+
+    Example:
+        >>> Fragment(local, (4096, 4096), offset=(rank * 1024, 0))
     """
 
     def __init__(

@@ -318,9 +318,8 @@ def _options(sharding: Sharding) -> list[str]:
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> NoReturn:
-    _refuse(
-        f"unknown {what}: {_shown(name)}", did_you_mean(name.lower(), known, f"there is {', '.join(known) or 'none'}", CLOSE)
-    )
+    hint = did_you_mean(name.lower(), known, f"there is {', '.join(known) or 'none'}", CLOSE, most=1)
+    _refuse(f"unknown {what}: {_shown(name)}", hint)
 
 
 def _shown(value: str) -> str:
