@@ -369,12 +369,12 @@ def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
             Column("Step", "step", "step"),
             Column("Created", "created", "age"),
             Column("State", lambda one: f"{one.state}{unchecked if one.unchecked else ''}"),
-            *([Column("Health", _health)] if asked else []),
-            Column("Bytes", "bytes", "bytes", omit=4),
+            *([Column("Health", _health, omit=2)] if asked else []),
+            Column("Bytes", "bytes", "bytes", omit=5),
             Column("Tensors", "tensors", "step", omit=1),
-            Column("Groups", "groups", omit=2),
+            Column("Groups", "groups", omit=3),
             Column(
-                "Metrics", lambda one: [f"{name}={value:.6g}" for name, value in one.metrics.items()], wraps=True, omit=3
+                "Metrics", lambda one: [f"{name}={value:.6g}" for name, value in one.metrics.items()], wraps=True, omit=4
             ),
             Column("Marks", _marks, wraps=True),
         ),

@@ -19,7 +19,7 @@ from tests.forked import Forked
 
 CLIENT = Path(holdfast.__file__).parent
 # Of commands alone: they call no torch, and a command ends without them.
-BESIDE = {"terminal/completion.py", "rest/waiting_notice.py"}
+BESIDE = {"terminal/completion.py", "terminal/console.py", "rest/waiting_notice.py"}
 LIMIT_S = 240.0
 COMPUTES = """
 import torch
