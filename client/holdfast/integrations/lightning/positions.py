@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
 
 from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.loaders import (
@@ -28,11 +27,11 @@ from holdfast.integrations.lightning.loaders import (
     SameOrder,
     distributed_over,
     generators,
-    has_cycled,
     has_indices,
     is_stateful,
     is_warm,
 )
+from holdfast.integrations.lightning.loop_progress import LoopProgress
 from holdfast.integrations.lightning.steps import OptimizerSteps
 from holdfast.integrations.loader_positions import Moment, moment_of, set_generators, skip_now
 from holdfast.integrations.replaced_method import ReplacedMethod
@@ -64,12 +63,9 @@ class EpochPosition:
     """An entry of the state: each rank's position in its Trainer's training data."""
 
     def __init__(self, trainer: Any, go_on: Callable[[], None]) -> None:
-        self._trainer, self._fit, self._loop, self._go_on_streams = (
-            trainer,
-            trainer.fit_loop,
-            trainer.fit_loop.epoch_loop,
-            go_on,
-        )
+        self._trainer, self._fit, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._go_on_streams = go_on
+        self.progress = LoopProgress(trainer)
         self._epoch: Moment | None = None
         self._first: Moment | None = None
         self._fetch: Moment | None = None
@@ -93,47 +89,28 @@ class EpochPosition:
             setattr(target, method, ReplacedMethod(own, around(own)))
 
     @property
-    def between_epochs(self) -> bool:
-        progress = self._fit.epoch_progress.current
-        return bool(progress.processed == progress.started) and not self._is_cut
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether Lightning has ended an epoch before its last batch (max_steps, should_stop), and can continue it."""
-        epochs, batches = self._fit.epoch_progress.current, self._loop.batch_progress
-        done = batches.current.processed
-        if epochs.processed != epochs.started or not done or batches.is_last_batch:
-            return False
-        return not done % self._trainer.accumulate_grad_batches and self._refusal() is None
-
-    @property
     def awaited(self) -> bool:
         return self._awaited is not None
 
     @property
-    def in_flight(self) -> bool:
-        progress = self._loop.batch_progress.current
-        return not self.between_epochs and bool(progress.ready > progress.processed)
-
-    @property
     def mid_step(self) -> bool:
         """Whether an optimizer steps, or has stepped for a batch that does not count as trained yet."""
-        return self.in_flight and (self.steps.running or self.steps.taken != self._steps_at_fetch)
+        return self.progress.in_flight and (self.steps.running or self.steps.taken != self._steps_at_fetch)
 
     def state_dict(self) -> dict[str, Any]:
         progress = self._loop.batch_progress
         return {
             "world": self._trainer.world_size,
-            "between": self.between_epochs,
-            "goes_on": self._goes_on_by_itself(),
-            "over": bool(progress.is_last_batch) and not self.in_flight,
+            "between": self.progress.between_epochs,
+            "goes_on": self.progress.goes_on_by_itself(),
+            "over": bool(progress.is_last_batch) and not self.progress.in_flight,
             "batches": progress.current.processed,
             "epoch": _state(self._epoch),
             "first": _state(self._first),
             "fetch": _state(self._fetch),
             "generators": [one.get_state() for one in generators(self._fit._combined_loader)],
             "warm": list(self._warm),
-            "plateaus": self._plateaus(),
+            "plateaus": self.progress.plateaus(),
             "accumulates": self._trainer.accumulate_grad_batches,
         }
 
@@ -160,7 +137,7 @@ class EpochPosition:
 
     def check(self) -> None:
         """Raise `InvalidRequest` for a position within an epoch that could not be restored."""
-        refusal = None if self.between_epochs else self._refusal()
+        refusal = None if self.progress.between_epochs else self.progress.refusal()
         if refusal is None and self.mid_step:
             refusal = InvalidRequest(
                 "a save in the middle of a training step: the optimizer has stepped, and the batch counts as not trained",
@@ -169,50 +146,10 @@ class EpochPosition:
         if refusal is not None:
             raise refusal
 
-    def _goes_on_by_itself(self) -> bool:
-        """Whether an epoch ended early on a stateful iterable dataset of this process, which may continue in the next
-        epoch, as in Lightning's own resume.
-        """
-        fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
-        if not self.between_epochs or combined is None or not self._loop.batch_progress.current.processed:
-            return False
-        if getattr(fetcher, "done", False) and self._loop.batch_progress.current.processed < self._fit.max_batches:
-            return False  # all of it was read
-        return any(
-            is_stateful(loader)
-            and isinstance(loader.dataset, IterableDataset)
-            and is_stateful(loader.dataset)
-            and not loader.num_workers
-            for loader in combined.flattened
-        )
-
-    def _refusal(self) -> InvalidRequest | None:
-        fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
-        if combined is None:
-            return None
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
-            return InvalidRequest(
-                "training_step() takes a dataloader_iter, and fetches as it likes: no position in it can be stored",
-                hint="take batches in training_step(), or save at the end of epochs (every_n_epochs=1)",
-            )
-        stateful = {is_stateful(loader) for loader in combined.flattened}
-        if len(stateful) > 1:
-            return InvalidRequest(
-                "some of the data loaders have their own state, and some have none: a save within an epoch cannot tell "
-                "where they are",
-                hint="use loaders of one kind, or save at the end of epochs (every_n_epochs=1)",
-            )
-        if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
-            return InvalidRequest(
-                "a data loader has begun again within the epoch, because others are longer: its order cannot be found again",
-                hint="use loaders with their own state (StatefulDataLoader), or save at the end of epochs",
-            )
-        return None
-
     @contextmanager
     def as_of_last_batch(self) -> Iterator[None]:
         """Within this block the streams are those after the last trained batch, even if another batch has begun."""
-        if not self.in_flight or self._fetch is None:
+        if not self.progress.in_flight or self._fetch is None:
             yield
             return
         now = self._take()
@@ -227,9 +164,9 @@ class EpochPosition:
         one.
         """
         held = loops.get("fit_loop", {}).get("state_dict", {})
-        if "combined_loader" in held and self._loaders_before is not None and not self.between_epochs:
+        if "combined_loader" in held and self._loaders_before is not None and not self.progress.between_epochs:
             held["combined_loader"] = self._loaders_before
-        if self._is_cut:
+        if self.progress.is_cut:
             for count in loops["fit_loop"]["epoch_progress"].values():
                 count["processed"], count["completed"] = count["started"] - 1, count["ready"] - 1
 
@@ -237,7 +174,7 @@ class EpochPosition:
         def run() -> None:
             saved = self._awaited
             if saved is not None:
-                self._finish_plateaus(saved)
+                self.progress.finish_plateaus(saved.plateaus)
                 if saved.between:  # Lightning would take a run with max_steps for one within the epoch
                     framework.part("loops.loop")._Loop.restarting.fset(self._fit, False)
             self.steps.watch(self._trainer.strategy.optimizers)
@@ -299,7 +236,7 @@ class EpochPosition:
     def _around_epoch(self, own: Callable[[], None]) -> Callable[[], None]:
         def epoch_begins() -> None:
             saved = self._awaited
-            if saved is not None and saved.over and self.between_epochs:  # Lightning has ended that epoch
+            if saved is not None and saved.over and self.progress.between_epochs:  # Lightning has ended that epoch
                 self._awaited = saved = saved._replace(between=True)
             if saved is not None and saved.between:
                 self._go_on(saved)
@@ -385,25 +322,6 @@ class EpochPosition:
         self._go_on_streams()
         if len(saved.generators) == len(generators(self._fit._combined_loader)):
             set_generators(generators(self._fit._combined_loader), saved.generators)
-
-    def _plateaus(self) -> dict[int, float]:
-        """Schedulers that step on a metric at the end of the epoch, after the save there, and the metric."""
-        progress = self._fit.epoch_progress.current
-        if not self.between_epochs or progress.completed == progress.processed:
-            return {}
-        if not self._loop._num_ready_batches_reached():
-            return {}
-        due = {}
-        for index, config in enumerate(self._trainer.lr_scheduler_configs):
-            metric = self._trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
-            if metric is not None and (self._trainer.current_epoch + 1) % config.frequency == 0:
-                due[index] = float(metric)
-        return due if self._trainer.lightning_module.automatic_optimization else {}
-
-    def _finish_plateaus(self, saved: _Saved) -> None:
-        for index, metric in saved.plateaus.items():
-            scheduler = self._trainer.lr_scheduler_configs[index].scheduler
-            self._trainer.lightning_module.lr_scheduler_step(scheduler, metric)
 
     def _take(self) -> Moment:
         return Moment(rng.capture(), tuple(one.get_state() for one in generators(self._fit._combined_loader)))

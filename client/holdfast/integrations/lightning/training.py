@@ -125,12 +125,16 @@ class LightningRun:
         if ended and self.held is not None:
             checkpointer.goes_on_from(self.held)
         ticket: SaveTicket | None
-        same = before is not None and (before.whole or not whole) and (before.marks == marks or self._position.in_flight)
+        same = (
+            before is not None
+            and (before.whole or not whole)
+            and (before.marks == marks or self._position.progress.in_flight)
+        )
         covered = not whole and (step == self.held if before is None else before.whole)  # weights, beside everything
         if step == self.held and self._position.awaited:  # what was restored, and nothing is trained since
             self._check_unchanged(step)
             covered = True
-        if same or covered or (before is None and step == self.held and self._position.in_flight):
+        if same or covered or (before is None and step == self.held and self._position.progress.in_flight):
             ticket = None if before is None else before.ticket
         else:
             self._live.refresh(optimizers=True)
