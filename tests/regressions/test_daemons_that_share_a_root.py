@@ -317,7 +317,7 @@ def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> No
     assert consistency.check(b.control.store, b.catalog, b.control.writers()).count == 0
     a.cluster.close()
     found = consistency.check(b.control.store, b.catalog, b.control.writers())
-    assert [item.kind for item in found.items] == ["round-nobody-writes"]
+    assert [item.kind for item in found.items] == ["orphaned-round"]
 
 
 def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:

@@ -17,8 +17,8 @@ Kind = Literal[
     "unreadable",  # a directory is among the checkpoints and cannot be listed
     "differs",  # the catalog states something else of it than its manifest, or than the run's file
     "fence-too-low",  # an attempt is on record that is newer than the newest declared one (I6)
-    "round-nobody-writes",  # the record of a save is open, and no daemon writes it
-    "job-nobody-runs",  # a job is running on a node that is gone
+    "orphaned-round",  # the record of a save is open, and no daemon writes it
+    "orphaned-job",  # a job is running on a node that is gone
     "statistics-of-nothing",  # statistics of a checkpoint that is not listed
 ]
 

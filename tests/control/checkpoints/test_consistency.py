@@ -80,10 +80,10 @@ def plant(kind: str, tier: MemoryTier, catalog: Catalog) -> tuple[str, str | Non
     elif kind == "fence-too-low":
         change(catalog, update(RunRow).where(RunRow.name == "a").values(attempt=0))
         return kind, "a", None
-    elif kind == "round-nobody-writes":
+    elif kind == "orphaned-round":
         catalog.rounds.open("a", gone, 1, 2, NOW)
         at = ("a", gone)
-    elif kind == "job-nobody-runs":
+    elif kind == "orphaned-job":
         change(catalog, a_job("running", "node-9"))
         at = ("a", 1)
     else:
@@ -133,8 +133,8 @@ def test_what_is_going_on_is_no_contradiction(tier: MemoryTier, catalog: Catalog
     catalog.rounds.open("a", 9, 1, 2, NOW)
     change(catalog, a_job("running", "node-1"), a_job("queued", "node-9"), a_job("done", "node-9"))
     assert kinds(tier, catalog, "node-1") == []
-    assert kinds(tier, catalog, "node-2") == [("job-nobody-runs", "a", 1)]
-    assert [kind for kind, _, _ in kinds(tier, catalog)] == ["round-nobody-writes", "job-nobody-runs"]
+    assert kinds(tier, catalog, "node-2") == [("orphaned-job", "a", 1)]
+    assert [kind for kind, _, _ in kinds(tier, catalog)] == ["orphaned-round", "orphaned-job"]
 
 
 def test_known_damage_is_no_contradiction(tier: MemoryTier, catalog: Catalog) -> None:

@@ -79,7 +79,7 @@ class TakenOver:
             else:
                 wanted = AskedStep() if newest else self._run.wanted(checkpoint_path)
                 if wanted is None and fitting:
-                    self._run.begin_anew()
+                    self._run.begin_again()
                 self._restored = None if wanted is None else self._run.restore(wanted)
                 if wanted is None:
                     own(checkpoint_path, weights_only)
@@ -98,7 +98,7 @@ class TakenOver:
                 own(None)
             self._shown = None
             if fitting:
-                self._run.begin_anew()
+                self._run.begin_again()
 
         return resume_start
 

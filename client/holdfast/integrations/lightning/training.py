@@ -88,7 +88,7 @@ class LightningRun:
             self._state = LiveState(trainer, self._weights, self._position)
             self._saves, self.held = {}, None
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Training begins without a checkpoint. Raises `InvalidRequest` if the run has some of another training."""
         assert self._position is not None
         self._position.forget()

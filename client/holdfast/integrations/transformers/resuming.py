@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
     step: int | None = None
     healthy: bool = False
     needed: bool = False  # whether it is an error if there is nothing to resume from
-    anew: bool = False  # what the run has is left behind
+    from_scratch: bool = False  # what the run has is left behind
     directory: str | None = None
     place: Path | None = None  # of the step, if a directory was given: a root has its own runs
 
@@ -32,7 +32,7 @@ def wanted(asked: object, run: str) -> Wanted:
     if asked is None or asked == AUTO:
         return Wanted()
     if isinstance(asked, bool):
-        return Wanted(needed=True) if asked else Wanted(anew=True)
+        return Wanted(needed=True) if asked else Wanted(from_scratch=True)
     if asked == HEALTHY:
         return Wanted(healthy=True, needed=True)
     if isinstance(asked, str | os.PathLike):
@@ -80,7 +80,7 @@ def not_of(run: str, path: Path) -> InvalidRequest:
 def _of_directory(path: Path, run: str) -> Wanted:
     linked = naming.linked_step(run, os.readlink(path)) if path.is_symlink() else None
     if linked is None and not (path / naming.COMMIT).is_file():
-        return Wanted(directory=str(path), anew=True)
+        return Wanted(directory=str(path), from_scratch=True)
     step = linked if linked is not None else naming.linked_step(run, os.path.realpath(path))
     if step is None:
         raise not_of(run, path)

@@ -72,7 +72,7 @@ class TrainerRun:
         self.saved_step: int | None = None
         self._checkpointer: Checkpointer | None = None
         self._source: ResumePoint | None = None
-        self._anew = False
+        self._from_scratch = False
         self._trained = False
         self._saves: dict[int, SaveTicket] = {}
 
@@ -90,7 +90,7 @@ class TrainerRun:
                 with tempfile.TemporaryDirectory(prefix="holdfast-resume-") as place:
                     source, directory = self._choose(wanted, place)
                     elsewhere = source is None and directory is not None  # it resumes from files outside the run
-                    return self._train(source, wanted.anew or elsewhere, partial(start, directory))
+                    return self._train(source, wanted.from_scratch or elsewhere, partial(start, directory))
             except _OtherStep as other:
                 if self.trainer.args.neftune_noise_alpha is not None:  # train() would add its noise a second time
                     raise InvalidRequest(
@@ -182,7 +182,7 @@ class TrainerRun:
 
     def _choose(self, wanted: Wanted, place: str) -> tuple[ResumePoint | None, str | None]:
         """The resume point, and the directory in which transformers reads trainer_state.json."""
-        if wanted.directory is not None or wanted.anew:
+        if wanted.directory is not None or wanted.from_scratch:
             return None, wanted.directory
         with self._probe() as probe:
             if wanted.place is not None and probe.step_at(wanted.place) is None:
@@ -215,8 +215,8 @@ class TrainerRun:
         finally:
             probe.close(wait=False)
 
-    def _train(self, source: ResumePoint | None, anew: bool, start: Callable[[], Any]) -> Any:
-        self._source, self._anew, self._saves = source, anew, {}
+    def _train(self, source: ResumePoint | None, from_scratch: bool, start: Callable[[], Any]) -> Any:
+        self._source, self._from_scratch, self._saves = source, from_scratch, {}
         done = False
         try:
             result = start()
@@ -255,7 +255,7 @@ class TrainerRun:
         """
         if step in self._saves or (self._source is not None and step == self._source.step):
             return "same"
-        return "replace" if self._anew and not self._saves else "refuse"
+        return "replace" if self._from_scratch and not self._saves else "refuse"
 
     def _note_best(self, step: int) -> None:
         best, state = self.trainer.state.best_global_step, self.trainer.state

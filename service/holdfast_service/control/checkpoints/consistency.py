@@ -168,11 +168,11 @@ def _look_at_rows(catalog: Catalog, writers: Collection[str]) -> Iterable[Contra
                 yield _one("fence-too-low", run, None, f"has attempt {used}, but the newest declared attempt is {declared}")
         for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id)):
             if _is_orphan(row.node, writers):
-                yield _one("round-nobody-writes", row.run, row.step, f"has save {row.id} in state {row.state}: {NO_WRITER}")
+                yield _one("orphaned-round", row.run, row.step, f"has save {row.id} in state {row.state}: {NO_WRITER}")
         for job in session.scalars(select(JobRow).where(JobRow.state == "running").order_by(JobRow.id)):
             if job.node not in writers:
                 text = f"has job {job.id} running on {job.node}, which is gone"
-                yield _one("job-nobody-runs", job.run, job.step, text)
+                yield _one("orphaned-job", job.run, job.step, text)
         for run, step in session.execute(select(StatisticsRow.run, StatisticsRow.step).where(*_WITHOUT_CHECKPOINT)):
             yield _one("statistics-of-nothing", run, step, "is not listed, but has tensor statistics")
 
