@@ -45,7 +45,7 @@ _GROUPS = {
         ),
         "top": _entry(
             "top",
-            "Show the checkpointing of all runs: last commit, exposure, stall, interval, and what needs attention.",
+            "Show how all runs are checkpointed: last commit, exposure, stall, interval, and what needs attention.",
             "holdfast top team-a- --once",
         ),
         "storage": _entry(

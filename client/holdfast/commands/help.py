@@ -15,7 +15,7 @@ EXIT_STATUSES = (
     (
         1,
         "`doctor` found something, `catalog` found or left a difference, the demo failed, you answered no, or "
-        "an error of no other kind",
+        "any other error",
         "read the message",
     ),
     (2, "the request is wrong", "change it"),
@@ -23,7 +23,7 @@ EXIT_STATUSES = (
     (4, "conflict: another client was first, or the checkpoint is pinned", "look, then decide"),
     (5, "damaged", "do not use these bytes; restore another step"),
     (6, "unavailable: daemon, storage, space or time", "fix it, or try again"),
-    (7, "denied: no token, or one that may not do this", "use another token"),
+    (7, "denied: no token, or a token without this permission", "use another token"),
 )
 
 Topic = Annotated[list[str] | None, typer.Argument(metavar="[COMMAND…|exit]", help="A command, or `exit`.")]

@@ -210,7 +210,7 @@ def test_nothing_is_shared_out_among_nobody() -> None:
     layout = layout_of("stage1", 2)
     with pytest.raises(InvalidRequest, match="sharding rank 2 is not one of 2"):
         cuts([], layout, 2).of(2)
-    with pytest.raises(InvalidRequest, match="0 sharding ranks"):
+    with pytest.raises(InvalidRequest, match="0 is not a number of sharding ranks"):
         cuts([], layout, 0)
     with pytest.raises(StateMismatch, match=f"{ELEMENTS_MAX + 1} elements are too many"):
         cuts([TensorSpec("model", "a", "F32", (ELEMENTS_MAX + 1,))], layout, 2)
