@@ -263,7 +263,7 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
         text = _listed("names belong to weights that are tied to others here, and are not used", again)
         comparison.notes.append(LeftOutNote(text))
     if theirs and strict:
-        text = _listed("values of the program that the checkpoint was imported from are not used", theirs)
+        text = _listed("of the values that another program stored are not used", theirs)
         comparison.notes.append(LeftOutNote(text))
     if not strict:
         comparison.notes += _excused(comparison, unexpected)

@@ -121,6 +121,15 @@ def test_what_follows_from_something_else_is_not_said_beside_it() -> None:
     assert [(item.code, item.remedy) for item in made.attention] == [("saves-failing", "raise-quota")]
 
 
+def test_a_death_after_nan_resumes_from_the_newest_healthy_checkpoint() -> None:
+    """Its newest one would restore the NaN that it died with."""
+    held = facts().held._replace(
+        newest=1000, healthy=False, unhealthy=900, newest_healthy=800, healthy_created="2030-03-17T16:00:00Z"
+    )
+    died = next(item for item in summarise(facts(held=held, life="lost")).attention if item.code == "run-lost")
+    assert (died.step, died.remedy) == (800, "resume") and "healthy=True" in died.hint
+
+
 @pytest.mark.parametrize("quota", [None, 10**12])
 def test_a_team_s_quota_is_not_the_run_s(quota: int | None) -> None:
     """Raising the run's own mends nothing: what refuses the save is the quota of all runs of a pattern."""

@@ -59,13 +59,16 @@ def weight(summary: RunSummary) -> tuple[int, int]:
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     """Listed, also when acknowledged, until the run is resumed or archived."""
     if facts.life == "lost" and summary.life != "archived":
-        goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
+        step = summary.newest if summary.good is None else summary.good.step
+        goes_on = "nothing was committed" if step is None else f"it continues from step {step}"
+        if facts.held.healthy is False and step != summary.newest:
+            goes_on += ", the newest healthy one, if it restores with `healthy=True`"
         yield Attention(
             level="error",
             code=DEATH,
             text="ranks were killed or ended by an exception, without closing their Checkpointer",
             hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
-            step=summary.newest,
+            step=step,
             since=facts.since,
             remedy="resume",
             acknowledged=run_lifecycle.death_seen(facts),
@@ -247,8 +250,8 @@ def _unverified(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="warning",
             code="not-verified",
-            text=f"{len(waits)} committed checkpoints have been waiting for verification for up to {span(max(waits))}",
-            hint="retention removes nothing until then (I10); `holdfast verify` verifies one now",
+            text=f"committed checkpoints waiting for verification: {len(waits)}, for up to {span(max(waits))}",
+            hint="retention removes nothing until then; `holdfast verify` verifies one now",
             step=facts.held.newest,
             since=_at(facts.now - max(waits)),
             remedy="verify",
