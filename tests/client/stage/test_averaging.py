@@ -318,7 +318,7 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
     asked = f"{daemon.url}/v1/events?run={run}&kind=average-left-out"
     wait_until(lambda: len(httpx.get(asked, trust_env=False).raise_for_status().json()["items"]) == 2)
     told = httpx.get(asked, trust_env=False).json()["items"]
-    assert [one["step"] for one in told] == [3, 2] and "not alike" in told[0]["text"]
+    assert [one["step"] for one in told] == [3, 2] and "must be equal" in told[0]["text"]
     assert "ema/w on rank 1 differs" in daemon.log.read_text()
 
 

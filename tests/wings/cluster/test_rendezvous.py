@@ -377,7 +377,7 @@ def test_a_declaration_that_is_not_what_its_digest_says(nodes: Nodes) -> None:
     number = sealed(a, b)
     with a.database.write() as session:
         session.execute(update(DeclarationRow).values(body=zstandard.compress(b"another")))
-    with pytest.raises(InvalidRequest, match="another declaration"):
+    with pytest.raises(InvalidRequest, match="does not match its digest"):
         a.rendezvous.parts(number)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from holdfast_formats.rest.measurements import Acknowledgement, Alert
 from holdfast_service.wings.console import refreshed_parts
+from holdfast_service.wings.console.refreshed_parts import RunColumns
 from tests.wings.console.reading import Page
 from tests.wings.notify.test_alerts import summary
 
@@ -15,6 +16,10 @@ SEEN = Acknowledgement(by=HOSTILE, at="2030-01-01T00:00:00Z", until=HOSTILE)
 
 def may(*scopes: str) -> Callable[..., bool]:
     return lambda scope, run=None: scope in scopes
+
+
+def with_metric(name: str) -> RunColumns:
+    return RunColumns(state=True, metric=name, crash=True, trend=True)
 
 
 def test_buttons_are_the_viewers_own() -> None:
@@ -35,7 +40,7 @@ def test_buttons_are_the_viewers_own() -> None:
 def test_what_changes_is_shown() -> None:
     """Each thing that a line says, and a metric by whatever name."""
     lines = {
-        refreshed_parts.run_line(summary("r", **changes), metric)
+        refreshed_parts.run_line(summary("r", **changes), with_metric(metric))
         for changes, metric in (
             ({}, ""),
             ({}, "loss"),
@@ -56,7 +61,7 @@ def test_hostile_text_is_text() -> None:
     ]
     made = summary(HOSTILE, life="ended", since=HOSTILE).model_copy(update={"metrics": {HOSTILE: 1e308}})
     parts = [refreshed_parts.alert(one, "overview", may("admin", "write")) for one in alerts]
-    parts.append(refreshed_parts.run_line(made, HOSTILE))
+    parts.append(refreshed_parts.run_line(made, with_metric(HOSTILE)))
     for part in parts:
         assert "<script" not in part and "script" in part
         assert "x</script>" not in part

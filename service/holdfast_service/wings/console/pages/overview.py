@@ -174,7 +174,7 @@ def _boards(runs: Sequence[RunSummary], wanted: WantedBoard, first: bool) -> lis
     training = [one for one in runs if one.life == "training"]
     others = [one for one in runs if one.life != "training"]
     above = [_board("training", "Training", training, wanted, TRAINING_UNFOLDED)] if training else []
-    return [*above, _board("others", "Other runs" if training else "Runs", others, wanted)]
+    return [*above, _board("more-runs", "Other runs" if training else "Runs", others, wanted)]
 
 
 def _board(id_: str, title: str, runs: Sequence[RunSummary], wanted: WantedBoard, unfolded: int = RUNS_SHOWN) -> Board:
