@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -109,7 +109,9 @@ class ServiceIndex:
         try:
             yield
         except NoSuchRun as error:
-            hint = did_you_mean(run, (one.name for one in self.api.runs()), error.hint)
+            hint = error.hint
+            with suppress(CheckpointError):  # of the list: this error is the one that counts
+                hint = did_you_mean(run, (one.name for one in self.api.runs()), hint)
             raise NoSuchRun(error.detail, hint=hint, **error.members) from None
 
 

@@ -32,7 +32,7 @@ class TestRounds:
         assert catalog.rounds.open("run", 5, 1, 2, LATER)[0] > first
 
     def test_the_first_end_stands(self, catalog: Catalog) -> None:
-        """A committed round is never aborted, and nobody seals in it any more."""
+        """A committed round is never aborted, and no rank seals in it any more."""
         made = catalog.rounds.open("run", 5, 1, 2, NOW)[0]
         catalog.rounds.end(made, "committed", NOW)
         catalog.rounds.end(made, "aborted", LATER, "round-aborted", "too late")

@@ -85,7 +85,7 @@ def test_a_sparkline_has_a_scale() -> None:
 
 
 def test_the_header_has_what_is_configured(browser: httpx.Client) -> None:
-    """A daemon that watches no other one and notifies nobody has no links to those pages, which are there nevertheless."""
+    """A daemon that watches no other one and sends no notifications links to neither page. Both pages exist."""
     addresses = Page(browser.get("/").text).addresses()
     assert "/tokens" in addresses and not {"/daemons", "/notifications"} & set(addresses)
     assert browser.get("/daemons").status_code == browser.get("/notifications").status_code == 200
