@@ -10,8 +10,11 @@ steps only the model is saved), `nan` (a step, counted from the restored one, wi
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import re
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -88,38 +91,29 @@ class Training:
         return wrong + ([] if len(before) == 6 * LAYERS else [f"{len(before)} tensors"])
 
 
-class Watch:
-    """Where the main thread stands `SLOW_S` after a save began, if it has not ended by then."""
+@contextmanager
+def watched(step: int) -> Iterator[None]:
+    """A line `slow` if a save takes longer than `SLOW_S`, with where this thread stood then.
 
-    def __init__(self) -> None:
-        self._began, self._found = threading.Event(), ""
-        self._ended = threading.Event()
-        self._of = threading.get_ident()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    @contextmanager
-    def save(self, step: int) -> Iterator[None]:
-        self._found = ""
-        self._ended.clear()
-        self._began.set()
+    faulthandler writes that without making a Python object: `sys._current_frames` can hang the process on Python 3.10 and
+    3.11 (CPython's issue 106883).
+    """
+    with tempfile.TemporaryFile(buffering=0) as stacks:
+        faulthandler.dump_traceback_later(SLOW_S, file=stacks)
         began = time.monotonic()
         yield
         seconds = time.monotonic() - began
-        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
         if seconds > SLOW_S:
-            say("slow", step, f"{seconds:.3f}", self._found or "?")
+            stacks.seek(0)
+            say("slow", step, f"{seconds:.3f}", innermost(stacks.read().decode(errors="replace")) or "?")
 
-    def _run(self) -> None:
-        while self._began.wait():
-            self._began.clear()
-            if not self._ended.wait(SLOW_S):
-                frame, names = sys._current_frames().get(self._of), []
-                while frame is not None:
-                    module = frame.f_globals.get("__name__", "")
-                    if module.startswith("holdfast"):
-                        names.append(f"{module.rpartition('.')[2]}:{frame.f_code.co_name}")
-                    frame = frame.f_back
-                self._found = ">".join(reversed(names[:SHOWN]))
+
+def innermost(stacks: str) -> str:
+    """Our innermost calls in this thread."""
+    stack = stacks.rpartition(f"Thread {threading.get_ident():#018x} ")[2].partition("\nThread ")[0]
+    calls = re.findall(r'File ".*/holdfast\w*/(?:.*/)?(\w+)\.py", line \d+ in (\w+)', stack)
+    return ">".join(f"{module}:{function}" for module, function in reversed(calls[:SHOWN]))
 
 
 def report(ticket: SaveTicket) -> None:
@@ -140,14 +134,13 @@ def train(checkpointer: Checkpointer, training: Training, launch: int, plan: dic
             say("wrong", step, training.state["tag"], wrong[:3])
     say("restored", step, training.state["tag"]["launch"], int(bool(training.state["tag"].get("nan"))))  # type: ignore[index]
     told: list[threading.Thread] = []
-    watch = Watch()
     for number in range(1, plan["saves"] + 1):
         training.step(launch, step + number)
         checkpointer.fence()
         training.fill(launch, step + number, number == plan.get("nan"))
         groups = ("model",) if plan["partial"] and number % plan["partial"] == 0 else None
         began = time.monotonic()
-        with watch.save(step + number):
+        with watched(step + number):
             ticket = checkpointer.save(step + number, groups=groups)
         say("saved", step + number, f"{time.monotonic() - began:.6f}", "part" if groups else "full")
         told.append(threading.Thread(target=report, args=(ticket,), daemon=True))

@@ -223,6 +223,8 @@ class Trainer:
         hello = wire.Hello(id=self.link.next_id(), run=run, rank=0, world=1, launch=f"launch-{time.monotonic_ns()}")
         try:
             self._attempt = self.link.request(hello, wire.Welcome).attempt
+            question = wire.Choose(id=self.link.next_id(), turn=0, groups=("model",), wait_s=30)
+            self._restored = self.link.request(question, wire.Chosen).step
             self._slots = Slots(self.link, 2, nbytes, 65_536)
         except BaseException:
             self.link.close()
@@ -239,14 +241,12 @@ class Trainer:
 
         spec = TensorSpec("model", "w", "U8", (self._nbytes,))
         held = (StagedFragment(spec, (Box((0,), (self._nbytes,)),), 0),)
+        turn = 0 if self._restored is None else 1
+        table = SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {}, restored=self._restored, turn=turn)
         try:
-            slot = self._slots.lease(step, self._attempt, 30)
+            slot = self._slots.lease(step, self._attempt, 30, intent=table.intent)
             np.frombuffer(slot.data, np.uint8)[: self._nbytes] = step
-            slot.hand_over(
-                slot.seal(
-                    slot_table.encode(SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {})), self._nbytes
-                )
-            )
+            slot.hand_over(slot.seal(slot_table.encode(table), self._nbytes))
         except CheckpointError as error:
             return error
         with self._heard:

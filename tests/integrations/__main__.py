@@ -22,6 +22,12 @@ else:
 
 from tests.integrations.environments import BUILT, IN_USE, TOP
 
+# What pip would make of [project.scripts]: the tutorials' snippets run it.
+PROGRAM = """#!{python}
+from holdfast.cli import main
+
+main()
+"""
 TABLE = Path(__file__).with_name("environments.toml")
 NO_TESTS = 5  # pytest's exit status
 
@@ -39,7 +45,7 @@ def make(name: str, about: dict[str, Any]) -> Path:
     home = BUILT / name
     python, made = home / "bin" / "python", home / "packages.txt"
     words, builders, packages = about.get("pip", []), about.get("builders", []), about["packages"]
-    wanted = "\n".join([*words, *builders, *packages])
+    wanted = "\n".join([PROGRAM, *words, *builders, *packages])
     if made.is_file() and made.read_text() == wanted:
         return python
     venv.create(home, with_pip=True, clear=True)
@@ -54,6 +60,9 @@ def make(name: str, about: dict[str, Any]) -> Path:
         command = [python, "-m", "pip", "install", "--quiet", *words, *some]
         subprocess.run(command, env=os.environ | about.get("env", {}), check=True)
     (home / IN_USE).write_text(name)
+    program = home / "bin" / "holdfast"
+    program.write_text(PROGRAM.format(python=python))
+    program.chmod(0o755)
     made.write_text(wanted)
     return python
 

@@ -80,7 +80,8 @@ class CompactedFrom(Body):
     optim: str = Field(description="the rule: exact, bf16 or int8")
     bytes: int = Field(description="its size before")
     error: float = Field(
-        description="the greatest error of a tensor: the norm of the difference, by that of its values; 0 if nothing is lost"
+        description="the greatest error of a tensor: the norm of the difference, divided by the norm of the original values;"
+        " 0 if nothing is lost"
     )
     coded: int = Field(description="how many tensors are stored in fewer bytes")
     exact: int = Field(description="how many tensors that the rule is for were left as they were saved")
@@ -203,7 +204,9 @@ class StoredAs(Body):
     coding: str = Field(description="bf16, int8, int8-log or low16")
     parts: list[str] = Field(description="the stored tensors of the group that it is decoded from")
     bytes: int = Field(description="of these parts")
-    error: float = Field(description="the norm of the difference, by that of its values; 0 if nothing is lost")
+    error: float = Field(
+        description="the norm of the difference, divided by the norm of the original values; 0 if nothing is lost"
+    )
 
 
 class Tensor(Body):

@@ -275,7 +275,9 @@ class PosixStore:
             return self._confirmed(place, target)
         if stands is None and isinstance(question, NoSuchResource) and place.step in self.steps(place.run):
             # A client of a network file system may remember for a while that a name was not there.
-            return Publication("unknown", f"{question.detail}, and {target} is there, but its {naming.COMMIT} is not seen")
+            return Publication(
+                "unknown", f"{question.detail}, and {target} exists, but its {naming.COMMIT} cannot be seen yet"
+            )
         is_taken = isinstance(question, AlreadyCommitted) or (stands is not None and not over)
         return Publication("taken" if is_taken else "gone", question.detail)
 

@@ -24,7 +24,7 @@ def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
     tensors = []
     for name, array in value.items():
         if not isinstance(name, str) or not isinstance(array, PickledArray):
-            raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)} and not a tensor by a name")
+            raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)} and not a tensor with a name")
         if array.dtype == "U16" and not array.storage:
             what = f"has {name!r}, a numpy array of U16: numpy writes bfloat16 as such integers too"
             raise mismatch(file, name, what, "save it as a torch tensor: torch.uint16 and torch.bfloat16 are distinct")
