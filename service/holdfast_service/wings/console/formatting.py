@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
 from holdfast_formats import timestamps
 from holdfast_formats.rest import job_labels
-from holdfast_formats.rest.columns import CellPart
+from holdfast_formats.rest.columns import CellPart, Column, Listing
 from holdfast_formats.rest.job_labels import Fact
 
 NONE = Markup('<span class="quiet" title="unknown">–</span>')
@@ -117,8 +117,22 @@ def name(text: str) -> Markup:
     return Markup('<span class="head">{}</span><span class="end">{}</span>').format(text[:-TAIL], text[-TAIL:])
 
 
-def cell(parts: Sequence[CellPart]) -> Markup:
-    """A cell of a list."""
+class Table(NamedTuple):
+    """A list as a page shows it."""
+
+    columns: Sequence[Column[Any]]
+    rows: Sequence[Sequence[Markup]]  # a cell for each column
+
+
+def table(listing: Listing[Any], rows: Iterable[Any]) -> Table:
+    """The list's columns and cells, without columns that say nothing of any row."""
+    every = listing.shown("page")
+    cells = [[_cell(column.parts(row)) for column in every] for row in rows]
+    shown = [at for at in range(len(every)) if not at or not cells or any(row[at] != NONE for row in cells)]
+    return Table([every[at] for at in shown], [[row[at] for at in shown] for row in cells])
+
+
+def _cell(parts: Sequence[CellPart]) -> Markup:
     return Markup(" ").join(map(_part, parts))
 
 
@@ -130,7 +144,13 @@ def _part(part: CellPart) -> Markup:
         return Markup("<details><summary class='long'>{}</summary>{}</details>").format(part.title, shown)
     if part.title:
         shown = Markup('<abbr title="{}">{}</abbr>').format(part.title, shown)
-    return Markup('<a href="{}">{}</a>').format(part.link, shown) if part.link else shown
+    if not part.link:
+        return shown
+    if part.form == "text" and not part.title and len(str(part.value)) > 2 * TAIL:
+        return Markup('<a class="cut" href="{}" title="{}" aria-label="{}">{}</a>').format(
+            part.link, part.value, part.value, name(part.value)
+        )
+    return Markup('<a href="{}">{}</a>').format(part.link, shown)
 
 
 def _progress(part: Sequence[Any]) -> Markup:

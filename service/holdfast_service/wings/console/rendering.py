@@ -103,12 +103,12 @@ def environment() -> Environment:
         "name": formatting.name,
         "life": lambda summary: run_status.standing(summary.life).word,
         "facts": formatting.facts,
-        "cell": formatting.cell,
         "part": lambda text: quote(str(text), safe=""),
     }
     made.globals |= {
         "static": address,
         "lists": lists,
+        "table": formatting.table,
         "link": link,
         "may_stop": may_stop,
         "favicon": favicon,

@@ -31,6 +31,7 @@ def _form(path: str, button: str, fields: Mapping[str, str]) -> Go:
 
     def go(at: Scene, window: Window) -> Page:
         page = window.go(path)
+        page.once("dialog", lambda asked: asked.accept())
         for label, text in fields.items():
             labelled(page, label).fill(text)
         page.get_by_role("button", name=button, exact=True).first.click()

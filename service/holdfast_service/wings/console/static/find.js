@@ -104,5 +104,6 @@
       open();
     }
   });
-  field.placeholder = /Mac|iPhone|iPad/.test(navigator.platform) ? "Find … ⌘K" : "Find … Ctrl K";
+  const keys = matchMedia("(min-width: 641px)").matches; // a phone has none
+  if (keys) field.placeholder = /Mac/.test(navigator.platform) ? "Find … ⌘K" : "Find … Ctrl K";
 })();
