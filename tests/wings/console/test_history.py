@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast_formats.disk.manifests import Extent, TensorEntry
-from holdfast_formats.rest import bodies
+from holdfast_formats.rest import bodies, columns
 from holdfast_formats.rest.measurements import FirstNonFinite, RunSummary
 from holdfast_service.wings.console import formatting, history, manifest_view
 from holdfast_service.wings.console.manifest_view import TensorLine
@@ -191,3 +191,21 @@ def test_when_storage_is_full() -> None:
     assert history.full_in(growing(), five, limited=True) is None
     assert history.full_in(growing(life="finished"), five, limited=False) is None
     assert history.full_in(growing(interval_s=None), five, limited=False) is None
+
+
+def test_a_list_shows_what_it_knows() -> None:
+    """A column without a value in any row is left out, but for the first; a long name in a link is cut in the middle."""
+    listing = columns.Listing[dict[str, Any]](
+        (
+            columns.Column("Of", lambda row: columns.checkpoint(row["run"], 5)),
+            columns.Column("Why", "why"),
+            columns.Column("Node", "node"),
+        )
+    )
+    long = "a" * 60
+    shown = formatting.table(listing, [{"run": long, "why": None, "node": None}, {"run": "b", "why": "", "node": "n1"}])
+    assert [one.heading for one in shown.columns] == ["Of", "Node"]
+    assert [row[1] for row in shown.rows] == [formatting.NONE, "n1"]
+    assert f'class="cut" href="/runs/{long}/checkpoints/5" title="{long}@5"' in shown.rows[0][0]
+    assert shown.rows[1][0] == '<a href="/runs/b/checkpoints/5">b@5</a>'
+    assert [one.heading for one in formatting.table(listing, []).columns] == ["Of", "Why", "Node"]
