@@ -117,19 +117,19 @@ def name(text: str) -> Markup:
     return Markup('<span class="head">{}</span><span class="end">{}</span>').format(text[:-TAIL], text[-TAIL:])
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """A list as a page shows it."""
 
     columns: Sequence[Column[Any]]
     rows: Sequence[Sequence[Markup]]  # a cell for each column
 
 
-def table(listing: Listing[Any], rows: Iterable[Any]) -> Table:
+def table(listing: Listing[Any], rows: Iterable[Any]) -> PageTable:
     """The list's columns and cells, without columns that say nothing of any row."""
     every = listing.shown("page")
     cells = [[_cell(column.parts(row)) for column in every] for row in rows]
     shown = [at for at in range(len(every)) if not at or not cells or any(row[at] != NONE for row in cells)]
-    return Table([every[at] for at in shown], [[row[at] for at in shown] for row in cells])
+    return PageTable([every[at] for at in shown], [[row[at] for at in shown] for row in cells])
 
 
 def _cell(parts: Sequence[CellPart]) -> Markup:
