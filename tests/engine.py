@@ -62,31 +62,61 @@ def engine(directory: Path) -> Iterator[Engine]:
     made = Engine(f"unix://{directory}/docker.sock")
     places = ["--data-root", f"{directory}/data", "--exec-root", f"{directory}/exec", "-p", f"{directory}/docker.pid"]
     limits = ["--storage-driver", "overlay2", "--default-ulimit", "nofile=20000:20000", "--bip", "10.88.200.1/24"]
+    with _network_as_it_was(), _dockerd(made, [*places, *limits], directory):
+        yield made
+
+
+@contextmanager
+def _dockerd(made: Engine, flags: list[str], directory: Path) -> Iterator[None]:
     with open(directory / "log", "wb") as log:
-        process = subprocess.Popen(["dockerd", "-H", made.host, *places, *limits], stdout=log, stderr=log)
+        process = subprocess.Popen(["dockerd", "-H", made.host, *flags], stdout=log, stderr=log)
     try:
         limit = time.monotonic() + START_S
         while not made.answers:
             assert process.poll() is None and time.monotonic() < limit, (directory / "log").read_text()[-4000:]
             time.sleep(0.2)
-        yield made
+        yield
     finally:
         process.terminate()
         process.wait(180)
+
+
+@contextmanager
+def _network_as_it_was() -> Iterator[None]:
+    """dockerd changes the rules and policies of iptables, and switches forwarding on; the block's end puts them back."""
+    forwarding = Path("/proc/sys/net/ipv4/ip_forward")
+    before, rules = forwarding.read_text(), _saved_rules()
+    try:
+        yield
+    finally:
         subprocess.run(["ip", "link", "delete", "docker0"], capture_output=True, check=False)
-        _forget_chains()
+        for table, lines in _saved_rules().items():
+            chains = [line.split()[0] for line in lines if line.startswith(":") and line.split()[1] != "-"]
+            as_it_was = rules.get(table, [f"*{table}", *(f"{chain} ACCEPT" for chain in chains), "COMMIT"])
+            subprocess.run(["iptables-restore"], input="\n".join([*as_it_was, ""]), text=True, check=True)
+        forwarding.write_text(before)
 
 
-def _forget_chains() -> None:
-    """Remove what dockerd leaves behind in iptables: rules that lead to its chains, then the chains."""
-    for table in ("filter", "nat"):
-        listed = subprocess.run(["iptables", "-t", table, "-S"], capture_output=True, text=True, check=False).stdout
-        ours = [line.split() for line in listed.splitlines() if "DOCKER" in line]
-        chains = [words[1] for words in ours if words[0] == "-N"]
-        commands = [["-D", *words[1:]] for words in ours if words[0] == "-A" and words[1] not in chains]
-        commands += [[flag, chain] for flag in ("-F", "-X") for chain in chains]
-        for command in commands:
-            subprocess.run(["iptables", "-t", table, *command], capture_output=True, check=False)
+def _saved_rules() -> dict[str, list[str]]:
+    """The lines of iptables-save by table; a table that was never used has none."""
+    saved = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
+    tables: dict[str, list[str]] = {}
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            lines = tables[line[1:]] = []
+        if not line.startswith("#"):
+            lines.append(line.split(" [")[0] if line.startswith(":") else line)  # without counters
+    return tables
+
+
+def network() -> object:
+    """What an engine of its own must leave as it was: rules and policies of iptables, forwarding, and its bridge."""
+    rules = {table: lines for table, lines in _saved_rules().items() if any(_says_something(line) for line in lines)}
+    return rules, Path("/proc/sys/net/ipv4/ip_forward").read_text(), Path("/sys/class/net/docker0").exists()
+
+
+def _says_something(line: str) -> bool:
+    return line.startswith("-A") or (line.startswith(":") and not line.endswith(" ACCEPT"))
 
 
 def base_image(made: Engine, directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import queue
@@ -21,15 +22,16 @@ from holdfast_formats.errors import CheckpointError, NotFound, RootBusy, exit_st
 from holdfast_formats.owner_key import bracketed, reachable
 from holdfast_formats.root_files import DaemonFile, encode
 from holdfast_service import __version__
-from holdfast_service.config import LISTEN, Config, is_shared, parse
+from holdfast_service.config import LISTEN, Config, is_shared, parse, service_manager
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
+from holdfast_service.observe.service_manager import ServiceManager
 from holdfast_service.storage import Tier, libc
 from holdfast_service.storage.directories import identity_of
 from holdfast_service.storage.locking import lock_node, lock_root
 from holdfast_service.wing import RunningWing
 from holdfast_service.wiring import assembly, gc_tuning
-from holdfast_service.wiring.watching import notify_ready
+from holdfast_service.wiring.stopping import StopReport
 
 if TYPE_CHECKING:
     from holdfast_service.api.services import Services
@@ -49,15 +51,16 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.reason = ""  # once the wait has ended
 
-    def set(self) -> None:
-        self._asked.put(None)
+    def set(self, reason: str) -> None:
+        self._asked.put(reason)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was set within so many seconds. Only the main thread waits, and only until it is set."""
         with suppress(queue.Empty):
-            self._asked.get(timeout=timeout_s)
+            self.reason = self._asked.get(timeout=timeout_s)
             return True
         return False
 
@@ -107,10 +110,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         start_logging(config.log_level, config.log_format, config.node)
         log_what_nobody_catches()
+        faulthandler.enable()  # a watchdog ends a hung daemon by SIGABRT: the stacks of its threads go to the log
         libc.give_memory_back()
-        stop = StopSignal()
-        with _running(config, stop) as serving:
-            _serve(config, serving, stop)
+        stop, manager = StopSignal(), ServiceManager(*service_manager())
+        with ExitStack() as until_stopped, _running(config, stop, manager) as serving:
+            _serve(config, serving, stop, manager, until_stopped)
     except CheckpointError as error:
         print(f"holdfast serve: {error}", file=sys.stderr)
         return exit_status(error)
@@ -121,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _running(config: Config, stop: StopSignal) -> Iterator[Served]:
+def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Iterator[Served]:
     """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.access import policy
 
@@ -133,7 +137,9 @@ def _running(config: Config, stop: StopSignal) -> Iterator[Served]:
             stack.callback(lock_node(root, config.node).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
+        manager.starting(f"opening the catalog of {root}")
         served = assembly.open_root(config, root, stack)
+        manager.starting("taking over what an earlier daemon left")
         access = policy.policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
         services = assembly.services(config, served, node, access, stack)
@@ -186,32 +192,38 @@ def _url(listener: socket.socket) -> str:
 
 def _heed_signals(stop: StopSignal) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
+        stop.set(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
 
 
-def _serve(config: Config, serving: Served, stop: StopSignal) -> None:
+def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceManager, until_stopped: ExitStack) -> None:
+    """Serve until a reason to stop, which is logged; `until_stopped` ends when all is closed."""
     daemon, services = serving.daemon, serving.services
     activity, presence = Activity(), RootPresence(config.root.resolve())
     with ExitStack() as stack:
         if serving.listener is not None:
             stack.enter_context(_http(serving.listener, serving, activity, stop))
-        notify_ready()
+        manager.ready(f"serving {config.root}")
         gc_tuning.settle()
         while not stop.wait(IDLE_CHECK_S):
             if daemon.busy or services.runner.busy:
                 activity.touch()
+            daemon.saver.unwritten()  # takes the lock of the saves: a daemon that is stuck with it is not alive
+            manager.alive()
             if config.exit_when_idle is None:
                 continue
             if activity.idle_s > config.exit_when_idle:
-                log.info("idle for %.0f s, shutting down", activity.idle_s)
-                return
+                stop.reason = f"idle for {activity.idle_s:.0f} s"
+                break
             # What is still to be saved or checked cannot be, without the root, and would keep this daemon for ever.
             if presence.gone_s > ROOT_GONE_S and not daemon.ranks:
-                log.error("%s has been gone for %.0f s, and no rank is connected: shutting down", config.root, ROOT_GONE_S)
-                return
+                log.error("%s has been gone for %.0f s, and no rank is connected", config.root, ROOT_GONE_S)
+                stop.reason = f"{config.root} is gone"
+                break
+        log.info("%s: the daemon stops", stop.reason)
+        until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten))
 
 
 @contextmanager
@@ -233,7 +245,7 @@ def _http(listener: socket.socket, serving: Served, activity: Activity, stop: St
         try:
             server.run(sockets=[listener])
         finally:
-            stop.set()
+            stop.set("the HTTP server has ended")
 
     thread = threading.Thread(target=run, name="holdfast-http", daemon=True)
     thread.start()

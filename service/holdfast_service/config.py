@@ -201,7 +201,16 @@ def command_words(command: str) -> tuple[str, ...]:
 def successor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a successor daemon, without the service manager's variables for this process."""
     known = os.environ if environment is None else environment
-    return {k: v for k, v in known.items() if not k.startswith("LISTEN_") and k not in ("NOTIFY_SOCKET", "FDSTORE")}
+    managed = ("LISTEN_", "WATCHDOG_")
+    return {k: v for k, v in known.items() if not k.startswith(managed) and k not in ("NOTIFY_SOCKET", "FDSTORE")}
+
+
+def supervised_environment(notify: Path, silent_s: float, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a daemon below a holder, which is its service manager at `notify`, and takes it for hung after
+    `silent_s` seconds of silence. Descriptors are kept at the holder's other socket.
+    """
+    manager = {"NOTIFY_SOCKET": str(notify), "WATCHDOG_USEC": str(int(silent_s * 1_000_000)), "FDSTORE": "0"}
+    return successor_environment(environment) | manager
 
 
 def plain_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -281,9 +290,21 @@ def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors 
     return StoredDescriptors(notify, tuple((name, FIRST_INHERITED + i) for i, name in enumerate(names) if name))
 
 
-def notify_socket(environment: Mapping[str, str] | None = None) -> str | None:
-    """The socket on which a service manager waits for readiness (sd_notify); None without one."""
-    return (os.environ if environment is None else environment).get("NOTIFY_SOCKET") or None
+class Notified(NamedTuple):
+    """Where a service manager waits for messages of this process (sd_notify), None without one; and the seconds of silence
+    after which its watchdog ends this process, None without a watchdog.
+    """
+
+    address: str | None
+    watchdog_s: float | None
+
+
+def service_manager(environment: Mapping[str, str] | None = None) -> Notified:
+    """The service manager of this process; WATCHDOG_PID may name another one."""
+    known = os.environ if environment is None else environment
+    after, of = known.get("WATCHDOG_USEC", ""), known.get("WATCHDOG_PID", str(os.getpid()))
+    watchdog_s = int(after) / 1e6 if after.isdecimal() and int(after) and of == str(os.getpid()) else None
+    return Notified(known.get("NOTIFY_SOCKET") or None, watchdog_s)
 
 
 def otel_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Signalled:
         self._lines += event == "line"
         if self._lines == self._wanted and not self.came:
             self.came = True
-            self._stop.set()  # what the handler of a signal does, between two lines
+            self._stop.set("SIGTERM")  # what the handler of a signal does, between two lines
         return self._line
 
 

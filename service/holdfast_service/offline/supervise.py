@@ -10,8 +10,8 @@ import os
 import sys
 
 from holdfast_formats.errors import CheckpointError, exit_status
-from holdfast_service.config import is_shared, parse
-from holdfast_service.daemon.arena import fd_keeper
+from holdfast_service.config import is_shared, parse, service_manager, supervised_environment
+from holdfast_service.daemon.arena import fd_keeper, holder
 
 
 def main(arguments: list[str]) -> int:
@@ -22,8 +22,11 @@ def main(arguments: list[str]) -> int:
         path = fd_keeper.holder_path(config.socket, config.root.resolve(), node)
         with fd_keeper.opened(path) as listener:
             command = fd_keeper.holder_command(path, listener.fileno())
+            notify = fd_keeper.notify_path(path)
+            watched = ["--notify", str(notify), "--above", service_manager().address or ""]
             os.set_inheritable(listener.fileno(), True)
-            os.execv(command[0], [*command, "--supervise", sys.executable, "-m", "holdfast_service", *arguments])
+            daemon = ["--supervise", sys.executable, "-m", "holdfast_service", *arguments]
+            os.execve(command[0], [*command, *watched, *daemon], supervised_environment(notify, holder.SILENT_S))
     except CheckpointError as error:
         print(f"holdfast serve: {error}", file=sys.stderr)
         return exit_status(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -12,7 +11,7 @@ from importlib.util import find_spec
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_formats.installing import install
 from holdfast_service import __version__
-from holdfast_service.config import Config, notify_socket, otel_environment
+from holdfast_service.config import Config, otel_environment
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans, SaveSpans
@@ -51,18 +50,6 @@ def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], Non
         log.warning("OTEL_* sets an endpoint for spans, but no OTLP exporter is installed: %s", install("otel"))
         return lambda: None
     return tracing.trace_with(tracer)
-
-
-def notify_ready(address: str | None = None) -> None:
-    """Notify the service manager, if any, that the daemon serves: systemd's Type=notify."""
-    address = address or notify_socket()
-    if address is None:
-        return
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
-            speaker.sendto(b"READY=1", "\0" + address[1:] if address.startswith("@") else address)
-    except OSError as error:
-        log.warning("could not notify the service manager at %s that the daemon is ready: %s", address, error.strerror)
 
 
 class Watcher:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
-from holdfast_service.config import notify_socket
-from holdfast_service.wiring.watching import notify_ready
 from tests.checkpoints import build_root, flip
 from tests.daemons import running
 from tests.kit import commands
@@ -81,21 +76,3 @@ def test_a_damaged_step_ends_it(tmp_path: Path) -> None:
     assert (ended.exit_code, "corrupt-extent" in ended.stderr) == (5, True)
     gone = call("tiny@1", "--timeout", "0.3", "--url", "http://127.0.0.1:9")
     assert (gone.exit_code, "deadline-exceeded" in gone.stderr) == (6, True)
-
-
-@pytest.mark.parametrize("abstract", [False, True])
-def test_service_manager_is_told(tmp_path: Path, abstract: bool) -> None:
-    """READY=1 arrives at the socket that systemd names, in the file system or beside it."""
-    address = f"@holdfast-{threading.get_native_id()}" if abstract else str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind("\0" + address[1:] if abstract else address)
-        manager.settimeout(60)
-        notify_ready(address)
-        assert manager.recv(100) == b"READY=1"
-
-
-def test_no_service_manager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that does not listen is a warning; none at all is nothing."""
-    notify_ready(str(tmp_path / "nobody"))
-    assert "could not notify" in caplog.text
-    assert notify_socket({}) is None and notify_socket({"NOTIFY_SOCKET": "/run/x"}) == "/run/x"

@@ -278,15 +278,15 @@ def test_a_holder_starts_no_daemon_for_a_root_that_is_not_there(quick: pytest.Mo
     assert record["why"] == f"its root {alone.root} is gone" and not alone.started.exists()
 
 
-def supervise(path: Path, code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A holder above a daemon, which is this Python code."""
+def supervise(path: Path, code: str, *arguments: object, watched: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """A holder above a daemon, which is this Python code; `watched`: the holder's flags of a watchdog."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
         number = listener.fileno()
         words = [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(number)]
-        command = [*words, "--supervise", sys.executable, "-c", code, *map(str, arguments)]
+        command = [*words, *watched, "--supervise", sys.executable, "-c", code, *map(str, arguments)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[number])
 
 
@@ -323,6 +323,59 @@ def test_a_signal_that_comes_before_the_daemon_is_started_again_ends_the_holder(
     assert "is started again" in above.stderr.readline()
     above.terminate()
     assert above.communicate(timeout=60) == ("", "") and above.returncode == 137
+
+
+READY = "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.connect(sys.argv[1]); "
+TALKS = "[(s.send(b'WATCHDOG=1'), time.sleep(0.1)) for _ in range({})]"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_silent_daemon_below_the_holder_is_killed_and_started_again(path: Path, stopped: bool) -> None:
+    """It hangs, or was stopped (SIGSTOP): nothing else would end it, and its container stayed unhealthy for ever."""
+    notify = path.with_name("notify")
+    code = (
+        READY
+        + "s.send(b'READY=1'); print(os.getpid(), flush=True); "
+        + (TALKS.format(6000) if stopped else "time.sleep(600)")
+    )
+    above = supervise(path, code, notify, watched=("--notify", str(notify), "--silent", "2"))
+    assert above.stdout is not None and above.stderr is not None
+    first = int(above.stdout.readline())
+    if stopped:
+        os.kill(first, signal.SIGSTOP)
+    assert "has been silent for 2 s and is killed; staged saves are kept" in above.stderr.readline()
+    assert "is started again" in above.stderr.readline()
+    assert int(above.stdout.readline()) != first
+    above.terminate()
+    above.communicate(timeout=60)
+    assert not notify.exists()
+
+
+def test_a_daemon_that_starts_stops_or_was_stopped_with_its_holder_is_not_silent(path: Path) -> None:
+    """Before READY=1, after STOPPING=1, and while the whole container was paused, no sign of life is expected."""
+    notify = path.with_name("notify")
+    code = READY + f"time.sleep(3); s.send(b'READY=1'); print(os.getpid(), flush=True); {TALKS.format(80)}; "
+    code += "print('paused', flush=True); sys.stdin.readline(); s.send(b'STOPPING=1'); time.sleep(3); print('stopped')"
+    above = supervise(path, code, notify, watched=("--notify", str(notify), "--silent", "2"))
+    assert above.stdout is not None and above.stderr is not None
+    below = int(above.stdout.readline())
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(above.pid, number)
+        os.kill(below, number)
+        time.sleep(3 if number == signal.SIGSTOP else 0)
+    said, errors = above.communicate(timeout=60)
+    assert said == "paused\nstopped\n" and errors == "" and above.returncode == 0
+
+
+def test_what_the_daemon_says_is_passed_on_to_the_manager_of_the_holder(path: Path, tmp_path: Path) -> None:
+    notify, outer = path.with_name("notify"), tmp_path / "outer"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(outer))
+        manager.settimeout(60)
+        flags = ("--notify", str(notify), "--above", str(outer))
+        above = supervise(path, READY + "s.send(b'READY=1'); time.sleep(1)", notify, watched=flags)
+        assert manager.recv(100) == b"READY=1"
+        above.communicate(timeout=60)
 
 
 FORKING = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging.socket_paths import addressable
 from holdfast_service.daemon.arena import holder
 from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.observe import service_manager
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class FdStore:
     """The service manager's fd store: kept descriptors are inherited at the next start (sd_notify)."""
 
     def __init__(self, notify: str, inherited: Sequence[tuple[str, int]]) -> None:
-        self._address = "\0" + notify[1:] if notify.startswith("@") else notify
+        self._address = notify
         self._inherited = list(inherited)
 
     @property
@@ -227,9 +227,7 @@ class FdStore:
         """The store is the service manager's."""
 
     def _notify(self, message: str, *fds: int) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendmsg([message.encode()], ancillary, 0, self._address)
+        service_manager.send(self._address, message, *fds)
 
 
 def _closed(pipe: int, wait_s: float) -> bool:
@@ -291,6 +289,11 @@ def opened(path: Path) -> Iterator[socket.socket]:
             os.umask(mask)
         listener.listen(8)
         yield listener
+
+
+def notify_path(path: Path) -> Path:
+    """Where the holder at this socket hears that the daemon below it is alive; as short as the daemon's own socket."""
+    return path.with_name(f"{hashlib.sha256(bytes(path)).hexdigest()[:6]}.notify")
 
 
 def holder_command(path: Path, listener: int) -> list[str]:

@@ -13,8 +13,9 @@ and starts a daemon that commits sealed saves. If the root is gone, or no daemon
 records what is lost, beside its socket. It ends after a while without descriptors and connections. A holder that was
 replaced at its socket, because it did not answer, drops everything.
 
-Above a daemon, it starts that daemon, forwards signals to it, and restarts it after a kill. It ends with the daemon's exit
-status when the daemon ends by itself and nothing is sealed.
+Above a daemon, it starts that daemon, forwards signals to it, and restarts it after a kill. It is its service manager
+(sd_notify): a daemon that has been ready, and is silent for a while, hangs or is stopped, and is killed. It ends with the
+daemon's exit status when the daemon ends by itself and nothing is sealed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,9 @@ GIVE_UP_S = 86_400.0  # without any daemon
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to the daemon below
 BACK_OFF_S, BACK_OFF_S_MAX = 1.0, 30.0  # above a daemon that is killed again and again
 CHECK_S = 0.5
+SILENT_S = 120.0  # of a daemon below that was ready; it sends a sign of life four times in that time
+LAST_WORDS_S = 5.0  # from the signal that makes it log its stacks to the one that nothing withstands
+NOTICE_BYTES_MAX = 4096
 PACKET_BYTES_MAX = 131_072
 RECORD_BYTES_MAX = 1_000_000
 SEGMENTS_MAX, SLOTS_MAX = 4096, 64
@@ -124,10 +129,64 @@ class Child:
             os.kill(self.pid, number)
 
 
+class Watchdog:
+    """For how long the daemon below has been silent, since it was ready; by sd_notify, passed on to this process's own
+    service manager.
+
+    Only time in which this process ran counts: with a paused container, the daemon was paused as well.
+    """
+
+    def __init__(self, path: Path, silent_s: float, above: str = "") -> None:
+        """Listens at `path`, and passes on to `above`, as $NOTIFY_SOCKET names it."""
+        self._above = "\0" + above[1:] if above.startswith("@") else above
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        path.unlink(missing_ok=True)
+        self.socket.bind(str(path))
+        self._path, self._silent_max_s = path, silent_s
+        self.rest()
+
+    def rest(self) -> None:
+        """No daemon is ready: it starts, stops or has ended."""
+        self._watches, self._silent_s, self._looked = False, 0.0, time.monotonic()
+
+    def heed(self) -> None:
+        """Read one message."""
+        try:
+            packet = self.socket.recv(NOTICE_BYTES_MAX)
+        except OSError:
+            return
+        lines = packet.decode(errors="replace").split("\n")
+        if "STOPPING=1" in lines:
+            self.rest()
+        elif "READY=1" in lines or "WATCHDOG=1" in lines:
+            self._watches, self._silent_s = True, 0.0
+        if self._above:
+            with suppress(OSError):  # that manager ends what it does not hear of
+                self.socket.sendto(packet, self._above)
+
+    def silent_s(self) -> float | None:
+        """Seconds of silence, once they are too many; call it at least every `CHECK_S` seconds."""
+        now = time.monotonic()
+        if self._watches:
+            self._silent_s += min(now - self._looked, 2 * CHECK_S)
+        self._looked = now
+        return self._silent_s if self._silent_s >= self._silent_max_s else None
+
+    def close(self) -> None:
+        self.socket.close()
+        self._path.unlink(missing_ok=True)
+
+
 class Holder:
     """Descriptors by name, connections to clients, and the daemon that was started for them."""
 
-    def __init__(self, listener: socket.socket, path: Path, supervised: Start | None = None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        path: Path,
+        supervised: Start | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._held: dict[str, int] = {}
         self._daemons: set[socket.socket] = set()  # connections of daemons, unlike those that only ask
         self._others: set[socket.socket] = set()
@@ -135,6 +194,9 @@ class Holder:
         self._selector.register(listener, selectors.EVENT_READ)
         self._listener, self._path, self._inode = listener, path, path.stat().st_ino
         self._supervised, self._start = supervised, supervised
+        self._watchdog, self._kill_at = watchdog, float("inf")
+        if watchdog is not None:
+            self._selector.register(watchdog.socket, selectors.EVENT_READ)
         self._child = Child(None if supervised else path.with_suffix(".log"))
         self._began = self._attended = time.monotonic()
         self._root_seen = self._began
@@ -183,11 +245,15 @@ class Holder:
         with it.
         """
         if not self._child.ended():
+            self._end_silent()
             if self._child.pid is None and self._stopping:  # the signal came before it was started again
                 return False
             if self._child.pid is None and time.monotonic() >= self._try_at:
                 self._child.start(how)
             return True
+        if self._watchdog is not None:
+            self._watchdog.rest()
+        self._kill_at = float("inf")
         sealed = self._sealed()
         if self._stopping or not (self._child.killed or sealed):
             return False
@@ -202,6 +268,19 @@ class Holder:
             flush=True,
         )
         return True
+
+    def _end_silent(self) -> None:
+        """Kill a daemon below that has been silent for too long: first so that it logs its stacks, then for certain."""
+        silent_s = None if self._watchdog is None else self._watchdog.silent_s()
+        if silent_s is not None and self._watchdog is not None:
+            text = f"holdfast: the daemon has been silent for {silent_s:.0f} s and is killed; staged saves are kept"
+            print(text, file=sys.stderr, flush=True)
+            self._watchdog.rest()
+            self._child.signal(signal.SIGABRT)
+            self._kill_at = time.monotonic() + LAST_WORDS_S
+        elif time.monotonic() >= self._kill_at:
+            self._kill_at = float("inf")
+            self._child.signal(signal.SIGKILL)
 
     def _alone(self, alone_s: float) -> None:
         """Decide about memory that no daemon has asked for."""
@@ -253,6 +332,9 @@ class Holder:
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._held.values())
 
     def _heed(self, ready: socket.socket) -> None:
+        if self._watchdog is not None and ready is self._watchdog.socket:
+            self._watchdog.heed()
+            return
         if ready is self._listener:
             connection, _ = self._listener.accept()
             if not is_ours(connection):
@@ -360,17 +442,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="holder.py")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--listener", type=int, required=True)
+    parser.add_argument("--notify", type=Path, help="where to hear of the daemon below that it is alive")
+    parser.add_argument("--silent", type=float, default=SILENT_S, help="seconds after which it is killed")
+    parser.add_argument("--above", default="", help="this process's own service manager")
     parser.add_argument("--supervise", nargs=argparse.REMAINDER, metavar="COMMAND")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is meant for the daemon and the trainer
     os.set_inheritable(arguments.listener, False)
     supervised = Start(arguments.supervise, os.getcwd(), None, "", "") if arguments.supervise else None
     with socket.socket(fileno=arguments.listener) as listener:
-        holder = Holder(listener, arguments.socket, supervised)
+        watchdog = Watchdog(arguments.notify, arguments.silent, arguments.above) if arguments.notify else None
+        holder = Holder(listener, arguments.socket, supervised, watchdog)
         if supervised is not None:
             for number in PASSED_ON:
                 signal.signal(number, holder.stop)
         status = holder.serve()
+        if watchdog is not None:
+            watchdog.close()
         if arguments.socket.exists() and not holder.is_replaced:
             arguments.socket.unlink()
     return status

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from holdfast_formats.errors import (
     ArenaFull,
@@ -39,6 +40,22 @@ from holdfast_service.storage import Tier
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
+
+
+class Unwritten(NamedTuple):
+    """Complete saves that are not committed yet, and how fast the disk is known to be."""
+
+    saves: int
+    bytes: int
+    bytes_per_second: float | None
+
+    def __str__(self) -> str:
+        if not self.saves:
+            return "no save is left to write"
+        size = f"{self.saves} save{'s' * (self.saves > 1)}, {self.bytes / 1e6:.0f} MB"
+        return f"waiting for {size}" + (
+            f", about {self.bytes / self.bytes_per_second:.0f} s" if self.bytes_per_second else ""
+        )
 
 
 class Saver:
@@ -105,6 +122,12 @@ class Saver:
         """Number of saves, waiting or being written, whose ranks here have all sealed."""
         with self._lock:
             return len(self._pending) + sum(self._active.is_part(current) for current in self._open.values())
+
+    def unwritten(self) -> Unwritten:
+        """Complete saves that are not committed yet, and how fast the disk is known to be."""
+        with self._lock:
+            sizes = [sum(one.data.nbytes for one in list(current.sealed.values())) for current in self._pending.values()]
+        return Unwritten(len(sizes), sum(sizes), self.history.disk.bytes_per_second)
 
     def entering(self, run: str) -> threading.Lock:
         """The lock to hold from the check whether a rank may join a run until it has joined."""
