@@ -25,7 +25,7 @@ def said(values: dict[str, Any]) -> list[Fact]:
         ("layouts", ["tp=2 rank 0", "pp=2 rank 1"], ("Restore tested in", "tp=2 rank 0; pp=2 rank 1")),
         ("repaired", [], ("Repaired", "none")),
         ("repaired", [{"file": "a", "source": "b"}], ("Repaired", "file a, source b")),
-        ("dry_run", True, ("Only tried", "yes")),
+        ("dry_run", True, ("Dry run", "yes")),
         ("salvaged", {"runs": 3, "events": 2}, ("Kept from the old catalog", "runs 3, events 2")),
         ("ratio", 0.123456789, ("Ratio", "0.123457")),
         ("steps", list(range(25)), ("Steps", "; ".join(map(str, range(20))) + "; and 5 more")),

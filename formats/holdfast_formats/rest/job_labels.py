@@ -14,7 +14,7 @@ _NAMES = {
     "assemble_flat": "Flat directories put together",
     "bytes": "Size",
     "code": "Code",
-    "dry_run": "Only tried",
+    "dry_run": "Dry run",
     "dtype": "Converted to",
     "from": "Source",
     "id": "Job",

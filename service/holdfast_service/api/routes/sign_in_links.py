@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -12,6 +15,7 @@ from holdfast_formats.rest.operations import Link
 from holdfast_service.api import problems
 from holdfast_service.api.access import request_head
 from holdfast_service.api.access.authorization import needs
+from holdfast_service.api.access.content_policy import POLICY
 from holdfast_service.api.access.request_head import COOKIE
 from holdfast_service.api.services import Wired
 
@@ -19,15 +23,30 @@ router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
 
 ENTER = "/enter"
 _SESSION_AGE_S = 7 * 86_400
-_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+# The only page of the core: its style comes with it, and a browser takes that by its hash.
+_STYLE = """
+:root { color-scheme: light dark; background: light-dark(#f6f7f9, #0e1116); color: light-dark(#1b2027, #e4e8ee); }
+body { margin: 12vh auto 0; padding: 0 1rem; max-width: 28rem; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
+main { padding: .5rem 1.6rem; background: light-dark(#ffffff, #161b22); border: 1px solid light-dark(#d9dee4, #2b333d);
+  border-radius: 8px; }
+h1 { font-size: 1.5rem; }
+a { color: light-dark(#0b5cd5, #6cb0ff); }
+"""
+_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": f"{POLICY}; style-src 'sha256-{_HASH}'",
+}
 # A page and no redirect: it loads / itself, so the browser sends the strict cookie wherever the link was clicked.
-_HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-_HEAD += '<meta name="color-scheme" content="light dark"><title>Sign in · Holdfast</title>'
 _REFRESH = '<meta http-equiv="refresh" content="0;url=/">'
-_IN = f'{_HEAD}{_REFRESH}<main><h1>Signed in</h1><p><a href="/">To the overview</a></p></main>'
-_OUT = (
-    f'{_HEAD}<main><h1>Not signed in</h1><p>{{detail}}. {{hint}}</p><p><a href="/login">Sign in with a token</a></p></main>'
-)
+
+
+def _page(heading: str, text: str, more: str = "") -> str:
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"{more}<title>Sign in · Holdfast</title><style>{_STYLE}</style><main><h1>{heading}</h1>{text}</main>"
+    )
 
 
 @router.post(
@@ -65,8 +84,10 @@ def enter(request: Request, services: Wired, code: Annotated[str, Query(max_leng
         session = services.owner.links.redeem(code)
         request.state.signed_in = services.tokens.verify(session).name  # for the audit log
     except Unauthenticated as error:
-        return HTMLResponse(_OUT.format(detail=error.detail.capitalize(), hint=error.hint), error.status, _HEADERS)
-    answer = HTMLResponse(_IN, 200, _HEADERS)
+        hint = re.sub("`(.*?)`", r"<code>\1</code>", error.hint or "")
+        text = f'<p>{error.detail.capitalize()}. {hint}.</p><p><a href="/login">Sign in with a token</a></p>'
+        return HTMLResponse(_page("Not signed in", text), error.status, _HEADERS)
+    answer = HTMLResponse(_page("Signed in", '<p><a href="/">To the overview</a></p>', _REFRESH), 200, _HEADERS)
     secure = services.access.tls
     answer.set_cookie(COOKIE, session, _SESSION_AGE_S, path="/", secure=secure, httponly=True, samesite="strict")
     return answer
