@@ -16,6 +16,7 @@ from holdfast.remote.http_link import RemoteLink
 from holdfast.rest.api import Api
 from holdfast.transport import Transport
 from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
+from holdfast_formats.rest.access import Whoami
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging.wire import Outcome, Welcome
 
@@ -34,12 +35,18 @@ class DaemonConnection(NamedTuple):
 
 
 def connect(
-    where: DaemonAddress, start: bool, link_events: LinkEvents, greet: Greet, on_stop: Callable[[], object] = bool
+    where: DaemonAddress,
+    run: str,
+    start: bool,
+    link_events: LinkEvents,
+    greet: Greet,
+    on_stop: Callable[[], object] = bool,
 ) -> DaemonConnection:
     """Connect to the daemon of this address; start one if `start` allows. `DaemonGone` if there is none.
 
-    Uses the socket if it is reachable, otherwise HTTP, where the rank stages into its own memory. A daemon counts as
-    the directory's own only if it confirms so: a socket path or file in the directory may be another daemon's.
+    At a URL, it uses the socket if that is reachable and the caller's token is for `run`: the socket knows no tokens.
+    Otherwise it uses HTTP, where the rank stages into its own memory, and a token for other runs is refused. A daemon
+    counts as the directory's own only if it confirms so: a socket path or file in the directory may be another daemon's.
     """
 
     def link(path: Path) -> SocketLink:
@@ -49,7 +56,7 @@ def connect(
         return _greeted(link(where.socket), greet, None)
     if where.url is not None:
         with Api(where.url) as api:
-            near = socket_of(api)
+            near = socket_of(api) if api.get("/v1/whoami", Whoami).may_save(run) else None
         try:
             connected = link(near) if near is not None else RemoteLink(where.url, *link_events, on_stop)
         except DaemonGone:  # the socket is there, but not for us

@@ -135,7 +135,8 @@ class Session:
             return self._welcome
         if self._link is not None:
             self._link.close()
-        made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet, self._stop)
+        link_events = (self._tickets.outcome, self._tickets.lost)
+        made = connect(self._place, self._who.run, start, link_events, self._greet, self._stop)
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.warn(note)

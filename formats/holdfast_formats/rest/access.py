@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from holdfast_formats.body import Body
 from holdfast_formats.rest.operations import Scope
 
+ALL, AND = "*", ","  # in a pattern of runs
 By = Literal["token", "owner", "login", "anybody", "local", "nobody"]
 Via = Literal["http", "client", "dashboard", "offline"]
 
@@ -76,6 +77,11 @@ class AuditEntry(Body):
     untold: int = Field(default=0, description="attempts like this one that were counted since the last entry, not recorded")
 
 
+def matches(pattern: str, run: str) -> bool:
+    """Whether a run is one of the pattern's: a name, a prefix ending in `*`, `*` for all, or several of these."""
+    return any(run.startswith(one[:-1]) if one.endswith(ALL) else run == one for one in pattern.split(AND))
+
+
 class Grant(Body):
     """A scope for some runs."""
 
@@ -95,6 +101,11 @@ class Whoami(Body):
     grants: list[Grant] = Field(default_factory=list, description="of a person: what each of their groups gives")
     expires: str | None = Field(default=None, description="when the token expires")
     address: str = Field(description="where the request came from, as the service sees it")
+
+    def may_save(self, run: str) -> bool:
+        """Whether the caller may save this run."""
+        grants = self.grants or [Grant(scope=self.scope, runs=self.runs)]
+        return any(one.scope != "read" and matches(one.runs, run) for one in grants)
 
 
 class QuotaRequest(Body):

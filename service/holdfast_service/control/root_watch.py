@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint
 from holdfast_formats.naming import CheckpointId
+from holdfast_formats.rest.access import ALL
 from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.roots import NegativeCache
-from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.database.visible import limited_to
 from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.retention.rotation import Rotation

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import matches
 from holdfast_formats.timestamps import utc_now
 from holdfast_service import __version__
 from holdfast_service.config import (
@@ -32,7 +33,6 @@ from holdfast_service.control.checkpoints import ownership, roots
 from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
-from holdfast_service.control.database.visible import matches
 from holdfast_service.control.insight.facts import RunActivity
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner

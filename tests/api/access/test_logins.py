@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import Forbidden, InvalidRequest
-from holdfast_formats.rest.access import Grant
+from holdfast_formats.rest.access import Grant, matches
 from holdfast_service.api.access import logins
 from holdfast_service.api.access.authentication import Policy
 from holdfast_service.control.access.tokens import of_person
-from holdfast_service.control.database.visible import matches
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.api.login_proxy import Person, login_proxy
 from tests.attack.sockets import ask

@@ -176,15 +176,18 @@ def test_where_the_token_comes_from(home: Path, monkeypatch: pytest.MonkeyPatch)
         assert wrong not in str(caught.value)
 
 
-def test_a_remote_rank_needs_a_token_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploads, outcomes and restores go through with it; without it, or for another run, the trainer is told why."""
+@pytest.mark.parametrize("hidden", [True, False], ids=["far", "near"])
+def test_a_rank_at_a_url_needs_a_token_that_writes(hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads, outcomes and restores go through with it; without it, or for another run, the save is refused. So it is
+    where the daemon's socket, which knows no tokens, can be reached as well.
+    """
     root = tmp_path / "root"
     tokens = {
         name: RootTokens(root).create(TokenRequest(name=name, scope=scope, runs=runs)).token  # type: ignore[arg-type]
         for name, scope, runs in (("writer", "write", "far-*"), ("reader", "read", "*"))
     }
     state = {"x": torch.arange(100_000)}
-    with far_daemon(root, closed=True) as daemon:
+    with far_daemon(root, closed=True) if hidden else running(root, listen=HERE, closed=True) as daemon:
         for token, kind, run in (
             ("", Unauthenticated, "far-1"),
             (tokens["reader"], Forbidden, "far-1"),

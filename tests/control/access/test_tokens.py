@@ -10,13 +10,14 @@ import pytest
 
 from holdfast_formats import timestamps
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSpace, NoSuchResource, NoSuchRun, Unauthenticated
+from holdfast_formats.rest.access import matches
 from holdfast_formats.rest.operations import RotationRequest, TokenRequest
 from holdfast_service.control.access import tokens
 from holdfast_service.control.access.tokens import Principal, Tokens
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.schema import TokenRow
-from holdfast_service.control.database.visible import covers, joined, limited_to, matches
+from holdfast_service.control.database.visible import covers, joined, limited_to
 from holdfast_service.control.insight.summary_queries import EVERY_RUN, Summaries
 from holdfast_service.storage import MemoryTier
 from tests.databases import sqlite_url
@@ -153,22 +154,6 @@ def test_patterns_that_are_none(world: World, runs: str) -> None:
     with pytest.raises(InvalidRequest):
         world.tokens.create(TokenRequest(name="a", runs=runs))
     assert world.tokens.page(None, 9).items == []
-
-
-@pytest.mark.parametrize(
-    ("pattern", "run", "seen"),
-    [
-        ("*", "x", True),
-        ("ab*", "abc", True),
-        ("ab*", "ab", True),
-        ("ab*", "a", False),
-        ("ab", "ab", True),
-        ("ab", "abc", False),
-    ],
-)
-def test_matching(pattern: str, run: str, seen: bool) -> None:
-    """A prefix is one of characters, a name is the whole name."""
-    assert matches(pattern, run) is seen
 
 
 def test_scopes_include_those_before_them() -> None:

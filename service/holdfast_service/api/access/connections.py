@@ -18,10 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
+from holdfast_formats.rest.access import ALL
 from holdfast_service.api.access.admission import NO_PEER, answering
 from holdfast_service.api.access.request_head import HEAD_BYTES_MAX
 from holdfast_service.api.problems import MEDIA_TYPE, TransferAborted
-from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.database.visible import limited_to
 
 log = logging.getLogger(__name__)
 

@@ -29,14 +29,14 @@ from holdfast_formats.errors import (
     Unauthenticated,
 )
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.access import By, Grant
+from holdfast_formats.rest.access import ALL, By, Grant, matches
 from holdfast_formats.rest.operations import NewToken, RotationRequest, Scope, Token, TokenRequest
 from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import TokenRow
-from holdfast_service.control.database.visible import ALL, joined, matches
+from holdfast_service.control.database.visible import joined
 
 log = logging.getLogger(__name__)
 

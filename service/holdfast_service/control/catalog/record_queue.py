@@ -18,8 +18,9 @@ from typing import NamedTuple, TypeVar
 from sqlalchemy import select
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
+from holdfast_formats.rest.access import ALL
 from holdfast_service.control.database.database import Database, Trouble
-from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.database.visible import limited_to
 
 log = logging.getLogger(__name__)
 

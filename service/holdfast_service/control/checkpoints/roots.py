@@ -13,13 +13,14 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint
 from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.access import ALL
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.catalog.run_settings import RunSettings
 from holdfast_service.control.checkpoints import launch_records
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
-from holdfast_service.control.database.visible import ALL, limited_to
+from holdfast_service.control.database.visible import limited_to
 from holdfast_service.storage import Store
 
 

@@ -14,16 +14,11 @@ from typing import Any
 from sqlalchemy import ColumnElement, event, func, or_, true
 from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
 
+from holdfast_formats.rest.access import ALL, AND, matches
 from holdfast_service.control.database.columns import CatalogTable
 from holdfast_service.control.database.schema import RunRow
 
-ALL, AND = "*", ","
 _pattern: ContextVar[str] = ContextVar("holdfast_visible_runs", default=ALL)
-
-
-def matches(pattern: str, run: str) -> bool:
-    """Whether a run is one of the pattern's."""
-    return any(run.startswith(one[:-1]) if one.endswith(ALL) else run == one for one in pattern.split(AND))
 
 
 def joined(patterns: Iterable[str]) -> str:

@@ -14,10 +14,10 @@ from sqlalchemy import func, select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchResource, StorageFailed
-from holdfast_formats.rest.access import Quota
+from holdfast_formats.rest.access import Quota, matches
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow
-from holdfast_service.control.database.visible import criterion, matches
+from holdfast_service.control.database.visible import criterion
 from holdfast_service.storage import Tier
 
 QUOTAS_MAX = 1000

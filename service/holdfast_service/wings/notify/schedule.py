@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from holdfast_formats.printable import visible_lines
+from holdfast_formats.rest.access import ALL, matches
 from holdfast_formats.rest.measurements import Attention
 from holdfast_formats.rest.notifications import AlertLevel, NoticedAlert
 from holdfast_formats.timestamps import seconds_of, write
-from holdfast_service.control.database.visible import ALL, matches
 from holdfast_service.wings.notify.targets import HttpTarget, MailTarget
 
 ALERTS_MAX = 50  # of a message; the next one has the others
