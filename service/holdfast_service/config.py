@@ -457,7 +457,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         help="run this command for each event of this node, with the event as JSON on its input; no shell is used",
     )
     parser.add_argument(
-        "--on-event-kinds", metavar="KIND,…", help="only for events of these kinds, for example run-lost,save-aborted"
+        "--on-event-kinds", metavar="KIND,…", help="only for events of these kinds, for example run-died,save-aborted"
     )
     parser.add_argument("--on-event-timeout", metavar="SECONDS", help="end that command after this time (default: 60)")
 

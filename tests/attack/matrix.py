@@ -199,7 +199,7 @@ class Route(NamedTuple):
             label="good",
             pattern="nobody",
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
-            code="run-lost",
+            code="run-died",
             subject="nobody",
             tier="nowhere",
             table="files" if "checkpoints" in self.path else "checkpoints" if "runs" in self.path else "jobs",

@@ -66,12 +66,12 @@ def ended(commands: EventCommands, *outcomes: int) -> None:
 
 def test_each_event_of_this_node_once(node: Node, database: Database, tmp_path: Path) -> None:
     """As JSON on its input; those of other nodes, and of before, are not this one's."""
-    node.events.add("run-lost", "before", "a")
+    node.events.add("run-died", "before", "a")
     commands = node.start(NOTE)
     other = Node(database, tmp_path, "node-2")
     for number in range(6):
-        node.events.add("run-lost", f"ä {number}", "a", number, level="error", why="<&>")
-        other.events.add("run-lost", "of another node", "a")
+        node.events.add("run-died", f"ä {number}", "a", number, level="error", why="<&>")
+        other.events.add("run-died", "of another node", "a")
     ended(commands, 6, 0)
     told = node.told()
     assert [(event["text"], event["step"]) for event in told] == [(f"ä {n}", n) for n in range(6)]
@@ -81,7 +81,7 @@ def test_each_event_of_this_node_once(node: Node, database: Database, tmp_path: 
 
 def test_only_the_kinds_that_are_wanted(node: Node) -> None:
     commands = node.start(NOTE, kinds=("save-aborted",))
-    node.events.add("run-lost", "no", "a")
+    node.events.add("run-died", "no", "a")
     node.events.add("save-aborted", "yes", "a")
     ended(commands, 1, 0)
     assert [event["text"] for event in node.told()] == ["yes"]
@@ -89,7 +89,7 @@ def test_only_the_kinds_that_are_wanted(node: Node) -> None:
 
 def test_a_failure_is_logged_counted_and_no_event(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     commands = node.start("import sys; print('why it failed'); sys.exit(3)")
-    node.events.add("run-lost", "it is", "a")
+    node.events.add("run-died", "it is", "a")
     ended(commands, 0, 1)
     wait_until(lambda: "ended with status 3" in caplog.text and "why it failed" in caplog.text)
     assert len(node.events.after(0, 9)) == 1
@@ -97,7 +97,7 @@ def test_a_failure_is_logged_counted_and_no_event(node: Node, caplog: pytest.Log
 
 def test_it_ends_when_its_time_is_over(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     commands = node.start("import time; time.sleep(600)", 0.5)
-    node.events.add("run-lost", "it is", "a")
+    node.events.add("run-died", "it is", "a")
     ended(commands, 0, 1)
     wait_until(lambda: "was ended after 0.5 s (--on-event-timeout)" in caplog.text)
 
@@ -106,7 +106,7 @@ def test_so_many_run_at_a_time_and_the_end_ends_them(node: Node, tmp_path: Path)
     """Nobody who records an event waits; what has not run when the daemon ends does not run."""
     commands = node.start("import os, time; open(f'began-{os.getpid()}', 'w').close(); time.sleep(600)")
     for number in range(20):
-        node.events.add("run-lost", f"{number}", "a")
+        node.events.add("run-died", f"{number}", "a")
     wait_until(lambda: len(list(tmp_path.glob("began-*"))) == event_commands.AT_ONCE)
     commands.close()
     assert len(list(tmp_path.glob("began-*"))) == event_commands.AT_ONCE == commands.counts["failed"]
@@ -122,10 +122,10 @@ def test_events_that_are_not_kept_any_more_are_counted(
     monkeypatch.setattr("holdfast_service.control.catalog.events.EVENTS_MAX", 2)
     monkeypatch.setattr("holdfast_service.control.catalog.events.TRIM_EVERY", 1)
     gate = node.root / "gate"
-    node.events.add("run-lost", "before", "a")
+    node.events.add("run-died", "before", "a")
     commands = node.start("import os, time\nwhile not os.path.exists('gate'): time.sleep(0.02)")
     for number in range(8):
-        node.events.add("run-lost", f"{number}", "a")
+        node.events.add("run-died", f"{number}", "a")
     assert len(node.events.after(0, 9)) == 2
     gate.touch()
     wait_until(lambda: "is too slow: events" in caplog.text)

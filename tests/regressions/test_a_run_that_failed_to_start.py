@@ -43,7 +43,7 @@ def test_a_typo_in_the_first_save_is_no_alert(
         assert http.get("/v1/alerts").json()["items"] == []
         wait_until(lambda: bool(http.get("/v1/events?kind=run-failed&run=typo").json()["items"]))
         events = http.get("/v1/events?run=typo").json()["items"]
-        assert "run-lost" not in {event["kind"] for event in events} and "error" not in {event["level"] for event in events}
+        assert "run-died" not in {event["kind"] for event in events} and "error" not in {event["level"] for event in events}
 
         def listed(path: str) -> list[str]:
             return [one.get("run") or one["name"] for one in http.get(path).raise_for_status().json()["items"]]

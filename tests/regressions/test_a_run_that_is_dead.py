@@ -47,7 +47,7 @@ def codes(daemon: RunningDaemon, run: str) -> set[str]:
 
 def metric(daemon: RunningDaemon, run: str) -> str:
     text = httpx.get(f"{daemon.url}/metrics").text
-    return next(line.split()[-1][0] for line in text.splitlines() if line.startswith(f'holdfast_run_lost{{run="{run}"}}'))
+    return next(line.split()[-1][0] for line in text.splitlines() if line.startswith(f'holdfast_run_died{{run="{run}"}}'))
 
 
 def trainer(daemon: RunningDaemon, run: str, launch: str, step: int = 1) -> Forked:
@@ -69,8 +69,8 @@ def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> N
         wait_until(lambda: of(daemon, "killed").state_since is not None)
     with serving(tmp_path) as daemon:
         found = of(daemon, "killed")
-        assert (found.state, found.exposed_s) == ("lost", 0.0) and found.state_since is not None
-        assert [item.code for item in found.attention if item.level == "error"] == ["run-lost"]
+        assert (found.state, found.exposed_s) == ("died", 0.0) and found.state_since is not None
+        assert [item.code for item in found.attention if item.level == "error"] == ["run-died"]
         assert metric(daemon, "killed") == "1"
         assert 'class="dot error"' in httpx.get(daemon.url).text
         shown = CliRunner().invoke(app, ["top", "--once", "--url", daemon.url]).stdout
@@ -79,7 +79,7 @@ def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> N
         assert "died" in shown and "it continues from step 1" in " ".join(shown.split())
         with trainer(daemon, "killed", "two", step=2):
             assert of(daemon, "killed").state == "running"
-            assert "run-lost" not in codes(daemon, "killed")
+            assert "run-died" not in codes(daemon, "killed")
 
 
 def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
@@ -88,15 +88,15 @@ def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
         state = {"w": torch.zeros(8)}
         with Checkpointer("ended", state, at=daemon.socket) as checkpointer:
             checkpointer.save(1).result(60)
-        wait_until(lambda: of(daemon, "ended").state == "ended")
+        wait_until(lambda: of(daemon, "ended").state == "finished")
         with pytest.raises(ZeroDivisionError), Checkpointer("failed", state, at=daemon.socket) as failing:
             failing.save(1).result(60)
             raise ZeroDivisionError
-        wait_until(lambda: of(daemon, "failed").state == "lost")
+        wait_until(lambda: of(daemon, "failed").state == "died")
         assert of(daemon, "ended").exposed_s == 0.0 and not codes(daemon, "ended")
         assert 'class="dot gone" role="img" aria-label="finished"' in httpx.get(daemon.url).text
     with serving(tmp_path) as daemon:
-        assert of(daemon, "ended").state == "ended" and metric(daemon, "ended") == "0"
+        assert of(daemon, "ended").state == "finished" and metric(daemon, "ended") == "0"
 
 
 def test_a_daemons_restart_calls_no_living_trainer_lost(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_daemons_restart_calls_no_living_trainer_lost(tmp_path: Path) -> None:
         with serving(tmp_path) as third:
             assert of(third, "lives").state == "running"
             wait_until(lambda: httpx.get(f"{third.url}/v1/nodes").json()["items"][0]["ranks"] == 1)
-            assert of(third, "lives").state == "running" and not codes(third, "lives") & {"run-lost", "no-commit"}
-            assert not [event for event in httpx.get(f"{third.url}/v1/events?kind=run-lost").json()["items"]]
+            assert of(third, "lives").state == "running" and not codes(third, "lives") & {"run-died", "no-commit"}
+            assert not [event for event in httpx.get(f"{third.url}/v1/events?kind=run-died").json()["items"]]
 
 
 def test_over_http_a_delete_is_the_goodbye_and_silence_is_none(tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_over_http_a_delete_is_the_goodbye_and_silence_is_none(tmp_path: Path) -
 
         def said_goodbye() -> bool:
             httpx.delete(came("far-ended")).raise_for_status()
-            return of(daemon, "far-ended").state == "ended"
+            return of(daemon, "far-ended").state == "finished"
 
         wait_until(said_goodbye)  # where the machine is busy, the silence before it may have been too long
         came("far-lost")
-        wait_until(lambda: of(daemon, "far-lost").state == "lost")
-        assert of(daemon, "far-ended").state == "ended"
+        wait_until(lambda: of(daemon, "far-lost").state == "died")
+        assert of(daemon, "far-ended").state == "finished"
 
 
 def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) -> None:
@@ -145,7 +145,7 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     saver.join(back)
     lives.record()
     known = control.attempts.known()
-    assert (known["back"].life, known["away"].life) == ("running", "lost")
+    assert (known["back"].life, known["away"].life) == ("running", "died")
     control.launches.declare("back", "two", 1, None)
     saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
     saver.gone(back)
@@ -159,10 +159,10 @@ def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> N
     for who in ranks:
         world.saver.join(who)
     world.saver.gone(ranks[0])
-    assert world.saver.connected.lives()["r"] == (7, "lost")
+    assert world.saver.connected.lives()["r"] == (7, "died")
     world.saver.join(again := Participant("r", 0, 2, 7, lambda outcome: None))
     assert world.saver.connected.lives()["r"] == (7, "running")
     for who in (again, ranks[1]):
         who.part()
         world.saver.gone(who)
-    assert world.saver.connected.lives()["r"] == (7, "ended")
+    assert world.saver.connected.lives()["r"] == (7, "finished")

@@ -51,7 +51,7 @@ def life(daemon: RunningDaemon, run: str) -> str:
 def seen(daemon: RunningDaemon, run: str) -> bool:
     """Whether an alert says that it died, and that somebody has acknowledged that."""
     (item,) = of(daemon, run).attention
-    return item.code == "run-lost" and item.acknowledged is not None and bool(item.acknowledged.by and item.acknowledged.at)
+    return item.code == "run-died" and item.acknowledged is not None and bool(item.acknowledged.by and item.acknowledged.at)
 
 
 def about(daemon: RunningDaemon, run: str) -> RunAbout:
@@ -148,7 +148,7 @@ def test_how_a_trainer_ends(daemon: RunningDaemon, name: str, end: Callable[[For
         end(rank)
         rank.wait(60)
     wait_until(lambda: life(daemon, name) == state)
-    assert [item.code for item in of(daemon, name).attention] == ["run-lost"]
+    assert [item.code for item in of(daemon, name).attention] == ["run-died"]
 
 
 def test_one_of_several_ranks_dies(daemon: RunningDaemon) -> None:
@@ -226,7 +226,7 @@ def test_an_archived_run_is_put_away_until_it_is_launched(daemon: RunningDaemon)
     wait_until(lambda: life(daemon, "old") == "died")
     holdfast("archive", "old", "--url", daemon.url)
     found = of(daemon, "old")
-    assert found.life == "archived" and not found.attention and found.state == "lost"
+    assert found.life == "archived" and not found.attention and found.state == "died"
     assert "old" not in [line.split()[0] for line in holdfast("ls", "--url", daemon.url).splitlines()]
     assert "archived" in next(
         line for line in holdfast("ls", "--all", "--url", daemon.url).splitlines() if line.startswith("old")

@@ -324,9 +324,9 @@ def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     """Whether a run is running, ended or lost, whichever node its ranks were connected to."""
     a, b = pair
     attempt = a.control.launches.declare(RUN, "launch", 1, None, 0, "session")
-    a.control.lives.became(RUN, attempt, "lost")
+    a.control.lives.became(RUN, attempt, "died")
     assert a.control.record_queue.recorded(30)
-    assert b.control.lives.by_run(None, {})[RUN].life == "lost" == a.control.lives.by_run(None, {})[RUN].life
+    assert b.control.lives.by_run(None, {})[RUN].life == "died" == a.control.lives.by_run(None, {})[RUN].life
 
 
 class Remembering(PosixTier):
@@ -404,8 +404,8 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     assert b.control.lives.by_run(None, {})[RUN].life == "running"
     for _ in range(2):
         b.maintenance.run_once()
-        assert b.control.lives.by_run(None, {})[RUN].life == "lost"
-    assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
+        assert b.control.lives.by_run(None, {})[RUN].life == "died"
+    assert [event.run for event in b.control.events.newest(None, 100).items if event.kind == "run-died"] == [RUN]
 
 
 def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -> None:

@@ -131,7 +131,7 @@ def test_what_nobody_saved_to_is_swept_after_hours(place: Place, tier: Tier, tmp
     assert event.detail == {"attempt": 1}
     place.visit("gone")
     assert place.world.control.attempts.newest("gone") == 1, "it is made anew"
-    assert place.world.catalog.run("gone").attempt == 1 and place.world.control.attempts.known()["gone"].life == "ended"
+    assert place.world.catalog.run("gone").attempt == 1 and place.world.control.attempts.known()["gone"].life == "finished"
 
 
 def keep(place: Place, why: str, run: Path) -> None:

@@ -24,7 +24,7 @@ __all__ = ["tmp_path"]
 LIMIT_S = 240.0
 # A run, or the replica; the code of its alert; what the overview says of it; and the button that mends it.
 MESSAGES = (
-    ("killed", "run-lost", "ranks were killed or ended by an exception", "Resume from step"),
+    ("killed", "run-died", "ranks were killed or ended by an exception", "Resume from step"),
     ("hung", "no-commit", "of training; usually there is one every", "Look at the saves"),
     ("ill", "checkpoint-unhealthy", "has new NaN or infinite values", "Resume from step 40"),
     ("full", "saves-failing", "quota-exceeded", "Raise the quota by half"),
@@ -85,13 +85,13 @@ def test_whatever_happens_to_a_run_is_said_until_it_is_dealt_with(tmp_path: Path
         wait_until(lambda: {"storage-slow", "saves-dropped"} & {code for _, code in alerts(slow)}, LIMIT_S)
 
         with Api(daemon.url) as api:
-            wait_until(lambda: summaries.summary(api, "over").state == "ended", LIMIT_S)
+            wait_until(lambda: summaries.summary(api, "over").state == "finished", LIMIT_S)
         assert not [key for key in alerts(daemon) if key[0] == "over" and key[1] != "replica-behind"]
 
         httpx.put(f"{daemon.url}/v1/runs/hung/alerts/no-commit/acknowledgement", json={}).raise_for_status()
         assert ("hung", "no-commit") not in alerts(daemon)
         trainer(stack, daemon, "killed", "goes-on")
-        wait_until(lambda: ("killed", "run-lost") not in alerts(daemon), LIMIT_S)
+        wait_until(lambda: ("killed", "run-died") not in alerts(daemon), LIMIT_S)
         (tmp_path / "elsewhere").rename(far)
         httpx.post(f"{daemon.url}/v1/replicas/far/retry").raise_for_status()
         wait_until(lambda: ("far", "replica-lost") not in alerts(daemon), LIMIT_S)

@@ -9,7 +9,7 @@ from holdfast_formats.rest.measurements import Attention
 ALERT_CODES = (
     "saves-failing",
     "no-commit",
-    "run-lost",
+    "run-died",
     "checkpoint-missing",
     "checkpoint-damaged",
     "checkpoint-unhealthy",

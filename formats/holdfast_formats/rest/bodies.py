@@ -32,7 +32,7 @@ class Run(Body):
     checkpoints: int
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
-    state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
+    state: Life | None = Field(default=None, description="of its ranks: running, finished or died; null if unknown")
     life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
     life_since: str | None = Field(default=None, description="since when, if that is known")
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")

@@ -130,7 +130,7 @@ class Alert(Attention):
 
 
 # Of a run whose ranks connected to a service: some are connected; all have disconnected regularly; some are gone otherwise.
-Life = Literal["running", "ended", "lost"]
+Life = Literal["running", "finished", "died"]
 # A run's activity: its ranks save (training); no ranks are connected, or they have not saved for long (idle); they closed
 # regularly (finished); they ended otherwise, without an acknowledgement (died), or before anything was saved (failed); it
 # was archived.
@@ -195,8 +195,8 @@ class RunSummary(Body):
 
     run: str
     attempt: int
-    state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
-    state_since: str | None = Field(default=None, description="time at which it ended or was lost")
+    state: Life | None = Field(default=None, description="of its ranks: running, finished or died; null if unknown")
+    state_since: str | None = Field(default=None, description="time at which it finished or died")
     life: RunLife = Field(default="idle", description="what the run is doing")
     life_since: str | None = Field(default=None, description="since when, if that is known")
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
@@ -247,8 +247,8 @@ class Overview(Body):
     errors: int = Field(description="alerts that are not acknowledged")
     warnings: int
     acknowledged: int
-    newest_lost: str | None = Field(default=None, description="the run that was lost last, of those that are lost")
-    newest_lost_since: str | None = None
+    newest_died: str | None = Field(default=None, description="the run that died last, of those whose `life` is died")
+    newest_died_since: str | None = None
     exposed_s: float | None = Field(default=None, description="most training time that a crash now would lose, of one run")
     exposed_run: str | None = None
     cost: float | None = Field(

@@ -60,7 +60,7 @@ class RunChange(Body):
     owner: str | None = Field(default=None, max_length=OWNER_LENGTH_MAX)
     notes: str | None = Field(default=None, max_length=NOTES_LENGTH_MAX)
     archived: bool | None = Field(default=None, description="put it away, or take it back; a new launch takes it back too")
-    acknowledged: bool | None = Field(default=None, description="true: its death was seen, as with its alert `run-lost`")
+    acknowledged: bool | None = Field(default=None, description="true: its death was seen, as with its alert `run-died`")
 
 
 class RunStorage(Body):

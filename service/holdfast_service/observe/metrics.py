@@ -41,7 +41,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_saved_bytes": Metric("counter", "Bytes of the checkpoints that this node committed since its start"),
     "holdfast_last_commit_age_seconds": Metric("gauge", "Age of the newest checkpoint", ("run",)),
     "holdfast_last_verified_age_seconds": Metric("gauge", "Age of the newest verified checkpoint", ("run",)),
-    "holdfast_run_lost": Metric("gauge", "1 if ranks of a run were killed or ended by an exception", ("run",)),
+    "holdfast_run_died": Metric("gauge", "1 if ranks of a run were killed or ended by an exception", ("run",)),
     "holdfast_exposed_seconds": Metric(
         "gauge", "Training time that a crash now would lose; 0 if no training is active", ("run",)
     ),

@@ -18,7 +18,7 @@ from tests.kit.clock import Clock
 
 NOW = "2030-01-01T00:00:00.000Z"
 LATER = "2030-01-01T01:00:00.000Z"
-DIED, FULL = AlertKey("a", "run-lost"), AlertKey("b", "quota-nearly-full")
+DIED, FULL = AlertKey("a", "run-died"), AlertKey("b", "quota-nearly-full")
 GONE = AlertKey("", "replica-lost", "far")
 
 

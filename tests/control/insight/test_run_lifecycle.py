@@ -43,13 +43,13 @@ SEEN, SEEN_BEFORE = RunSettings(acknowledged=3), RunSettings(acknowledged=2)
     [
         ("running", RunSettings(), "training"),
         ("running", ARCHIVED, "training"),
-        ("lost", RunSettings(), "died"),
-        ("lost", SEEN, "idle"),
-        ("lost", SEEN_BEFORE, "died"),
-        ("lost", ARCHIVED, "archived"),
-        ("ended", RunSettings(), "finished"),
-        ("ended", SEEN, "finished"),
-        ("ended", ARCHIVED, "archived"),
+        ("died", RunSettings(), "died"),
+        ("died", SEEN, "idle"),
+        ("died", SEEN_BEFORE, "died"),
+        ("died", ARCHIVED, "archived"),
+        ("finished", RunSettings(), "finished"),
+        ("finished", SEEN, "finished"),
+        ("finished", ARCHIVED, "archived"),
         (None, RunSettings(), "idle"),
         (None, ARCHIVED, "archived"),
     ],
@@ -59,7 +59,7 @@ def test_states(life: Life | None, settings: RunSettings, state: RunLife) -> Non
     found = summarise(facts(life, settings, every=60.0))
     assert found.life == state and found.verdict
     counted = {item.code for item in found.attention if item.acknowledged is None}
-    assert ("run-lost" in counted) == (state == "died")
+    assert ("run-died" in counted) == (state == "died")
     assert found.life_since is not None or (life is None and state == "idle")
 
 
@@ -79,22 +79,22 @@ def test_ranks_that_begin_no_save_are_idle() -> None:
 
 
 def test_verdicts_say_what_to_do() -> None:
-    died = summarise(facts("lost", every=60.0)).verdict
+    died = summarise(facts("died", every=60.0)).verdict
     assert "12 min ago" in died and "step 9" in died and "start it again" in died
-    assert summarise(facts("ended", every=60.0)).verdict.startswith("Finished 12 min ago")
-    lost = facts("lost", every=60.0)
+    assert summarise(facts("finished", every=60.0)).verdict.startswith("Finished 12 min ago")
+    lost = facts("died", every=60.0)
     assert summarise(lost._replace(since="2030-01-31T12:00:01.000Z")).verdict.startswith("Died 0 s ago:")
     ahead = lost._replace(since="2030-01-31T13:00:00.000Z")
     assert summarise(ahead).verdict.startswith("Died: its ranks")  # the clock was set back: nobody knows when
-    assert "A new launch takes it back" in summarise(facts("ended", ARCHIVED)).verdict
+    assert "A new launch takes it back" in summarise(facts("finished", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
-    assert "an unknown user has seen that" in summarise(facts("lost", SEEN, every=60.0)).verdict
-    assert "ann has seen that" in summarise(facts("lost", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
+    assert "an unknown user has seen that" in summarise(facts("died", SEEN, every=60.0)).verdict
+    assert "ann has seen that" in summarise(facts("died", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
 
 
 def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:
     """Its checkpoints are kept, so they are watched."""
-    put_away = facts("lost", ARCHIVED, every=60.0)
+    put_away = facts("died", ARCHIVED, every=60.0)
     assert not summarise(put_away).attention
     broken = put_away._replace(held=put_away.held._replace(damaged=1, newest_damaged=9, healthy=False))
     assert [item.code for item in summarise(broken).attention] == ["checkpoint-damaged"]
@@ -108,13 +108,13 @@ def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:
         ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "state-mismatch"),), "failed", []),
         ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "round-aborted"),), "failed", []),  # another rank's was refused
         ((Save(1, 3, "open", NOW - 730),), "failed", []),  # and it has not ended yet
-        ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "no-space"),), "died", ["saves-failing", "run-lost"]),
-        ((Save(1, 3, "sealed", NOW - 730),), "died", ["run-lost"]),  # it is being written
+        ((Save(1, 3, "aborted", NOW - 730, NOW - 720, "no-space"),), "died", ["saves-failing", "run-died"]),
+        ((Save(1, 3, "sealed", NOW - 730),), "died", ["run-died"]),  # it is being written
     ],
 )
 def test_a_run_that_failed_to_start_needs_nobody(saves: tuple[Save, ...], state: RunLife, codes: list[str]) -> None:
     """Nothing of it is lost. A storage that refuses saves, and a run that has trained for long, are something else."""
-    lost = facts("lost")._replace(saves=saves, declared=(NOW - 740,))
+    lost = facts("died")._replace(saves=saves, declared=(NOW - 740,))
     found = summarise(lost)
     assert (found.life, [item.code for item in found.attention]) == (state, codes)
     assert found.verdict.startswith("Failed to start 12 min ago") == (state == "failed")
@@ -123,4 +123,4 @@ def test_a_run_that_failed_to_start_needs_nobody(saves: tuple[Save, ...], state:
         lost._replace(declared=(NOW - 8000,)),
         lost._replace(held=CheckpointFacts(checkpoints=1, newest=1, created=THEN)),
     ):
-        assert summarise(trained).life == "died" and "run-lost" in {item.code for item in summarise(trained).attention}
+        assert summarise(trained).life == "died" and "run-died" in {item.code for item in summarise(trained).attention}

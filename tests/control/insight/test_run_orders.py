@@ -75,7 +75,7 @@ def test_what_is_no_number_is_last() -> None:
 
 def test_training_comes_before_need_where_that_is_asked_for() -> None:
     """Both orders have keys of one form, with the name at the end."""
-    lost = summary("lost", life="died", attention=[Attention(level="error", code="run-lost", text="t", hint="h")])
+    lost = summary("lost", life="died", attention=[Attention(level="error", code="run-died", text="t", hint="h")])
     for sort, expected in (("attention", ["lost", "busy", "idle"]), ("training", ["busy", "lost", "idle"])):
         order = RunOrder.parse(sort)
         keys = sorted(map(order.key, (summary("idle", life="idle"), lost, summary("busy", life="training"))))

@@ -69,7 +69,7 @@ def test_exposure_counts_training_alone() -> None:
     ahead = (Save(1300, 1, "sealed", NOW - 10), *saves())
     made = summarise(facts(saves=ahead))
     assert (made.exposed_s, made.exposed_steps) == (45.0, 300)
-    over = facts(life="ended", now=NOW + 10**6)
+    over = facts(life="finished", now=NOW + 10**6)
     assert (summarise(over).exposed_s, summarise(over).exposed_steps, codes(summarise(over))) == (0.0, 0, [])
 
 
@@ -115,7 +115,7 @@ def test_what_needs_attention(changes: dict, code: str, level: str) -> None:
 def test_what_follows_from_something_else_is_not_said_beside_it() -> None:
     """A death says of itself that its save failed, and a quota that is used up that nothing is committed."""
     killed = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "round-aborted"), *saves())
-    assert codes(summarise(facts(saves=killed, life="lost"))) == ["run-lost"]
+    assert codes(summarise(facts(saves=killed, life="died"))) == ["run-died"]
     full = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "quota-exceeded"), *saves())
     made = summarise(facts(saves=full, quota_bytes=80_000, now=NOW + 3600))
     assert [(item.code, item.remedy) for item in made.attention] == [("saves-failing", "raise-quota")]
@@ -126,7 +126,7 @@ def test_a_death_after_nan_resumes_from_the_newest_healthy_checkpoint() -> None:
     held = facts().held._replace(
         newest=1000, healthy=False, unhealthy=900, newest_healthy=800, healthy_created="2030-03-17T16:00:00Z"
     )
-    died = next(item for item in summarise(facts(held=held, life="lost")).attention if item.code == "run-lost")
+    died = next(item for item in summarise(facts(held=held, life="died")).attention if item.code == "run-died")
     assert (died.step, died.remedy) == (800, "resume") and "healthy=True" in died.hint
 
 
@@ -140,7 +140,7 @@ def test_a_team_s_quota_is_not_the_run_s(quota: int | None) -> None:
 
 def test_alerts_say_since_when_and_what_mends_them() -> None:
     """So that a program, or a button, can do it."""
-    lost = summarise(facts(life="lost", since=CREATED)).attention[0]
+    lost = summarise(facts(life="died", since=CREATED)).attention[0]
     assert (lost.since, lost.remedy, lost.step) == (CREATED, "resume", 1000)
     ill = facts().held._replace(healthy=False, newest_healthy=900)
     nan = summarise(facts(held=ill)).attention[0]
@@ -211,7 +211,7 @@ rounds = st.builds(
     declared=st.lists(st.floats(NOW - 10**6, NOW) | st.just(inf), max_size=4),
     created=st.none() | st.sampled_from([CREATED, "not a time", "2040-01-01T00:00:00Z"]),
     newest=st.none() | st.integers(0, 10**6),
-    life=st.sampled_from(["running", "ended", "lost", None]),
+    life=st.sampled_from(["running", "finished", "died", None]),
 )
 def test_any_rows_make_a_summary(
     made: list[Save], declared: list[float], created: str | None, newest: int | None, life: Life | None

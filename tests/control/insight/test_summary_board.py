@@ -18,7 +18,7 @@ from tests.control.insight.test_summary import CREATED, NOW, facts, saves
 from tests.daemons import wait_until
 from tests.databases import sqlite_catalog
 
-DIED = AlertKey("run-1", "run-lost")
+DIED = AlertKey("run-1", "run-died")
 SEEN = Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")
 CHANGES = st.fixed_dictionaries(
     {},
@@ -37,7 +37,7 @@ CHANGES = st.fixed_dictionaries(
         "free_bytes": st.sampled_from([10**9, 17_000, 16_001, 7000]),
         "quota_bytes": st.sampled_from([None, 81_000]),
         "makes_room": st.booleans(),
-        "life": st.sampled_from(["running", "ended", "lost", None]),
+        "life": st.sampled_from(["running", "finished", "died", None]),
         "since": st.sampled_from([None, "2030-03-17T17:00:00Z"]),
         "settings": st.sampled_from([RunSettings(), RunSettings(archived="2030-03-17T17:00:00Z"), RunSettings(owner="ann")]),
     },
@@ -62,11 +62,11 @@ def test_what_is_kept_says_what_would_be_said_anew(probe: list[tuple[dict[str, o
 def test_a_run_that_nobody_trains_is_not_summarised_again() -> None:
     """As long as nothing is known that was not known."""
     kept = KeptSummaries()
-    first = kept.of(facts(life="ended"))
-    again = kept.of(facts(life="ended", now=NOW + 5, free_bytes=10**9 + 1))
+    first = kept.of(facts(life="finished"))
+    again = kept.of(facts(life="finished", now=NOW + 5, free_bytes=10**9 + 1))
     assert again.attention is first.attention and (again.last_commit_age_s, again.free_bytes) == (45.0, 10**9 + 1)
     kept.forget_others({"other"})
-    assert kept.of(facts(life="ended")).attention is not first.attention
+    assert kept.of(facts(life="finished")).attention is not first.attention
 
 
 catalog = sqlite_catalog
@@ -76,7 +76,7 @@ def test_acknowledgements_are_seen_at_once(catalog: Catalog) -> None:
     """Those of this daemon; those of another one soon. Each viewer sees their runs."""
 
     def runs() -> list[Facts]:
-        return [facts(run=f"run-{n}", life="lost" if n else "ended", since=CREATED) for n in range(3)]
+        return [facts(run=f"run-{n}", life="died" if n else "finished", since=CREATED) for n in range(3)]
 
     store = Acknowledgements(catalog.database)
     board = SummaryBoard(runs, store, KeptSummaries())

@@ -15,7 +15,7 @@ def test_errors_come_first_and_then_the_more_dangerous() -> None:
     """A code of a newer daemon stands behind those that are known, of its level."""
     ordered = [
         alert("saves-failing", "error"),
-        alert("run-lost", "error"),
+        alert("run-died", "error"),
         alert("checkpoint-damaged", "error"),
         alert("checkpoint-unhealthy", "error"),
         alert("disk-nearly-full", "error"),

@@ -33,10 +33,10 @@ def test_nodes_tell_of_themselves_and_of_replicas() -> None:
 
 def test_what_nobody_has_seen_comes_first() -> None:
     """Then errors before warnings, and the order has no ties."""
-    board = [summary("b", life="lost"), summary("a", free_bytes=17_000), summary("c", life="lost")]
-    seen = {AlertKey("b", "run-lost"): Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")}
+    board = [summary("b", life="died"), summary("a", free_bytes=17_000), summary("c", life="died")]
+    seen = {AlertKey("b", "run-died"): Acknowledgement(by="ann", at="2030-01-01T00:00:00Z")}
     found = sorted(alerts.marked(alerts.of_runs(board), seen), key=alerts.place)
-    assert [(one.run, one.code) for one in found] == [("c", "run-lost"), ("a", "disk-nearly-full"), ("b", "run-lost")]
+    assert [(one.run, one.code) for one in found] == [("c", "run-died"), ("a", "disk-nearly-full"), ("b", "run-died")]
     assert found[-1].acknowledged is not None and len({alerts.place(one) for one in found}) == 3
 
 
@@ -45,21 +45,21 @@ def test_alerts_stand_by_danger_to_data() -> None:
     failing = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "no-space"), *saves())
     damaged = facts().held._replace(damaged=1, newest_damaged=700)
     board = [
-        summary("a", life="lost"),
+        summary("a", life="died"),
         summary("b", saves=failing),
-        summary("c", held=damaged, life="lost"),
+        summary("c", held=damaged, life="died"),
         summary("d", free_bytes=17_000),
     ]
     found = sorted([*alerts.of_runs(board), *alerts.of_nodes([node(replicas={"far": "gone"})])], key=alerts.place)
     assert [(one.run or one.subject, one.code) for one in found] == [
         ("b", "saves-failing"),
-        ("a", "run-lost"),
-        ("c", "run-lost"),
+        ("a", "run-died"),
+        ("c", "run-died"),
         ("c", "checkpoint-damaged"),
         ("far", "replica-lost"),
         ("d", "disk-nearly-full"),
     ]
-    assert [item.code for item in board[2].attention] == ["run-lost", "checkpoint-damaged"]
+    assert [item.code for item in board[2].attention] == ["run-died", "checkpoint-damaged"]
     unknown = found[0].model_copy(update={"code": "of-a-newer-daemon"})
     assert alerts.place(found[4]) < alerts.place(unknown) < alerts.place(found[5])
 
@@ -78,14 +78,14 @@ def test_figures_over_all_runs() -> None:
     board = [
         summary("calm"),
         summary("busy", now=NOW + 100),
-        summary("dead", life="lost", since="2030-03-17T17:00:00Z"),
-        summary("dead-too", life="lost", since="2030-03-17T17:30:00Z"),
-        summary("over", life="ended"),
+        summary("dead", life="died", since="2030-03-17T17:00:00Z"),
+        summary("dead-too", life="died", since="2030-03-17T17:30:00Z"),
+        summary("over", life="finished"),
     ]
     found = alerts.overview(board, list(alerts.of_nodes([node(replicas={"far": "gone"})])))
     assert found.states == {"training": 2, "died": 2, "finished": 1}
     assert (found.errors, found.warnings, found.acknowledged, found.runs) == (3, 0, 0, 5)
-    assert (found.newest_lost, found.newest_lost_since) == ("dead-too", "2030-03-17T17:30:00Z")
+    assert (found.newest_died, found.newest_died_since) == ("dead-too", "2030-03-17T17:30:00Z")
     assert (found.exposed_run, found.exposed_s) == ("busy", 145.0)
     assert found.cost is not None and abs(found.cost - 0.2 / 600) < 1e-5
     nothing = alerts.overview([], [])

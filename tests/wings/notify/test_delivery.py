@@ -26,7 +26,7 @@ HIDDEN = "services/T0/B0/verysecret"
 
 
 def alert(**more: Any) -> NoticedAlert:
-    about = {"id": "1" * 32, "status": "firing", "level": "error", "code": "run-lost", "run": "llama", "since": "then"}
+    about = {"id": "1" * 32, "status": "firing", "level": "error", "code": "run-died", "run": "llama", "since": "then"}
     return NoticedAlert.model_validate({**about, "text": "ranks <!channel> disappeared", "hint": "look & see", **more})
 
 

@@ -65,7 +65,7 @@ class Daemon:
 
     def fire(self, *runs: str, level: Any = "error") -> None:
         self.alerts |= {
-            NoticeKey(r, "run-lost"): Attention(level=level, code="run-lost", text="lost", hint="h") for r in runs
+            NoticeKey(r, "run-died"): Attention(level=level, code="run-died", text="lost", hint="h") for r in runs
         }
 
     def look_twice(self) -> None:
@@ -158,7 +158,7 @@ def test_a_receiver_that_is_away(database: Database, web: Web, tmp_path: Path) -
         one.fire("llama", "short")
         wait_until(lambda: one.notifier.targets()[0].failed >= 3)
         wait_until(lambda: "status 500" in (one.notifier.targets()[0].problem or ""))
-        del one.alerts[NoticeKey("short", "run-lost")]
+        del one.alerts[NoticeKey("short", "run-died")]
         wait_until(lambda: one.notifier.targets()[0].dropped == 1)
         web.status = 200
         wait_until(lambda: one.notifier.targets()[0].sent == 1)
@@ -207,7 +207,7 @@ def test_a_catalog_that_takes_nothing(database: Database, web: Web, tmp_path: Pa
             one.fire("llama")
             wait_until(lambda: len(web.got) == 2)
             one.look_twice()
-            one.alerts.pop(NoticeKey("before", "run-lost"))
+            one.alerts.pop(NoticeKey("before", "run-died"))
             wait_until(lambda: len(web.got) == 3)
             one.look_twice()
             assert one.notifier.test("ops").delivered

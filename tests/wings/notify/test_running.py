@@ -83,7 +83,7 @@ level = "error"
 runs = "nobody"
 """)
         flags = ["--notify", str(base / "notify.toml"), "--watch", other.url, "--watch-tokens", str(listed)]
-        flags += ["--on-event", f"{sys.executable} {command}", "--on-event-kinds", "run-lost,attempt-declared"]
+        flags += ["--on-event", f"{sys.executable} {command}", "--on-event-kinds", "run-died,attempt-declared"]
         with running(base / "root", *flags, listen="127.0.0.1:0", closed=True) as daemon:
             tokens |= {"admin": made(daemon, "admin", "admin", "*"), "team": made(daemon, "team", "admin", "team-a-*")}
             yield World(daemon, other, web, base, tokens)
@@ -100,17 +100,17 @@ def made(daemon: RunningDaemon, name: str, scope: str, runs: str) -> str:
 def test_a_lost_run_is_told_to_people_and_programs(world: World) -> None:
     """The webhook has the words of the run's summary; the command has the event, and of the environment nothing to steal."""
     lose(world.daemon, "team-a-2")
-    wait_until(lambda: any(alert["code"] == "run-lost" for alert in world.alerts()))
-    told = next(alert for alert in world.alerts() if alert["code"] == "run-lost")
+    wait_until(lambda: any(alert["code"] == "run-died" for alert in world.alerts()))
+    told = next(alert for alert in world.alerts() if alert["code"] == "run-died")
     summary = world.get("/v1/runs/team-a-2/summary").json()
-    said = next(one for one in summary["attention"] if one["code"] == "run-lost")
+    said = next(one for one in summary["attention"] if one["code"] == "run-died")
     assert said["hint"] == told["hint"]
     assert without_time(said["text"]) == without_time(told["text"])  # which is recorded a moment later
     assert (told["run"], told["status"], told["level"]) == ("team-a-2", "firing", "error")
     assert told["url"] == "https://holdfast.example.com/runs/team-a-2"
     assert not world.alerts(f"/{HIDDEN}")
-    wait_until(lambda: "run-lost" in events(world))
-    assert {"attempt-declared", "run-lost"} == set(events(world))
+    wait_until(lambda: "run-died" in events(world))
+    assert {"attempt-declared", "run-died"} == set(events(world))
     counted = world.get("/metrics").text
     assert 'holdfast_event_commands_total{outcome="failed"} 0.0' in counted
     assert 'holdfast_notifications_total{outcome="sent"} ' in counted
@@ -199,8 +199,8 @@ def test_flags_that_are_wrong(flags: list[str], said: str) -> None:
 
 
 def test_flags_from_the_environment() -> None:
-    found = parse([], {"HOLDFAST_WATCH": "http://a, http://b", "HOLDFAST_ON_EVENT_KINDS": "run-lost"})
-    assert (found.watch, found.on_event_kinds) == (("http://a", "http://b"), ("run-lost",))
+    found = parse([], {"HOLDFAST_WATCH": "http://a, http://b", "HOLDFAST_ON_EVENT_KINDS": "run-died"})
+    assert (found.watch, found.on_event_kinds) == (("http://a", "http://b"), ("run-died",))
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
@@ -209,7 +209,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
             with pytest.raises(InvalidRequest, match="--watch"):
                 watched(parse(flags, {}), stack)
         with pytest.raises(InvalidRequest, match="needs --on-event"):
-            event_commands(parse(["--on-event-kinds", "run-lost"], {}), cast(Events, None), Path("/"))
+            event_commands(parse(["--on-event-kinds", "run-died"], {}), cast(Events, None), Path("/"))
 
 
 @pytest.mark.usefixtures("forked_programs")

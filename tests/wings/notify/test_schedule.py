@@ -36,7 +36,7 @@ def target(**more: Any) -> HttpTarget:
     return HttpTarget(name="ops", kind="webhook", url="http://a/", **more)
 
 
-def alert(code: str = "run-lost", level: Any = "error", text: str = "it is lost") -> Attention:
+def alert(code: str = "run-died", level: Any = "error", text: str = "it is lost") -> Attention:
     return Attention(level=level, code=code, text=text, hint="look", step=5)
 
 
@@ -64,7 +64,7 @@ class World:
         return [("firing", told.key.run) for told in made.firing] + [("over", told.key.run) for told in made.recovered]
 
 
-LOST = {NoticeKey("llama", "run-lost"): alert()}
+LOST = {NoticeKey("llama", "run-died"): alert()}
 
 
 def test_an_alert_is_told_once_repeated_and_over() -> None:
@@ -85,7 +85,7 @@ def test_a_run_that_dies_again_at_once_is_told_again() -> None:
     """
 
     def died(at: float) -> dict[NoticeKey, Attention]:
-        return {NoticeKey("llama", "run-lost"): alert().model_copy(update={"since": write_time(at)})}
+        return {NoticeKey("llama", "run-died"): alert().model_copy(update={"since": write_time(at)})}
 
     world = World(target(after_s=0, repeat_s=0))
     assert world.look(T0 + 1, died(T0)) == [("firing", "llama")]
@@ -203,7 +203,7 @@ def test_alerts_of_one_code_are_one() -> None:
 
 
 def test_ids_are_the_same_after_a_restart_and_new_for_a_new_alert() -> None:
-    told = NotifiedAlert(NoticeKey("llama", "run-lost"), "error", "text", "hint", 5, T0)
+    told = NotifiedAlert(NoticeKey("llama", "run-died"), "error", "text", "hint", 5, T0)
     again = told._replace(text="another text", times=3, last=T0 + 9)
     assert alert_id("ops", told) == alert_id("ops", again)
     assert len({alert_id("ops", told), alert_id("other", told), alert_id("ops", told._replace(since=T0 + 0.001))}) == 3

@@ -17,6 +17,7 @@ from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
 from holdfast_formats.rest.measurements import Life
+from holdfast_service.control.catalog.stored_life import StoredLife
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class RunAttempts(BaseModel):
 
     `owed` are the steps, by attempt, that older attempts had sealed completely when the newest was declared: those are
     saved. `speakers` are, by `attempt.rank`, the checkpointer that speaks for a rank; `worlds`, by attempt, the number of
-    ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they parted or were lost.
+    ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they finished or died.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,7 +50,7 @@ class RunAttempts(BaseModel):
     owed: tuple[tuple[_Number, _Number], ...] = ()
     speakers: dict[_Speaker, str] = {}
     worlds: dict[_Attempt, _Number] = {}
-    life: Life | None = None
+    life: StoredLife | None = None
     since: str | None = None
 
     def attempt_of(self, launch: str, member: Member) -> int | None:

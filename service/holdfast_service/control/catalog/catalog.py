@@ -16,8 +16,9 @@ from sqlalchemy.orm import Session
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.measurements import Life
 from holdfast_formats.rest.search import SearchHit
-from holdfast_service.control.catalog import lineage_records, listing, search, statistics
+from holdfast_service.control.catalog import lineage_records, listing, search, statistics, stored_life
 from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import EVERYTHING, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
@@ -88,19 +89,19 @@ class Catalog:
             for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
                 lock_run(session, run).raise_attempt(known[run].attempt)
 
-    def note_life(self, run: str, attempt: int, life: str, since: str | None) -> None:
+    def note_life(self, run: str, attempt: int, life: Life, since: str | None) -> None:
         """Record the state of the ranks of a run's newest attempt; does nothing for an older one."""
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
             if row.attempt == attempt:
-                row.life, row.since = life, since
+                row.life, row.since = stored_life.write(life), since
 
-    def lives(self, runs: Collection[str] | None = None) -> dict[str, tuple[int, str, str | None]]:
+    def lives(self, runs: Collection[str] | None = None) -> dict[str, tuple[int, Life, str | None]]:
         """The state of the ranks of these runs, or of all: newest attempt, state, and since when it is over."""
         known = select(RunRow.name, RunRow.attempt, RunRow.life, RunRow.since).where(RunRow.life.is_not(None))
         known = known if runs is None else known.where(RunRow.name.in_(runs))
         with self._read() as session:
-            return {name: (attempt, str(life), since) for name, attempt, life, since in session.execute(known)}
+            return {name: (attempt, stored_life.read(life), since) for name, attempt, life, since in session.execute(known)}
 
     def declared(self) -> dict[str, RunAttempts]:
         """All runs' attempts: the newest, those of launches, and the steps that they restore."""

@@ -21,7 +21,7 @@ OFF_BY = 3.0  # saving so many times more or less often than recommended is wort
 SAVES_LEFT_FEW = 3
 REPLICA_BEHIND = 3  # checkpoints
 CLOCK_S = 60.0
-DEATH = "run-lost"
+DEATH = "run-died"
 _OF_WHAT_IS_STORED = frozenset({"checkpoint-damaged", "checkpoint-missing", "removal-waits", "replica-damaged"})
 
 
@@ -58,7 +58,7 @@ def weight(summary: RunSummary) -> tuple[int, int]:
 
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     """Listed, also when acknowledged, until the run is resumed or archived."""
-    if facts.life == "lost" and summary.life != "archived":
+    if facts.life == "died" and summary.life != "archived":
         step = summary.newest if summary.good is None else summary.good.step
         goes_on = "nothing was committed" if step is None else f"it continues from step {step}"
         if facts.held.healthy is False and step != summary.newest:

@@ -101,7 +101,7 @@ class Facts(NamedTuple):
     quota_bytes: int | None = None
     makes_room: bool = False  # its policy lets old checkpoints go
     life: Life | None = None  # of its ranks, None where nothing is known of them
-    since: str | None = None  # when it ended or was lost
+    since: str | None = None  # when it finished or died
     settings: RunSettings = RunSettings()
     warned: tuple[Warned, ...] = ()
     keep_last: int | None = None  # what retention keeps

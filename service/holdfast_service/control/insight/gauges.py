@@ -121,7 +121,7 @@ def _age(of: Callable[[Facts], str | None]) -> Callable[[Facts], float | None]:
 _BY_RUN: dict[str, Callable[[Facts], float | None]] = {
     "holdfast_last_commit_age_seconds": _age(lambda facts: facts.held.created),
     "holdfast_last_verified_age_seconds": _age(lambda facts: facts.held.verified_created),
-    "holdfast_run_lost": lambda facts: None if facts.life is None else float(state_of(facts).life == "died"),
+    "holdfast_run_died": lambda facts: None if facts.life is None else float(state_of(facts).life == "died"),
     "holdfast_exposed_seconds": lambda facts: exposure(facts)[0],
     "holdfast_exposed_steps": lambda facts: exposure(facts)[1],
     "holdfast_save_interval_seconds": lambda facts: interval(facts.saves)[0],

@@ -1,9 +1,8 @@
-"""The states of runs' ranks: whether they are running, ended or lost, and since when."""
+"""The states of runs' ranks: whether they are running, have finished or died, and since when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import cast
 
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.measurements import Life
@@ -17,8 +16,8 @@ from holdfast_service.control.insight.facts import UNKNOWN, Facts, RunActivity
 from holdfast_service.control.insight.run_lifecycle import failed_to_start
 
 # By whether the run failed to start: kind, words and level of the event.
-_LOSSES: Mapping[bool, tuple[str, str, Level]] = {
-    False: ("run-lost", "is lost: its ranks were killed or ended by an exception", "error"),
+_DEATHS: Mapping[bool, tuple[str, str, Level]] = {
+    False: ("run-died", "died: its ranks were killed or ended by an exception", "error"),
     True: ("run-failed", "failed to start: its ranks ended before anything was saved", "warning"),
 }
 
@@ -57,14 +56,14 @@ class KnownLifecycles:
             noted = self._catalog.lives(runs)
         except CatalogUnavailable:
             return {}
-        return {run: (attempt, RunActivity(cast(Life, life), since)) for run, (attempt, life, since) in noted.items()}
+        return {run: (attempt, RunActivity(life, since)) for run, (attempt, life, since) in noted.items()}
 
     def running(self) -> dict[str, int]:
         """The attempts whose ranks were last recorded as running here."""
         return {run: known.attempt for run, known in self._attempts.known().items() if known.life == "running"}
 
     def became(self, run: str, attempt: int, life: Life) -> None:
-        """Record that the ranks of an attempt are running, ended or lost; durable, for the next daemon."""
+        """Record that the ranks of an attempt are running, have finished or died; durable, for the next daemon."""
         at = utc_now()
         if not self._attempts.became(run, attempt, life, at):
             return
@@ -73,15 +72,15 @@ class KnownLifecycles:
             self._record_queue.enqueue(
                 "whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since)
             )
-        if life == "ended":
-            self._tell("run-ended", f"attempt {attempt} has ended", run, attempt=attempt)
-        elif life == "lost":  # its saves are recorded first
-            self._record_queue.enqueue(f"how {run} was lost", lambda: self._warn_of_loss(run, attempt, at))
+        if life == "finished":
+            self._tell("run-finished", f"attempt {attempt} has finished", run, attempt=attempt)
+        elif life == "died":  # its saves are recorded first
+            self._record_queue.enqueue(f"how {run} died", lambda: self._warn_of_death(run, attempt, at))
 
-    def _warn_of_loss(self, run: str, attempt: int, at: str) -> None:
+    def _warn_of_death(self, run: str, attempt: int, at: str) -> None:
         with self._catalog.database.read() as session:
             of = run_figures.read(session, [run]).get(run, run_figures.RunRows(attempt)).figures
         now = seconds_of(at)
-        facts = Facts(run, attempt, now, held=of.held, saves=of.saves, declared=of.declared, life="lost", since=at)
-        kind, how, level = _LOSSES[failed_to_start(facts)]
+        facts = Facts(run, attempt, now, held=of.held, saves=of.saves, declared=of.declared, life="died", since=at)
+        kind, how, level = _DEATHS[failed_to_start(facts)]
         self._tell(kind, f"attempt {attempt} {how}", run, level=level, attempt=attempt)

@@ -36,17 +36,17 @@ def state_of(facts: Facts, interval_s: float | None = None) -> RunState:
         return RunState("training", _text(facts.declared[0]) if facts.declared else None)
     if settings.archived is not None:
         return RunState("archived", settings.archived)
-    if facts.life == "lost" and failed_to_start(facts):
+    if facts.life == "died" and failed_to_start(facts):
         return RunState("failed", facts.since)
-    if facts.life == "lost" and death_seen(facts) is None:
+    if facts.life == "died" and death_seen(facts) is None:
         return RunState("died", facts.since)
-    if facts.life == "ended":
+    if facts.life == "finished":
         return RunState("finished", facts.since)
     return RunState("idle", facts.since)
 
 
 def failed_to_start(facts: Facts) -> bool:
-    """Whether a lost run ended before its first save, such as by an error in it."""
+    """Whether a dead run ended before its first save, such as by an error in it."""
     if facts.held.checkpoints or any(save.state not in _NOT_SEALED or save.code in _OF_STORAGE for save in facts.saves):
         return False
     trained_s = timestamps.seconds_of(facts.since or "") - facts.declared[0] if facts.declared else 0.0
@@ -98,7 +98,7 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
         return f"Archived{since}; {_newest(summary)}. A new launch takes it back."
     if facts.life == "running":
         return f"Idle: its ranks are connected, but none has begun a save{since}. Look whether the trainer hangs."
-    seen = death_seen(facts) if facts.life == "lost" else None
+    seen = death_seen(facts) if facts.life == "died" else None
     died = "" if seen is None else f" It died, and {seen.by or 'an unknown user'} has seen that."
     return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
 

@@ -92,12 +92,12 @@ class ConnectedRanks:
             return {rank for rank, limit in rank_set.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
-        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost. Omits ranks
+        """The newest attempts of runs whose ranks connected here, and whether they run, have finished or died. Omits ranks
         known only to an earlier daemon, until they reconnect or time out.
         """
         with self.lock:
             return {
-                run: (attempt, "lost" if missing else "running" if (run, attempt) in self._node_ranks else "ended")
+                run: (attempt, "died" if missing else "running" if (run, attempt) in self._node_ranks else "finished")
                 for run, (attempt, missing) in self._missing.items()
                 if self._heard.get(run) == attempt
             }

@@ -1,4 +1,4 @@
-"""Records durably whether a run is running, ended or lost, for the next daemon.
+"""Records durably whether a run is running, has finished or died, for the next daemon.
 
 Only one rule depends on a clock: after a daemon restart, known ranks have a minute to reconnect.
 """
@@ -29,7 +29,7 @@ class RunLifecycles:
         here = self._saver.connected.lives()
         lives = dict(here)
         if time.monotonic() > self._until:
-            lives |= {run: (attempt, "lost") for run, attempt in self._awaited.items() if run not in here}
+            lives |= {run: (attempt, "died") for run, attempt in self._awaited.items() if run not in here}
             self._awaited = {}
         for run, (attempt, life) in lives.items():
             try:

@@ -33,7 +33,7 @@ class RootMaintenance:
         self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
 
     def run_once(self, idle_s: float = IDLE_S) -> None:
-        """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as lost with their
+        """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as dead with their
         node, list committed checkpoints that are not listed, and apply all policies.
         """
         spared = [*wanted_places(self._catalog.database, self._store.files), *self._cluster.rounds.places()]
@@ -43,7 +43,7 @@ class RootMaintenance:
         self._note_lost_nodes()
         self._end_saves()
         self._list_replacements()
-        self._note_lost()
+        self._note_dead()
         for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
         self._cluster.rounds.forget()
@@ -98,13 +98,13 @@ class RootMaintenance:
             log.warning("%s", text)
             self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
 
-    def _note_lost(self) -> None:
+    def _note_dead(self) -> None:
         """Runs whose ranks were not connected to any node, twice in a row, and without a recorded end."""
         noted = self._catalog.lives()
         missing = {run for run, (_, life, _) in noted.items() if life == "running"} - self._cluster.node_ranks.connected()
         for run in missing & self._missing:
             attempt, at = noted[run][0], utc_now()
-            self._catalog.note_life(run, attempt, "lost", at)
-            text = f"attempt {attempt} is lost: its ranks disappeared with the node to which they were connected"
-            self._events.add("run-lost", text, run, level="error", attempt=attempt)
+            self._catalog.note_life(run, attempt, "died", at)
+            text = f"attempt {attempt} died: its ranks disappeared with the node to which they were connected"
+            self._events.add("run-died", text, run, level="error", attempt=attempt)
         self._missing = missing

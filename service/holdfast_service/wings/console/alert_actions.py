@@ -18,7 +18,7 @@ class Button(NamedTuple):
 
 
 TITLES = {
-    "run-lost": "Died",
+    "run-died": "Died",
     "no-commit": "Nothing is committed",
     "storage-slow": "Storage is slow",
     "saves-failing": "Saves fail",

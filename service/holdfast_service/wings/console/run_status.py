@@ -60,8 +60,8 @@ def strip(overview: Overview) -> list[Clause]:
     runs = counted(overview)
     clauses = [Clause(f"{_runs(runs.get('training', 0))} training", "fine" if runs.get("training") else "")]
     if died := runs.get("died", 0):
-        ago = f" {ago_text(overview.newest_lost_since)}" if overview.newest_lost_since else ""
-        clauses.append(Clause(f"{died} died{', the last' if died > 1 and ago else ''}{ago}", "error", overview.newest_lost))
+        ago = f" {ago_text(overview.newest_died_since)}" if overview.newest_died_since else ""
+        clauses.append(Clause(f"{died} died{', the last' if died > 1 and ago else ''}{ago}", "error", overview.newest_died))
     if failed := runs.get("failed to start", 0):
         clauses.append(Clause(f"{failed} failed to start"))
     if overview.exposed_s is not None and runs.get("training"):

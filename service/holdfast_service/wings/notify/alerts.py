@@ -100,7 +100,7 @@ def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
     alerts = without_what_follows([*(item for summary in board for item in summary.attention), *others])
     counted = [item.level for item in alerts if item.acknowledged is None]
     training = [one for one in board if one.life == "training"]
-    lost = max((one for one in board if one.life == "died"), key=lambda one: one.life_since or "", default=None)
+    dead = max((one for one in board if one.life == "died"), key=lambda one: one.life_since or "", default=None)
     exposed = max(training, key=lambda one: one.exposed_s or 0.0, default=None)
     return Overview(
         runs=len(board),
@@ -108,8 +108,8 @@ def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:
         errors=counted.count("error"),
         warnings=counted.count("warning"),
         acknowledged=len(alerts) - len(counted),
-        newest_lost=None if lost is None else lost.run,
-        newest_lost_since=None if lost is None else lost.life_since,
+        newest_died=None if dead is None else dead.run,
+        newest_died_since=None if dead is None else dead.life_since,
         exposed_s=None if exposed is None else exposed.exposed_s,
         exposed_run=None if exposed is None else exposed.run,
         cost=fmean(costs) if (costs := [cost for one in training if (cost := _cost(one)) is not None]) else None,

@@ -17,7 +17,7 @@ from holdfast_service.wings.notify.targets import HttpTarget, MailTarget
 ALERTS_MAX = 50  # of a message; the next one has the others
 SETTLED_S = 30.0  # an alert is over when it has been absent for so long
 CLOCK_S = 60.0  # a time that is later than now by more was written by a clock that was wrong
-DEATH = "run-lost"
+DEATH = "run-died"
 AGAIN_S = 900.0  # after the last message, a later death is sent: a run that is resumed and dies at once is not over
 TEXT_MAX = 2000  # characters of a text or a hint
 NO_RUN = ""

@@ -50,7 +50,7 @@ def change_the_life_of_a_run(hand: Hand) -> None:
     page = hand.go(f"/runs/{hand.own('dead')}")
     hand.button("Acknowledge")
     hand.says("raises no alert until it dies again")
-    assert (hand.own("dead"), "run-lost") not in alerts(hand.at)
+    assert (hand.own("dead"), "run-died") not in alerts(hand.at)
     page = hand.go(f"/runs/{hand.own('care')}")
     hand.button("Archive")
     hand.says("Archived")

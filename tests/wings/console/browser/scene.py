@@ -199,7 +199,7 @@ def _happen(at: Scene, place: Path, stack: ExitStack) -> None:
     for name in ("spare", *(f"{what}-{way}" for what in ("rotate", "revoke") for way in WAYS)):
         at.send("POST", "/v1/tokens", {"name": name, "scope": "write", "runs": "team-*", "bytes_per_s": 10**12})
     (place / "far").rename(place / "away")
-    wanted = {*((run, "run-lost") for run in (*lost, ILL)), ("far", "replica-lost"), (ILL, "checkpoint-unhealthy")}
+    wanted = {*((run, "run-died") for run in (*lost, ILL)), ("far", "replica-lost"), (ILL, "checkpoint-unhealthy")}
     wanted |= {(f"full-{way}", "quota-nearly-full") for way in WAYS} | {
         (f"damaged-{way}", "checkpoint-damaged") for way in WAYS
     }

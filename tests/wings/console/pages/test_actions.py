@@ -224,7 +224,7 @@ def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     """A run that died has the button, and one that was dealt with has not."""
     decisions = service.services.control.run_metadata
     decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
-    lives = {"tiny": RunActivity("lost", "2026-01-02T00:00:00Z")}
+    lives = {"tiny": RunActivity("died", "2026-01-02T00:00:00Z")}
     service.services.summaries._lives = lambda runs: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
     page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)

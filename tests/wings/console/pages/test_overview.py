@@ -31,7 +31,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
     """A run that died and one that has nearly used up its quota, which trains; and a replica that is lost."""
     build_root(tmp_path / "root", {"tiny": (5, 10), LONG: (1,)})
     write_run_file(PosixTier(tmp_path / "root"), "tiny", RunFile(policy=RetentionPolicy(quota_bytes=70_000)))
-    lives = {LONG: RunActivity("lost", AT), "tiny": RunActivity("running")}
+    lives = {LONG: RunActivity("died", AT), "tiny": RunActivity("running")}
 
     def node() -> bodies.Node:
         told = {"name": "node-1", "version": "9", "socket": None, "started": "now", "arena_bytes": 0, "ranks": 1}
@@ -101,7 +101,7 @@ def test_an_alert_is_acknowledged_snoozed_and_taken_back(browser: httpx.Client) 
     assert "2 acknowledged" in shown and "Acknowledged by anybody here" in shown
     back = browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "take-back", "back": "run"})
     assert back.url.path == "/runs/tiny" and "The alert counts again" in Page(back.text).text
-    assert browser.post("/runs/tiny/alerts/run-lost", data={"do": "acknowledge"}).status_code == 404
+    assert browser.post("/runs/tiny/alerts/run-died", data={"do": "acknowledge"}).status_code == 404
     assert browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "explode"}).status_code == 400
 
 
@@ -163,10 +163,10 @@ def test_every_alert_has_a_title_and_a_button() -> None:
                 assert made.label and made.address.startswith("/") and " " not in made.address
     assert alert_actions.title("new-kind") == "New kind"
     alerts = [Alert(level=level, code=code, text="t", hint="h", run="r") for level, code in _CODES]
-    assert [(group.level, group.code) for group in grouped(alerts)] == [("error", "run-lost"), ("warning", "saves-dropped")]
+    assert [(group.level, group.code) for group in grouped(alerts)] == [("error", "run-died"), ("warning", "saves-dropped")]
 
 
-_CODES = (("warning", "saves-dropped"), ("error", "run-lost"), ("error", "run-lost"))
+_CODES = (("warning", "saves-dropped"), ("error", "run-died"), ("error", "run-died"))
 
 
 def test_sentences() -> None:
@@ -185,5 +185,5 @@ def test_sentences() -> None:
     assert run_status.ago_text(timestamps.utc_now()).endswith("s ago") and run_status.ago_text("never") == "never"
     calm = run_status.verdict(summary("calm"))
     assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
-    assert run_status.verdict(summary("dead", life="lost")).level == "error"
-    assert run_status.cost_of_a_crash(summary("over", life="ended")) is None
+    assert run_status.verdict(summary("dead", life="died")).level == "error"
+    assert run_status.cost_of_a_crash(summary("over", life="finished")) is None

@@ -45,8 +45,8 @@ def test_what_changes_is_shown() -> None:
             ({}, ""),
             ({}, "loss"),
             ({"quota_bytes": 90_000}, ""),
-            ({"life": "ended"}, ""),
-            ({"life": "lost"}, ""),
+            ({"life": "finished"}, ""),
+            ({"life": "died"}, ""),
             ({"saves": ()}, ""),
         )
     }
@@ -59,7 +59,7 @@ def test_hostile_text_is_text() -> None:
         Alert(level="error", code=HOSTILE, text=HOSTILE, hint=HOSTILE, since=HOSTILE, subject=HOSTILE, acknowledged=SEEN),
         Alert(level="error", code="x", text=HOSTILE, hint="`" + HOSTILE, since=HOSTILE, subject=HOSTILE, run=HOSTILE),
     ]
-    made = summary(HOSTILE, life="ended", since=HOSTILE).model_copy(update={"metrics": {HOSTILE: 1e308}})
+    made = summary(HOSTILE, life="finished", since=HOSTILE).model_copy(update={"metrics": {HOSTILE: 1e308}})
     parts = [refreshed_parts.alert(one, "overview", may("admin", "write")) for one in alerts]
     parts.append(refreshed_parts.run_line(made, with_metric(HOSTILE)))
     for part in parts:

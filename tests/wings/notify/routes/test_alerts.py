@@ -20,12 +20,12 @@ from tests.daemons import wait_until
 from tests.serving import Served, served
 
 AT = "2026-01-02T00:00:00Z"
-DIED = "/v1/runs/tiny/alerts/run-lost/acknowledgement"
+DIED = "/v1/runs/tiny/alerts/run-died/acknowledgement"
 
 
 @pytest.fixture
 def lives() -> dict[str, RunActivity]:
-    return {"tiny": RunActivity("lost", AT), "other": RunActivity("running")}
+    return {"tiny": RunActivity("died", AT), "other": RunActivity("running")}
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def listed(http: httpx.Client, **query: object) -> list[tuple[str | None, str]]:
 
 def test_alerts_say_what_mends_them(http: httpx.Client) -> None:
     """Of runs, and of replicas; page by page."""
-    assert listed(http) == [("tiny", "run-lost"), ("far", "replica-lost")]
+    assert listed(http) == [("tiny", "run-died"), ("far", "replica-lost")]
     first = http.get("/v1/alerts?limit=1").json()
     behind = http.get("/v1/alerts", params={"cursor": first["next"]}).json()
     assert (first["items"][0]["remedy"], first["items"][0]["since"]) == ("resume", AT)
     assert (behind["items"][0]["code"], behind["next"]) == ("replica-lost", None)
     found = http.get("/v1/overview").json()
-    assert (found["states"], found["errors"], found["newest_lost"]) == ({"died": 1, "training": 1}, 2, "tiny")
+    assert (found["states"], found["errors"], found["newest_died"]) == ({"died": 1, "training": 1}, 2, "tiny")
     assert http.get("/v1/alerts?cursor=x").status_code == 400
 
 
@@ -65,13 +65,13 @@ def test_what_is_acknowledged_is_listed_and_counts_no_more(http: httpx.Client) -
     made = http.put(DIED, json={"for_s": 60}).json()
     assert made["by"] and made["until"] > made["at"]
     assert listed(http, acknowledged=False) == [("far", "replica-lost")]
-    assert listed(http, acknowledged=True) == [("tiny", "run-lost")]
+    assert listed(http, acknowledged=True) == [("tiny", "run-died")]
     assert http.get("/v1/runs/tiny/summary").json()["attention"][0]["acknowledged"]["by"] == made["by"]
     assert http.get("/v1/overview").json()["acknowledged"] == 1
     assert http.put("/v1/alerts/replica-lost/far/acknowledgement", json={}).json()["until"] is None
     assert listed(http, acknowledged=False) == []
     assert http.delete(DIED).status_code == 204
-    assert listed(http, acknowledged=False) == [("tiny", "run-lost")]
+    assert listed(http, acknowledged=False) == [("tiny", "run-died")]
     assert http.delete(DIED).status_code == 404
     events = http.get("/v1/events").json()["items"]
     assert any(TAKEN_BACK in event["text"] for event in events)
@@ -90,11 +90,11 @@ def death(http: httpx.Client) -> tuple[str, bool, list[str]]:
 
 def test_a_death_is_dealt_with_by_its_run_or_by_its_alert(http: httpx.Client) -> None:
     """Either is the other; who saw it first stays, and what is taken back leaves nothing behind, not even a snooze."""
-    died, seen = ("died", False, ["run-lost"]), ("idle", True, [])
+    died, seen = ("died", False, ["run-died"]), ("idle", True, [])
     assert death(http) == died
     made = http.put(DIED, json={}).raise_for_status().json()
     assert made["until"] is None and death(http) == seen
-    assert http.get("/v1/overview").json()["newest_lost"] is None
+    assert http.get("/v1/overview").json()["newest_died"] is None
     about = http.patch("/v1/runs/tiny", json={"acknowledged": True}).raise_for_status().json()
     assert (about["acknowledged_by"], about["acknowledged_at"]) == (made["by"], made["at"])
     assert http.patch("/v1/runs/tiny", json={"acknowledged": False}).json()["acknowledged_by"] is None
@@ -102,7 +102,7 @@ def test_a_death_is_dealt_with_by_its_run_or_by_its_alert(http: httpx.Client) ->
     http.put(DIED, json={"for_s": 60}).raise_for_status()
     assert death(http) == ("died", False, [])
     http.patch("/v1/runs/tiny", json={"acknowledged": True}).raise_for_status()
-    assert death(http) == seen and listed(http, acknowledged=True) == [("tiny", "run-lost")]
+    assert death(http) == seen and listed(http, acknowledged=True) == [("tiny", "run-died")]
     assert http.get("/v1/runs/tiny/summary").json()["attention"][0]["acknowledged"]["until"] is None
     assert http.delete(DIED).status_code == 204 and death(http) == died
     assert http.delete(DIED).json()["code"] == "no-such-resource"
@@ -111,8 +111,8 @@ def test_a_death_is_dealt_with_by_its_run_or_by_its_alert(http: httpx.Client) ->
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/v1/runs/other/alerts/run-lost/acknowledgement", {}, 404),
-        ("/v1/runs/nope/alerts/run-lost/acknowledgement", {}, 404),
+        ("/v1/runs/other/alerts/run-died/acknowledgement", {}, 404),
+        ("/v1/runs/nope/alerts/run-died/acknowledgement", {}, 404),
         ("/v1/alerts/replica-lost/near/acknowledgement", {}, 404),
         (DIED, {"for_s": -1}, 400),
         (DIED, {"for_s": 1e9}, 400),

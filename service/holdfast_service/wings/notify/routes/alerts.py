@@ -70,7 +70,7 @@ def acknowledge(
     services: Wired, viewer: Viewer, run: str, code: str, body: AcknowledgeRequest, subject: Subject = ""
 ) -> Acknowledgement:
     """It is counted no more until it has ended and occurs again, or until the given time is over. 404 if there is no such
-    alert now. `run-lost` without a time is as `acknowledged` of the run: it is idle then.
+    alert now. `run-died` without a time is as `acknowledged` of the run: it is idle then.
     """
     summaries = services.summaries
     if code == DEATH and not subject and body.for_s is None:
