@@ -78,7 +78,7 @@ def read(descriptor: int, start: int, size: int, memory: memoryview) -> memoryvi
         if got == 0 or low + done >= os.fstat(descriptor).st_size:
             break
         if got % ALIGNMENT:
-            raise OSError(errno.EINVAL, "read in part, from where reading cannot go on")
+            raise OSError(errno.EINVAL, "the read stopped part way and cannot continue")
     return memory[start - low : max(min(done, start + size - low), start - low)]
 
 

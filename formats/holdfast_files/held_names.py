@@ -44,7 +44,7 @@ def _locked(directory: int, leaf: str, path: str) -> int:
             holder = os.pread(descriptor, HOLDER_BYTES_MAX, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             raise InUse(
-                f"{holder} is writing there already: it holds {path}",
+                f"{holder} is already writing there and holds {path}",
                 hint="wait until it has ended, or choose another name",
                 path=path,
             ) from None

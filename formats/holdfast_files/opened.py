@@ -17,7 +17,7 @@ from holdfast_formats.files import Files
 
 _AT_ONCE_BYTES = 16 * 2**20  # manifests up to this size are read, then verified; larger ones piece by piece
 _ANOTHER = "restore another step"
-_HINT = "Holdfast writes no such file: restore it from a replica, or restore another step"
+_HINT = "Holdfast does not write such files: repair it from a replica, or restore another step"
 
 
 class CommittedManifest(NamedTuple):
@@ -102,5 +102,5 @@ def _prove_in_pieces(files: Files, path: str, stated: str) -> None:
         running.update(piece[:count])
         offset += count
     if running.hexdigest() != stated:
-        text = f"the digest of {_place(files, path)} is not the one in {naming.COMMIT}"
+        text = f"the digest of {_place(files, path)} differs from the one in {naming.COMMIT}"
         raise CorruptManifest(text, hint=_HINT, file=naming.MANIFEST)

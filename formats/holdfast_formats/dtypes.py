@@ -80,7 +80,7 @@ def nbytes(dtype: str, elements: int, name: str = "") -> int:
     total = bits(dtype) * elements
     if total % 8:
         raise StateMismatch(
-            f"tensor {name!r}: {elements} elements of {dtype} ({bits(dtype)} bits each) do not end at a byte",
+            f"tensor {name!r}: {elements} elements of {dtype} ({bits(dtype)} bits each) do not fill whole bytes",
             hint="pad the last dimension so that the elements fill whole bytes",
         )
     return total // 8

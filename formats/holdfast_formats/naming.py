@@ -116,7 +116,9 @@ def check_step(step: int) -> int:
 def check_asset(name: str) -> str:
     """Return the asset's file name; `InvalidRequest` if it is a path or a name that the format uses."""
     if not is_asset_name(name):
-        raise InvalidRequest(f"asset name {name!r} is not allowed", hint="a plain file name that the format does not use")
+        raise InvalidRequest(
+            f"asset name {name!r} is not allowed", hint="use a plain file name that the format does not reserve"
+        )
     return name
 
 

@@ -30,7 +30,7 @@ class OwnerKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if len(self.host) > 64 or not 1 <= self.port <= 65_535 or not _TOKEN.fullmatch(self.token):
-            raise ValueError("not the key of a daemon")
+            raise ValueError("not a daemon's key")
 
     def __repr__(self) -> str:
         return f"OwnerKey({self.host!r}, {self.port})"  # a log must not contain the token

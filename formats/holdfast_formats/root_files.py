@@ -77,8 +77,8 @@ def check_local(path: str | Path) -> None:
     text = str(path)
     if _URL.match(text):
         raise InvalidRequest(
-            f"{text} is a URL, and not a directory of this machine",
-            hint="name a local directory, or mount the storage; a directory of such a name is given as an absolute path",
+            f"{text} is a URL, not a directory on this machine",
+            hint="give a local directory, or mount the storage; for a directory with such a name, give its absolute path",
         )
 
 
@@ -111,9 +111,7 @@ def check_output_place(path: Path) -> None:
         within = "" if above == path else _inside(above)
         if within or (above.name in _OF_RUNS and _is_root(above.parents[min(1, len(above.parents) - 1)])):
             where = f"{above} is {within}" if within else f"{above.parent} would become a run"
-            raise InvalidRequest(
-                f"{path} cannot be written: {where}", hint="choose a directory outside of the root of checkpoints"
-            )
+            raise InvalidRequest(f"{path} cannot be written: {where}", hint="choose a directory outside the checkpoint root")
 
 
 _OF_RUNS = (naming.CHECKPOINTS, naming.STAGING, naming.TRASH)

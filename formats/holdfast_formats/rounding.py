@@ -17,7 +17,7 @@ from .tensors import TensorSpec
 HELD_AS = "F32"
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00}  # greater bits, without the sign, are NaN
 DTYPES = frozenset(_INFINITY)
-HINT = "leave out model='from-master', so that weights are saved as they are"
+HINT = "leave out model='from-master' to save weights unchanged"
 
 
 def possible(weight: TensorSpec, master: TensorSpec) -> bool:
@@ -55,6 +55,6 @@ def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[i
 
 def nan(name: str) -> StateMismatch:
     return StateMismatch(
-        f"the master of {name!r} has NaN, and which bits of it the weight has is unknown",
-        hint=f"{HINT}; a training with NaN in its masters is mostly lost: restore an older step",
+        f"the master of {name!r} has NaN, so its weight cannot be reproduced bit for bit",
+        hint=f"{HINT}; a training with NaN in its masters rarely recovers: restore an older step",
     )

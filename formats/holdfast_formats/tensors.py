@@ -66,7 +66,7 @@ class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
         self.spec.check()
         if self.rounded_from and self.boxes:
             raise InvalidRequest(
-                f"tensor {self.spec.name!r} is rounded from {self.rounded_from!r}, and has parts all the same"
+                f"tensor {self.spec.name!r} is rounded from {self.rounded_from!r}, but has parts of its own"
             )
         for box in self.boxes:
             check_box(box, self.spec.shape, self.spec.name)

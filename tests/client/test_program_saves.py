@@ -172,7 +172,7 @@ def test_what_cannot_be_saved_stages_nothing(daemon: RunningDaemon) -> None:
     held = {"b": tensors({"b": np.ones(2, np.float32)})["b"]}
     cut = ParallelLayout("", program=text, config={})
     with Checkpointer.alone("programs-cut", {"model": held}, at=daemon.socket, layout=cut) as checkpointer:
-        with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: what a slice leaves away is lost"):
+        with pytest.raises(InvalidRequest, match=r"line 1, `a -> b, slice=\[0:2\]`: the elements outside a slice are lost"):
             checkpointer.save(1)
         assert checkpointer.restore() == 0
 

@@ -156,7 +156,7 @@ def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Pat
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: sorted(committed_steps(root, "r")) == [1, 7])
     wait_until(lambda: served() not in (None, first), 90)  # what was sealed is committed before the next daemon serves
-    assert "is started again" in (root.parent / "log").read_text()
+    assert "restarts in" in (root.parent / "log").read_text()
     above.terminate()
     assert above.wait(60) == 0 and processes(root.parent, b"\0holdfast_service\0") == []
 

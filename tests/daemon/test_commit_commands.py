@@ -159,7 +159,7 @@ def test_what_prints_without_end_is_read_and_cut(start: Any, steps: Steps, caplo
     ran = start(python("import sys\nfor n in range(30000): print('line', n)\nsys.exit(1)"))
     ran.commands.committed(made(1))
     ran.all_done()
-    printed = next(record.getMessage() for record in caplog.records if "printed at last" in record.getMessage())
+    printed = next(record.getMessage() for record in caplog.records if "last output" in record.getMessage())
     assert printed.endswith("line 29999\\n'") and len(printed) < 2 * tied_command.TAIL_BYTES and steps.failed()
 
 
@@ -224,14 +224,14 @@ def test_nobody_waits_for_it_and_not_too_many_wait(start: Any, steps: Steps, mon
     for step in range(1, 6):
         ran.commands.committed(made(step))
     assert [text.partition(" for ")[2] for text in steps.failed()] == [
-        f"step {n} was not run: 3 newer commits wait already" for n in (1, 2)
+        f"step {n} was not run: 3 newer commits are already waiting" for n in (1, 2)
     ]
     ran.commands.close()
     left = [text.partition(" for ")[2] for text in steps.failed()[2:]]
     assert left[0] == "step 0 was ended, because the daemon ended"
-    assert left[1:] == [f"step {n} was not run: the daemon ended before" for n in (3, 4, 5)]
+    assert left[1:] == [f"step {n} was not run: the daemon stopped first" for n in (3, 4, 5)]
     ran.commands.committed(made(9))
-    assert steps.failed()[-1].endswith("step 9 was not run: the daemon is ending")
+    assert steps.failed()[-1].endswith("step 9 was not run: the daemon is stopping")
 
 
 def test_words_and_environment() -> None:

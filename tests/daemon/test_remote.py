@@ -131,14 +131,14 @@ def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> No
     [
         (41, b"gap", InvalidRequest, "continues at 40"),
         (39, b"overlap", InvalidRequest, "continues at 40"),
-        (0, b"other", InvalidRequest, "other contents"),
+        (0, b"other", InvalidRequest, "different contents"),
         (40, bytes(5000), InvalidRequest, "continues at 40"),
     ],
 )
 def test_a_chunk_that_does_not_fit_changes_nothing(
     ranks: RemoteRanks, offset: int, data: bytes, error: type[CheckpointError], message: str
 ) -> None:
-    """Gaps, overlaps, other contents, and what lies outside the slot are refused; the upload goes on where it was."""
+    """Gaps, overlaps, different contents, and what lies outside the slot are refused; the upload goes on where it was."""
     rank = join(ranks)
     rank.open(0, at(1))
     rank.write(0, "data", chunk(bytes(40)))

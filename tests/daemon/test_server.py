@@ -137,7 +137,7 @@ def test_only_ones_own_segment_can_be_attached(daemon: RunningDaemon) -> None:
     hello(other, run="attach", rank=1, world=2, launch="a")
     noise = os.memfd_create("noise")
     os.ftruncate(noise, 10_000)
-    for fd, message in ((noise, "not a staging arena"), (with_us._state.segment, "brings a segment of")):
+    for fd, message in ((noise, "not a staging arena"), (with_us._state.segment, "attached a segment of")):
         reply = other._ask(wire.Attach(id=other.next_id()), time.monotonic() + 60, (fd,))
         assert isinstance(reply, wire.Failed) and message in reply.problem["detail"]
     reply = with_us._ask(wire.Attach(id=with_us.next_id(), open=(3,)), time.monotonic() + 60, (with_us._state.segment,))

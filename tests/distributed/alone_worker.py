@@ -44,7 +44,7 @@ def check(socket: str, rank: int) -> None:
             try:
                 act(Checkpointer.alone("run", state, at=socket))
             except RunBusy as refused:
-                assert "Checkpointer.alone() is for one rank of a job" in refused.hint, refused.hint
+                assert "with Checkpointer.alone(), only one rank of a job" in refused.hint, refused.hint
             else:
                 raise AssertionError("two ranks saved one run, each for itself")
         with Checkpointer.alone("mine", state, at=socket) as own:

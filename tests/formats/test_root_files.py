@@ -54,7 +54,7 @@ def test_an_address_is_no_directory(place: str, tmp_path: Path, monkeypatch: pyt
     """A URL is refused, also as a path, which has lost a slash; a directory of such a name has an absolute path."""
     monkeypatch.chdir(tmp_path)
     for check in (check_root_place, check_output_place):
-        with pytest.raises(InvalidRequest, match="is a URL, and not a directory") as caught:
+        with pytest.raises(InvalidRequest, match="is a URL, not a directory") as caught:
             check(Path(place))
         assert "mount" in caught.value.hint
         check(tmp_path / "s3:" / "bucket")

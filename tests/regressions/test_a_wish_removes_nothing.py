@@ -44,7 +44,7 @@ def test_a_stranger_s_wish_is_not_in_force(control: Control) -> None:
     control.launches.declare("tiny", "launch", 1, None)
     assert there(control) == [5, 10, 15] and control.rotation.file("tiny").keep_last is None
     (notice,) = control.wishes.denied("tiny", 1, owner=False)
-    assert "keep_last=1 is not in force" in notice and control.wishes.denied("tiny", 1, owner=True) == ()
+    assert "keep_last=1 is not applied" in notice and control.wishes.denied("tiny", 1, owner=True) == ()
     control.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
     assert control.wishes.denied("tiny", 1, owner=False) == ()
 

@@ -97,7 +97,7 @@ def _list_checkpoints(library: CheckpointIndex, run: str, wanted: Filter, health
         if checkpoint.damage is not None:
             console.warn(f"step {checkpoint.step} is damaged: {checkpoint.damage.get('detail', 'unknown')}")
     for step in _missing(library, run):
-        console.warn(f"step {step} is gone: removed from the storage, and not by Holdfast (`holdfast repair {run}@{step}`)")
+        console.warn(f"step {step} is gone: something other than Holdfast removed it (`holdfast repair {run}@{step}`)")
     for error in listing.unreadable:
         console.warn(f"unreadable: {error.detail}")
 

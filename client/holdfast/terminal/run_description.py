@@ -24,7 +24,7 @@ def lines(metadata: RunAbout) -> Iterator[Text]:
     facts = {"state": f"{metadata.life}{since}", "owner": metadata.owner or "none", "notes": metadata.notes or "none"}
     if metadata.missing:
         shown = ", ".join(map(str, metadata.missing[:STEPS_SHOWN])) + ", …" * (len(metadata.missing) > STEPS_SHOWN)
-        facts["missing"] = f"step {shown}: removed from the storage, and not by Holdfast"
+        facts["missing"] = f"step {shown}: removed by something other than Holdfast"
     if metadata.archived:
         facts["archived"] = console.human_age(metadata.archived)
     if metadata.acknowledged:

@@ -130,8 +130,8 @@ def needs(manifest: Manifest, group: str, name: str, box: Box) -> dict[str, Want
     parts = codings.PARTS.get(one.coding)
     if parts is None:
         raise StateMismatch(
-            f"tensor {name!r} is stored as {one.coding!r}, which this version does not know",
-            hint="update holdfast, or take the tensor from another step",
+            f"tensor {name!r} is stored as {one.coding!r}, which this version cannot read",
+            hint="update Holdfast, or read the tensor from another step",
             tensor=name,
         )
     boxes = {role: WantedBox(group, name + part.suffix, codings.part_box(part, box)) for role, part in parts.items()}
@@ -163,11 +163,11 @@ def told(compacted: Compacted) -> str:
     """A note about a compact checkpoint."""
     coded = sum(map(len, compacted.tensors.values()))
     left = sum(map(len, compacted.exact.values()))
-    rest = f"; {left} that the rule is for stayed as they were saved" if left else ""
+    rest = f"; {left} others were left as saved" if left else ""
     if not compacted.lossy:
         return f"{coded} masters are stored as low bits, and restored bit for bit{rest}"
     return (
-        f"optimizer states were stored as {compacted.optim} at {compacted.at}: values differ from what was saved by up to "
+        f"optimizer states were stored as {compacted.optim} at {compacted.at}: values differ from the saved ones by up to "
         f"{compacted.error:.2g} of a tensor's norm; weights and masters are exact{rest}"
     )
 

@@ -200,8 +200,8 @@ def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at
     coded = {(one.candidate.group, one.candidate.name): one for one in found if not one.left}
     groups = sorted({group for group, _ in coded})
     if not coded:
-        why = "; ".join(dict.fromkeys(one.left for one in found if one.left)) or "it has no tensor that the rule is for"
-        raise StateMismatch(f"{what} cannot be stored in fewer bytes: {why}", hint="it stays as it is")
+        why = "; ".join(dict.fromkeys(one.left for one in found if one.left)) or "it has no tensor that the rule applies to"
+        raise StateMismatch(f"{what} cannot be compacted: {why}", hint="it stays as it is")
     gone = {tensor.file for group in groups for tensor in full.tensors[group].values()}
     other = {tensor.file for group, held in full.tensors.items() if group not in groups for tensor in held.values()}
     if both := sorted(gone & other):

@@ -233,7 +233,7 @@ def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
     commit = _read_commit(commit_bytes)
     if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
         raise CorruptManifest(
-            f"the digest of {naming.MANIFEST} is not the one in {naming.COMMIT}", hint=_REPAIR, file=naming.MANIFEST
+            f"the digest of {naming.MANIFEST} differs from the one in {naming.COMMIT}", hint=_REPAIR, file=naming.MANIFEST
         )
     return commit
 
@@ -320,9 +320,9 @@ def _check_thinned(thinned: Thinned, manifest: Manifest) -> None:
     for group in thinned.groups:
         naming.check_group(group)
         if group in manifest.tensors:
-            raise _broken(f"group {group!r} is listed, and was taken out")
+            raise _broken(f"group {group!r} is listed although it was removed")
     if not thinned.groups or thinned.bytes < manifest.bytes or not _SHA256.fullmatch(thinned.manifest_sha256):
-        raise _broken("it does not say what was taken out")
+        raise _broken("it does not say what was removed")
 
 
 def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:

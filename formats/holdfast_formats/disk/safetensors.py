@@ -21,7 +21,7 @@ HEADER_BYTES_MAX = 100_000_000  # the library's own limit
 DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; allowed, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-_REPAIR = "restore another step; this file is not what was written"
+_REPAIR = "restore another step; this file is damaged"
 
 
 class FileTensor(NamedTuple):
@@ -97,7 +97,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
     except (msgspec.ValidationError, UnicodeEncodeError, StateMismatch) as error:
         raise _broken(source, f"has an inconsistent header: {error}") from error
     if LENGTH_BYTES + length + end != file_bytes:
-        raise _broken(source, f"has {file_bytes} bytes where its header says {LENGTH_BYTES + length + end}")
+        raise _broken(source, f"has {file_bytes} bytes, but its header says {LENGTH_BYTES + length + end}")
     return Header(tuple(tensors), known, LENGTH_BYTES + length)
 
 

@@ -21,7 +21,7 @@ from holdfast_formats.errors import StateMismatch
 GONE = frozenset({"optim", "master", "extra"})  # all others stay: weights of any kind, and groups that we do not know
 USABLE_FOR = "inference, exports and starting another training from its weights, not for resuming this one"
 EXACT_USABLE_FOR = "everything, as it was saved"
-SMALL_USABLE_FOR = "everything, resuming too, from optimizer states that are close to those that were saved"
+SMALL_USABLE_FOR = "everything, including resuming, from approximate optimizer states"
 
 
 class ThinCheckpoint(NamedTuple):
@@ -57,19 +57,19 @@ def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoin
     gone = GONE & full.tensors.keys()
     kept = {group: tensors for group, tensors in full.tensors.items() if group not in gone}
     if full.thinned is not None or not gone:
-        raise StateMismatch(f"{what} has nothing that could be taken out", hint="it stays as it is")
+        raise StateMismatch(f"{what} has nothing to remove", hint="it stays as it is")
     if not any(kept.values()):
-        raise StateMismatch(f"{what} has no weights that would stay", hint="it stays as it is")
+        raise StateMismatch(f"{what} has no weights to keep", hint="it stays as it is")
     files = _files_of(full, gone)
     both = sorted({tensor.file for tensors in kept.values() for tensor in tensors.values()} & files)
     if both:
-        hint = "it stays as it is; pin it, so that it is not tried again"
-        raise StateMismatch(f"{both[0]} of {what} holds tensors that stay and tensors that go", hint=hint)
+        hint = "it stays as it is; pin it to stop further attempts"
+        raise StateMismatch(f"{both[0]} of {what} holds both tensors to keep and tensors to remove", hint=hint)
     stays = tuple(file for file in full.files if file.name not in files and file.name != naming.STATE)
     left = state_json.without_groups(state, gone)
     aliases = {group: names for group, names in full.aliases.items() if group not in gone}
     if full.compacted is not None and full.compacted.tensors.keys() - gone:
-        raise StateMismatch(f"{what} has coded tensors that would stay", hint="it stays as it is")
+        raise StateMismatch(f"{what} has coded tensors among those to keep", hint="it stays as it is")
     proof = msgspec.structs.replace(full, files=stays, tensors=kept, aliases=aliases, compacted=None)
     before, sha256 = full.bytes, hashlib.sha256(encoded).hexdigest()
     if full.compacted is not None:  # what it was when it was whole

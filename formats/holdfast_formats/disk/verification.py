@@ -126,7 +126,7 @@ def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"cannot read {name}: {error}", hint=_HINT, file=name) from error
     if weight_map != {tensor: entry.file for tensor, entry in manifest.tensors.get(group, {}).items()}:
-        raise CorruptManifest(f"{name} and the manifest disagree about which file holds which tensor", hint=_HINT, file=name)
+        raise CorruptManifest(f"{name} and the manifest disagree on which file holds which tensor", hint=_HINT, file=name)
 
 
 class _Index(msgspec.Struct):

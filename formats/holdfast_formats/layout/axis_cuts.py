@@ -79,7 +79,7 @@ class Cutter:
     def _cut(self, element: Element, index: int) -> Cut:
         rule, shape, mesh = element.rule, element.shape, self._layout.mesh
         if rule is None:
-            return _uncut(shape, "no rule matches these: replicated on every rank")
+            return _uncut(shape, "no rule matches: replicated on every rank")
         dimension = rule.dimension
         if dimension is None or dimension >= len(shape) or not rule.axis:
             return _uncut(shape)

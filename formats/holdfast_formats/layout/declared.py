@@ -52,7 +52,7 @@ def declare(
             where = "has no part of it" if tensor is None else f"should have {list(tensor.shape)}"
             raise StateMismatch(
                 f"tensor {name!r} of group {group!r} has the local shape {list(shape)}, rank {rank} of this layout {where}",
-                hint="check the layout, its rank order and sharding, and that config.json is this model's",
+                hint="check the layout, its rank order and sharding, and that config.json belongs to this model",
             )
         named = dict.fromkeys(part.tensor for part in tensor.parts)
         declared_tensors[name] = DeclaredTensor(tensor, {n: TensorSpec(group, n, *specs[n]) for n in named})
@@ -132,7 +132,7 @@ def _shape(element: str, rules: Rules, layout: Layout, local: Shape | None) -> S
     whole = rule is None or rule.dimension is None or layout.mesh.tp == layout.mesh.etp == 1
     if local is None or not whole or layout.stage:
         raise StateMismatch(
-            f"the global shape of tensor {element!r} is not known",
+            f"the global shape of tensor {element!r} is unknown",
             hint="pass the model's config.json, or rules that state its shape",
         )
     return local

@@ -122,7 +122,7 @@ def _ends(split: tuple[int, ...], stages: int, layers: int) -> list[int]:
     if sum(split) != layers:
         raise StateMismatch(
             f"the split {'/'.join(map(str, split))} covers {sum(split)} layers, but the model has {layers}",
-            hint="list the number of layers of every virtual stage, or leave the split out",
+            hint="list the number of layers of each virtual stage, or leave the split out",
         )
     return list(accumulate(split))
 
@@ -142,7 +142,7 @@ def _of_text(source: str) -> dict[str, str]:
     for part in source.split(",") if source else ():
         key, separator, value = (piece.strip() for piece in part.partition("="))
         if not separator or not key:
-            _refuse(f"the layout's part {_shown(part)} is not key=value")
+            _refuse(f"{_shown(part)} in the layout is not key=value")
         _add(parts, key, value)
     return parts
 

@@ -69,7 +69,7 @@ def check(mapped: MappedTensor, sources: Mapping[TensorKey, TensorSpec]) -> None
     name, shape = mapped.spec.name, mapped.spec.shape
     for move in mapped.moves:
         if move.source not in sources:
-            raise StateMismatch(f"tensor {name!r} is made of {move.source.name!r}, which is not there", tensor=name)
+            raise StateMismatch(f"tensor {name!r} is made of {move.source.name!r}, which is missing", tensor=name)
         check_box(_spanned(move.box, move.step), sources[move.source].shape, move.source.name)
         check_box(_spanned(move.target, move.target_step), shape, name)
         named = [axis for axis in move.axes if axis is not None]

@@ -88,7 +88,7 @@ class CommittedFiles:
     def _size(self, path: str) -> int:
         listed = self._pieces.get(path)
         if listed is None:
-            raise NoSuchResource(f"the checkpoint has no file {path!r}", hint="its manifest lists its files")
+            raise NoSuchResource(f"the checkpoint has no file {path!r}", hint="see its manifest for its files")
         return listed[-1].stop
 
     def _verified(self, piece: Piece) -> NDArray[np.uint8]:

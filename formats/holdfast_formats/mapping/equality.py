@@ -47,7 +47,7 @@ def check_copy(source: Files, tensor: ForeignTensor, copy: ForeignPiece, before:
             what = f"tensor {spec.name!r} of group {spec.group!r} is stored in {first} and in {copy.file}"
             raise StateMismatch(
                 f"{what}, with different values",
-                hint="the source is inconsistent: take another checkpoint, or remove the file that is wrong",
+                hint="the source is inconsistent: use another checkpoint, or remove the wrong file",
                 tensor=spec.name,
                 files=[first, copy.file],
             )

@@ -46,9 +46,8 @@ class StoredMember(NamedTuple):
         if self.crc in (0, crc):
             return
         raise CorruptExtent(
-            f"{path}: the bytes of its member {self.name!r} have the CRC-32 {crc:08x} and not {self.crc:08x}, which the "
-            "zip file states",
-            hint="copy the file again: it is not what its writer wrote",
+            f"{path}: the CRC-32 of its member {self.name!r} is {crc:08x}, but the zip file says {self.crc:08x}",
+            hint="copy the file again: it is damaged",
             file=path,
             member=self.name,
             offset=self.start,

@@ -70,7 +70,7 @@ def renamed(held: Any, became: Callable[[str], Sequence[str]]) -> Any:
         for name in params:
             if owners.setdefault(name, number) != number:
                 raise StateMismatch(
-                    f"{name!r} is made of parameters of two groups of the optimizer",
+                    f"{name!r} is made from parameters of two optimizer groups",
                     hint="leave the optimizer out, or the program",
                     tensor=name,
                 )

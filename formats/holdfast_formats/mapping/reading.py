@@ -203,5 +203,5 @@ def _row_major(steps: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def _whole(files: Files, file: str, start: int, buffer: NDArray[np.uint8]) -> None:
     if files.read_into(file, start, buffer) != buffer.nbytes:
         raise CorruptManifest(
-            f"{file} became shorter while it was read", hint="import it when no process writes it", file=file
+            f"{file} was truncated while being read", hint="import it again when no process is writing it", file=file
         )

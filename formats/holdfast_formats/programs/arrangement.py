@@ -95,7 +95,7 @@ def check_cuts(arranged: Arrangement, cuts: int, name: str) -> None:
     """`StateMismatch` for so many cuts of so many pieces that it would take minutes."""
     check_pieces(cuts, name)
     if cuts * len(arranged.moves) > LOOKS_MAX:
-        raise StateMismatch(f"{name!r} would be cut {cuts} times, out of {len(arranged.moves)} pieces", tensor=name)
+        raise StateMismatch(f"{name!r} would be split {cuts} times, from {len(arranged.moves)} pieces", tensor=name)
 
 
 def _moved(move: BoxMove, axis: int, by: int) -> BoxMove:

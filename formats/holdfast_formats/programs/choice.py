@@ -59,7 +59,7 @@ def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
     known = sorted({f"{p.source} and {p.target}" for p in programs if kind in p.model_types})
     raise InvalidRequest(
         f"no program makes {target} of {source} for the model type {kind!r}",
-        hint=f"for it there is {', '.join(known)}" if known else "write one: docs/programs.md",
+        hint=f"programs for it: {', '.join(known)}" if known else "write one: docs/programs.md",
     )
 
 

@@ -61,7 +61,7 @@ def _compiled(
     kept = {key: _as_it_is(specs[key]) for key in others}
     doubled = sorted(compiled_program.tensors.keys() & kept.keys())
     if doubled:
-        raise StateMismatch(f"{doubled[0].name!r} of group {doubled[0].group} is there already", tensor=doubled[0].name)
+        raise StateMismatch(f"{doubled[0].name!r} of group {doubled[0].group} already exists", tensor=doubled[0].name)
     result = compiled_program._replace(program=program.name, tensors={**compiled_program.tensors, **kept})
     if targets is not None:
         check_targets(result, targets)
@@ -129,7 +129,7 @@ def _finish(around: Environment, wanted: Mapping[str, TensorSpec] | None) -> Non
         names = ", ".join(map(repr, left[:SHOWN_MAX]))
         raise StateMismatch(
             f"{len(left)} tensors are in no statement: {names}{' …' if len(left) > SHOWN_MAX else ''}",
-            hint="name -> _ drops one, * -> * lets all others pass as they are",
+            hint="drop one with name -> _, or keep all others unchanged with * -> *",
             tensor=left[0],
         )
 
@@ -150,7 +150,7 @@ def check_targets(compiled_program: CompiledProgram, targets: Mapping[TensorKey,
         key for key in compiled_program.tensors if key not in targets and key.group in {one.group for one in targets}
     )
     if over:
-        raise StateMismatch(f"{_some(over)} would be made, which the target does not have", tensor=over[0].name)
+        raise StateMismatch(f"{_some(over)} would be made, but the target does not have them", tensor=over[0].name)
     for key, mapped in compiled_program.tensors.items():
         wanted = targets.get(key)
         if wanted is not None and wanted.shape != mapped.spec.shape:

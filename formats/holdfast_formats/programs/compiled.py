@@ -10,7 +10,7 @@ from holdfast_formats.mapping.box_moves import MappedTensor
 from holdfast_formats.mapping.listing import TensorKey
 from holdfast_formats.tensors import TensorSpec
 
-_OTHER_PROGRAM = "the program does not fit this checkpoint: choose another one"
+_OTHER_PROGRAM = "choose another program: this one does not fit the checkpoint"
 
 
 class DtypeChange(NamedTuple):
@@ -64,16 +64,15 @@ class CompiledProgram(NamedTuple):
             for other in others:
                 if not equal(first, other):
                     raise StateMismatch(
-                        f"program {self.program!r} takes {first.name!r} and {other.name!r} of group {first.group} "
-                        "for equal, and they differ",
+                        f"program {self.program!r} assumes that {first.name!r} and {other.name!r} of group "
+                        f"{first.group} are equal, but they differ",
                         hint=_OTHER_PROGRAM,
                         tensor=other.name,
                     )
         for key in self.zeros:
             if not zeros(key):
                 raise StateMismatch(
-                    f"program {self.program!r} takes {key.name!r} of group {key.group} for zeros, and it holds something "
-                    "else",
+                    f"program {self.program!r} assumes that {key.name!r} of group {key.group} is all zeros, but it is not",
                     hint=_OTHER_PROGRAM,
                     tensor=key.name,
                 )

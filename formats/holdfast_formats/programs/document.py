@@ -76,7 +76,7 @@ def read_program(text: bytes | str) -> Program:
         values = toml_text.decode(data)
         written = _convert(values)
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-        raise InvalidRequest(f"the program is not valid: {problem}", hint="docs/programs.md has an example") from None
+        raise InvalidRequest(f"the program is not valid: {problem}", hint="see docs/programs.md for an example") from None
     return _compiled(written)
 
 

@@ -129,8 +129,8 @@ class Environment:
         for name, one in arrangements:
             if name in self.held:
                 raise StateMismatch(
-                    f"{statement.where}: {name!r} is there already",
-                    hint="a name is made once; a tensor of the checkpoint goes before another takes its name",
+                    f"{statement.where}: {name!r} already exists",
+                    hint="each name is made once; use up the checkpoint's tensor before reusing its name",
                     tensor=name,
                 )
             self.held[name] = one

@@ -107,7 +107,7 @@ class FollowingTensors:
         if plane.end or not held:
             return
         if name not in self._around.added:
-            raise StateMismatch(f"{name!r} would be nothing but padding", hint="pad it after it is cut", tensor=name)
+            raise StateMismatch(f"{name!r} would be nothing but padding", hint="pad it after slicing", tensor=name)
         dtype = one.dtype if plane.group == "model" else next(iter(held.values())).dtype
         if dtype is None:
             raise StateMismatch(
@@ -207,9 +207,9 @@ class FollowingTensors:
 
 def _odd(plane: Plane, spec: TensorSpec, shape: Shape) -> StateMismatch:
     return StateMismatch(
-        f"{spec.name!r} of group {plane.group} has the shape {list(spec.shape)}, and its parameter {list(shape)}: it is not "
-        "element by element, so it cannot follow",
-        hint="import without the optimizer's state, or with names as they are",
+        f"{spec.name!r} of group {plane.group} has shape {list(spec.shape)}, but its parameter has {list(shape)}: it is "
+        "not element-wise, so it cannot follow",
+        hint="import without optimizer state, or with unchanged names",
         tensor=spec.name,
     )
 

@@ -68,7 +68,7 @@ def stored_names(
         some = ", ".join(map(repr, sorted(names.untouched)[:4]))
         raise InvalidRequest(
             f"no statement says what {some} {'are' if len(names.untouched) > 1 else 'is'} in the checkpoint",
-            hint="a statement makes it, * -> * lets all others pass as they are; or leave it out of the state",
+            hint="add a statement that makes it, keep all others unchanged with * -> *, or leave it out of the state",
             tensors=sorted(names.untouched),
         )
     return names.held

@@ -12,7 +12,7 @@ from holdfast_formats.programs.operations import dtype_named
 from holdfast_formats.programs.statements import Number, Operand, ProgramStatement
 
 _FUSED = frozenset({"fused_qkv", "fused_qkv_old", "fused_ffn"})
-_BY_HAND = "write the way back by hand, under [inverse]"
+_BY_HAND = "write the inverse by hand under [inverse]"
 
 
 def inverted(program: Program, *, trusting: bool = False) -> Program:
@@ -54,18 +54,18 @@ def _turned_round(program: Program, one: ProgramStatement, trusting: bool) -> Pr
         raise _none(program, one, "what is dropped is lost")
     if one.left[0].nothing:
         if "shape" not in one.lists or "dtype" not in one.texts:
-            raise _none(program, one, "shape= and dtype= are not said")
+            raise _none(program, one, "shape= and dtype= are missing")
         return one._replace(left=one.right, right=one.left, words=one.words | {"zeros"})
     if one.slices is not None:
-        raise _none(program, one, "what a slice leaves away is lost")
+        raise _none(program, one, "the elements outside a slice are lost")
     if one.permute is not None and (one.numbers or one.words - {"optional"} or len(one.left) + len(one.right) > 2):
-        raise _none(program, one, "permute= and another change in one statement", "make two statements of it")
+        raise _none(program, one, "permute= and another change in one statement", "split it into two statements")
     if "rotary" in one.texts and ("pad_to" in one.numbers or len(one.left) + len(one.right) > 2):
-        raise _none(program, one, "rotary= and another change in one statement", "make two statements of it")
+        raise _none(program, one, "rotary= and another change in one statement", "split it into two statements")
     back = one._replace(left=one.right, right=one.left, texts=_texts(program, one, trusting))
     if one.permute is not None:
         if any(operand.turned for operand in (*one.left, *one.right)):
-            raise _none(program, one, "permute= and ^T in one statement", "make two statements of it")
+            raise _none(program, one, "permute= and ^T in one statement", "split it into two statements")
         order = one.permute
         return back._replace(permute=tuple(order.index(d) for d in range(len(order))) if order else ())
     return _regrouped(program, one, back, trusting)
@@ -89,9 +89,9 @@ def _regrouped(program: Program, one: ProgramStatement, back: ProgramStatement, 
         return back._replace(texts={**back.texts, **equal})
     if len(one.left) > 1 or left - right:  # joined
         if "sizes" not in one.lists and "sizes" not in one.texts and not trusting:
-            raise _none(program, one, "how long each part is, is not said", "add sizes=equal, or sizes=[…]")
+            raise _none(program, one, "the length of each part is missing", "add sizes=equal, or sizes=[…]")
         if left - right and "count" not in one.numbers:
-            raise _none(program, one, "how many parts there are is not said", "add count=")
+            raise _none(program, one, "the number of parts is missing", "add count=")
         return back._replace(texts={name: text for name, text in back.texts.items() if name != "sizes"})
     return back
 
@@ -100,9 +100,9 @@ def _cut_again(program: Program, one: ProgramStatement, back: ProgramStatement) 
     size = one.numbers.get("size")
     axis = evaluate(one.numbers.get("axis", (0,)), {})
     if size is None or axis is None:
-        raise _none(program, one, "the size before it is padded is not said", "add size=")
+        raise _none(program, one, "the size before padding is missing", "add size=")
     if len(one.left) + len(one.right) > 2 or one.words - {"optional"}:
-        raise _none(program, one, "pad_to= and another change in one statement", "make two statements of it")
+        raise _none(program, one, "pad_to= and another change in one statement", "split it into two statements")
     bounds: list[tuple[Number | None, Number | None]] = [(None, None)] * axis
     rest = {name: value for name, value in one.numbers.items() if name not in ("pad_to", "size", "axis")}
     return back._replace(numbers=rest, slices=(*bounds, ((0,), size)))
@@ -124,7 +124,7 @@ def _texts(program: Program, one: ProgramStatement, trusting: bool) -> dict[str,
     if before is None:
         if trusting:
             return texts
-        raise _none(program, one, "the dtype before the cast is not said", "add src_dtype=")
+        raise _none(program, one, "the dtype before the cast is missing", "add src_dtype=")
     if not trusting and not lossless(dtype_named(before, one.where), dtype_named(after, one.where)):
         raise _none(program, one, f"a cast from {before} to {after} loses digits")
     return {**texts, "src_dtype": after, "dst_dtype": before}

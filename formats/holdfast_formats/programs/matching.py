@@ -45,7 +45,7 @@ def steps(statement: ProgramStatement, around: Surroundings) -> Iterator[Step]:
     if not choices and "optional" not in statement.words:
         raise StateMismatch(
             f"{statement.where}: no tensor has the name {_name(left[0])!r}",
-            hint="add the attribute optional, if a checkpoint may lack it",
+            hint="add the attribute `optional` if a checkpoint may lack it",
         )
     for choice in choices:
         inputs = tuple(
@@ -119,7 +119,7 @@ def _at(operand: Operand, candidate: _Found, choice: _Choice, statement: Program
         if name is None:
             raise StateMismatch(
                 f"{statement.where}: {candidate.pattern.name(dict(choice))!r} is missing",
-                hint="others that this statement joins are there",
+                hint="others joined by this statement exist",
                 tensor=candidate.pattern.name(dict(choice)),
             )
         return [name]
@@ -146,14 +146,14 @@ def _outputs(
     step = Step(statement, inputs, (), around.sizes, around.ranks)
     count = step.number("count")
     if count is not None and not opened and len(inputs) != count:
-        raise StateMismatch(f"{statement.where}: {len(inputs)} tensors are there, but count= says {count}")
+        raise StateMismatch(f"{statement.where}: {len(inputs)} tensors exist, but count= says {count}")
     if not opened:
         for operand in statement.right:
             yield operand.pattern.name(values) if operand.pattern is not None else operand.template
         return
     if len(opened) > 1 or len(statement.right) > 1:
         raise InvalidRequest(
-            f"{statement.where}: {' and '.join(sorted(opened))} on the right only, which may be one, of one name"
+            f"{statement.where}: {' and '.join(sorted(opened))} only on the right, where one is allowed, in one name"
         )
     if count is None and "unstack" in statement.words:
         shape, axis = around.shapes[inputs[0]], step.number("axis") or 0
@@ -185,7 +185,7 @@ def _by_regex(statement: ProgramStatement, around: Surroundings) -> Iterator[Ste
         yield Step(statement, (name,), outputs, around.sizes, around.ranks)
     if not matched and "optional" not in statement.words:
         raise StateMismatch(
-            f"{statement.where}: no tensor has such a name", hint="add the attribute optional, if that is intended"
+            f"{statement.where}: no tensor has such a name", hint="add the attribute `optional` if that is intended"
         )
 
 

@@ -72,7 +72,7 @@ def number(expression: Expression, sizes: Mapping[str, int], where: str) -> int:
         missing = sorted(names_in(expression) - set(sizes))
         raise InvalidRequest(
             f"{where}: the size {', '.join(map(repr, missing))} is unknown",
-            hint="config.json lacks what the program's [sizes] need: give the model's config.json",
+            hint="pass the model's config.json: the present one lacks values that the program's [sizes] need",
         )
     return value
 
@@ -161,7 +161,7 @@ def _check_sizes(step: Step, lengths: list[int]) -> None:
     if wanted is not None and list(wanted) != lengths:
         raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, but sizes= says {list(wanted)}")
     if "sizes" in step.statement.texts and len(set(lengths)) > 1:
-        raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, which are not equal")
+        raise StateMismatch(f"{step.outputs[0]!r} is made of unequal parts: {lengths}")
 
 
 def _split(step: Step, one: Arrangement) -> list[Arrangement]:
@@ -258,7 +258,7 @@ def _same(step: Step, arrangements: list[Arrangement]) -> list[Arrangement]:
         if one.shape != arrangements[0].shape:
             raise StateMismatch(f"{name!r} has the shape {list(one.shape)}, not {list(arrangements[0].shape)}", tensor=name)
         if one.sources != (name,) or len(one.moves) != 1 or one.moves[0].axes != tuple(range(len(one.shape))):
-            raise InvalidRequest(f"{step.where}: `same` is for tensors as they are stored; {name!r} was made of others")
+            raise InvalidRequest(f"{step.where}: `same` applies only to stored tensors, but {name!r} was made from others")
     names = tuple(step.inputs)
     return [arrangements[0]._replace(same=(*arrangements[0].same, names))]
 

@@ -124,7 +124,7 @@ def _choice(text: str, at: int) -> tuple[list[str], int] | None:
     if any(not word or (set(word) - {"."}) & _SPECIAL for word in words) or any(
         a.startswith(b) for i, a in enumerate(words) for j, b in enumerate(words) if i != j
     ):
-        raise _refused(text, at, "alternatives are plain texts, of which none begins with another")
+        raise _refused(text, at, "alternatives must be plain texts, and none may begin with another")
     return words, end + 1
 
 
@@ -168,7 +168,7 @@ def _bracket(text: str, at: int) -> tuple[frozenset[str], int]:
     body = text[at + 1 : end]
     other, body = body.startswith("^"), body.removeprefix("^")
     if not body or set(body) & set("[&~|") or not body.isascii():
-        raise _refused(text, at, "in brackets are characters, ranges, \\d, \\w and \\.")
+        raise _refused(text, at, "brackets may hold characters, ranges, \\d, \\w and \\.")
     characters: set[str] = set()
     i = 0
     while i < len(body):

@@ -71,7 +71,7 @@ def refuse_forms(layout: Layout) -> None:
     forms = [f"{kind}={form}" for kind, form in layout.forms._asdict().items() if form]
     if forms:
         raise InvalidRequest(
-            f"{forms[0]} cannot be combined with a program, which itself defines what is fused",
+            f"{forms[0]} cannot be combined with a program, which itself defines fusion",
             hint="leave qkv, gate_up and experts out of the layout",
         )
 
@@ -133,7 +133,7 @@ class RemadeTensors:
             parts += len(local_tensor.parts)
             if parts > PARTS_MAX:
                 raise LimitExceeded(
-                    f"program {self._program!r} makes a rank's tensors of more than {PARTS_MAX} parts",
+                    f"program {self._program!r} makes a rank's tensors from more than {PARTS_MAX} parts",
                     hint="export the checkpoint through the program first",
                 )
             by_kind[bool(local_tensor.parts) and all(part.tensor in of_experts for part in local_tensor.parts)].append(
@@ -150,8 +150,8 @@ class RemadeTensors:
                 raise StateMismatch(f"tensor {name!r} is made of another group's {move.source.name!r}", tensor=name)
             if spec.dtype != dtype:
                 raise StateMismatch(
-                    f"program {self._program!r} casts {name!r} from {spec.dtype} to {dtype}, and a shard is not cast",
-                    hint="take the cast out of the program, or export the checkpoint through it first",
+                    f"program {self._program!r} casts {name!r} from {spec.dtype} to {dtype}, which shards do not support",
+                    hint="remove the cast from the program, or export the checkpoint through it first",
                     tensor=name,
                 )
             if dtypes.bits(dtype) % 8 and (move.stepped or move.axes != tuple(range(len(spec.shape)))):
@@ -184,7 +184,7 @@ class RemadeTensors:
             return LocalTensor(spec.name, spec.dtype, spec.shape, _as_they_are(spec.shape, shares))
         if mapped.padded:
             raise StateMismatch(
-                f"program {self._program!r} pads {spec.name!r}, which is divided: no rank would own the padding",
+                f"program {self._program!r} pads {spec.name!r}, which is sharded: no rank would own the padding",
                 hint="let the layout pad the vocabulary, with vocab=",
                 tensor=spec.name,
             )
@@ -211,8 +211,8 @@ class RemadeTensors:
         counts = tuple(side.held for side in sides)
         if shares and prod(counts) != sum(share.target.volume for share in shares):
             raise StateMismatch(
-                f"program {self._program!r}: what a rank of this layout holds of {spec.name!r} is not a box of it",
-                hint="choose a layout that divides what it is made of evenly",
+                f"program {self._program!r}: a rank's part of {spec.name!r} in this layout is not a contiguous box",
+                hint="choose a layout that divides its source tensors evenly",
                 tensor=spec.name,
             )
         shape = counts if shape is None else shape
@@ -237,8 +237,8 @@ class RemadeTensors:
         step = int(where[1] - where[0])
         if (np.diff(where) != step).any():
             raise StateMismatch(
-                f"program {self._program!r}: what a rank of this layout holds of {name!r} is not evenly spaced",
-                hint="choose a layout that divides what it is made of evenly",
+                f"program {self._program!r}: a rank's part of {name!r} in this layout is not evenly spaced",
+                hint="choose a layout that divides its source tensors evenly",
                 tensor=name,
             )
         return int(where[0]), step

@@ -37,7 +37,7 @@ from holdfast_formats.tensors import TensorSpec
 
 _Made = TypeVar("_Made")
 
-_REFUSED = "what is held through it cannot be saved through it"
+_REFUSED = "a state restored through it cannot be saved through it"
 
 
 class WantedTensors(NamedTuple):
@@ -129,8 +129,8 @@ class SavedProgram:
             if volume > prod(self.stored[source]):
                 names = list(dict.fromkeys(by[source]))
                 raise InvalidRequest(
-                    f"program {self.program.name!r} makes {' and '.join(map(repr, names))} of the same elements of "
-                    f"{source!r}: they may differ later, so it is not known which to save",
+                    f"program {self.program.name!r} makes {' and '.join(map(repr, names))} from the same elements "
+                    f"of {source!r}: if they diverge, it is ambiguous which to save",
                     hint="tie them in the module, or leave one out of the state",
                     tensors=names,
                 )
@@ -145,8 +145,8 @@ class SavedProgram:
         left = [name for name in missing if name not in self._around.held] if self._around is not None else []
         if left:
             raise StateMismatch(
-                f"{left[0]!r} is not made of what the way back makes of it",
-                hint="write the way back by hand, under [inverse], or leave the tensor out of the state",
+                f"{left[0]!r} does not match what the inverse program produces",
+                hint="write the inverse by hand under [inverse], or leave the tensor out of the state",
                 tensor=left[0],
             )
 
@@ -164,7 +164,7 @@ class SavedProgram:
             if left > 0:
                 why = around.dropped.get(name) or around.sliced.get(name) or "no statement uses them"
                 raise InvalidRequest(
-                    f"{left} elements of the checkpoint's {name!r} are left out ({why}), so {_REFUSED}",
+                    f"{left} elements of the checkpoint's {name!r} would be lost ({why}), so {_REFUSED}",
                     hint="save with another Checkpointer, in its own run, without program=",
                     tensor=name,
                 )
@@ -197,7 +197,7 @@ class SavedProgram:
                 unknown[name] = one
             else:
                 raise StateMismatch(
-                    f"the global shape of tensor {name!r} is not known",
+                    f"the global shape of tensor {name!r} is unknown",
                     hint="pass the model's config.json, or rules that state its shape",
                     tensor=name,
                 )
@@ -215,7 +215,7 @@ class SavedProgram:
         shapes = shapes_back(back, live, sizes)
         lacking = sorted(name for name in wanted if name not in shapes)
         if lacking:
-            raise StateMismatch(f"the global shape of tensor {lacking[0]!r} is not known", tensor=lacking[0])
+            raise StateMismatch(f"the global shape of tensor {lacking[0]!r} is unknown", tensor=lacking[0])
         return {name: shapes[name] for name in wanted}
 
     def wholes(self, wanted: WantedTensors, shapes: Mapping[str, Shape]) -> dict[str, WholeTensor]:
@@ -232,9 +232,9 @@ class SavedProgram:
             mapped = compiled.tensors[TensorKey(wanted.group, name)]
             if mapped.spec.shape != shape or sum(move.target.volume for move in mapped.moves) < prod(shape):
                 raise StateMismatch(
-                    f"{name!r} has the shape {list(shape)}, and would be {list(mapped.spec.shape)}"
+                    f"{name!r} has shape {list(shape)}, but would have {list(mapped.spec.shape)}"
                     + (", with padding" if mapped.padded else ""),
-                    hint="check that config.json is this model's; padded tensors must be plain tensors",
+                    hint="check that config.json belongs to this model; padded tensors must be plain tensors",
                     tensor=name,
                 )
             moves = tuple(

@@ -120,7 +120,7 @@ class _Reader:
 
     def statement(self) -> ProgramStatement:
         left = self._operands(right=False)
-        self._expect("arrow", "-> and what the tensors become")
+        self._expect("arrow", "-> followed by the resulting tensors")
         right = self._operands(right=True)
         words: set[str] = set()
         program_statement = ProgramStatement(
@@ -230,12 +230,12 @@ class _Reader:
         if token.kind not in ("text", "name"):
             raise self._error(token.column, f"{name} cannot be {token.text!r}")
         if name in program_statement.texts:
-            raise self._error(token.column, f"{name} is there twice")
+            raise self._error(token.column, f"{name} appears twice")
         return program_statement._replace(texts={**program_statement.texts, name: token.text.strip("\"'")})
 
     def _once(self, held: Iterable[str], token: _Token) -> None:
         if token.text in held:
-            raise self._error(token.column, f"{token.text} is there twice")
+            raise self._error(token.column, f"{token.text} appears twice")
 
     def _items(self, token: _Token) -> list[str]:
         text = token.text.strip("\"'").strip()
@@ -271,7 +271,7 @@ class _Reader:
         left, right = program_statement.left, program_statement.right
         if any(operand.rest for operand in (*left, *right)):
             if len(left) != 1 or len(right) != 1 or not left[0].rest or not right[0].rest:
-                raise self._error(0, "* alone means all other names, and is only allowed in * -> *")
+                raise self._error(0, "a lone * means all other names and is allowed only in * -> *")
         elif any(operand.nothing for operand in left) and (len(left) > 1 or len(right) > 1 or right[0].nothing):
             raise self._error(0, "a new tensor is written _ -> name")
         elif any(operand.nothing for operand in right) and len(right) > 1:
@@ -290,9 +290,9 @@ class _Reader:
             names = [operand.pattern.text for operand in side if operand.pattern is not None]
             twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
             if twice is not None:
-                raise self._error(0, f"{twice!r} is there twice")
+                raise self._error(0, f"{twice!r} appears twice")
         if len(left) > 1 and len(right) > 1:
-            raise self._error(0, "many tensors become one, or one becomes many, but not many become many")
+            raise self._error(0, "a statement can join many tensors or split one, but cannot map many to many")
         self._check_attributes(program_statement, words)
 
     def _check_attributes(self, program_statement: ProgramStatement, words: set[str]) -> None:
@@ -347,4 +347,4 @@ class _Reader:
 
     def _error(self, column: int, what: str, hint: str = "") -> InvalidRequest:
         line = f"line {self._line}, column {column + 1}: {what}"
-        return InvalidRequest(line, hint=hint or "docs/programs.md has every form", line=self._line, column=column + 1)
+        return InvalidRequest(line, hint=hint or "see docs/programs.md for every form", line=self._line, column=column + 1)

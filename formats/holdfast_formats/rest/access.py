@@ -17,19 +17,19 @@ Via = Literal["http", "client", "dashboard", "offline"]
 # of refused requests alone, the second also of changes that this version has no name for.
 AUDITED: dict[str, str] = {
     "policy-set": "the retention policy of a run was set",
-    "run-changed": "owner, notes, archive or an acknowledgement of a run were changed",
+    "run-changed": "owner, notes, archiving or an acknowledgement of a run changed",
     "run-deleted": "a run was moved to the trash",
     "run-undeleted": "a run was brought back from the trash",
-    "run-renamed": "a run got another name; `run` is the old one",
+    "run-renamed": "a run was renamed; `run` is the old name",
     "run-purged": "a deleted run was removed for good",
     "alert-acknowledged": "an alert was acknowledged or snoozed; `target` is its code, or the node or replica",
-    "alert-taken-back": "the acknowledgement of an alert was taken back",
-    "replica-retried": "what could not be copied to a replica was tried again; `target` is its name",
+    "alert-taken-back": "the acknowledgement of an alert was withdrawn",
+    "replica-retried": "failed copies to a replica were retried; `target` is its name",
     "notification-tested": "a test message was sent; `target` is the target's name",
     "pin-set": "a checkpoint was pinned",
     "pin-removed": "a checkpoint was unpinned",
     "label-set": "a checkpoint got a label",
-    "label-removed": "a label was taken off a checkpoint",
+    "label-removed": "a label was removed from a checkpoint",
     "checkpoint-removed": "a checkpoint was removed",
     "job-submitted": "a job was submitted; `target` is its kind",
     "job-cancelled": "a job was cancelled; `target` is its ID",
@@ -41,17 +41,17 @@ AUDITED: dict[str, str] = {
     "node-forgotten": "a node that is gone was removed from the list; `target` is its name",
     "secret-rotated": "the nodes of the catalog got a new shared secret",
     "rank-registered": "a rank that shares no memory with the daemon registered itself, to save or restore",
-    "link-made": "a one-time link was made that signs a browser in",
+    "link-made": "a one-time sign-in link for a browser was created",
     "signed-in": "a browser signed in, with a token or by a one-time link",
     "signed-out": "a browser signed out",
     "catalog-rebuilt": "the catalog was rebuilt from the directories, with no daemon",
-    "catalog-adopted": "the catalog was given to a root, with no daemon",
+    "catalog-adopted": "the catalog was assigned to a root, with no daemon",
     "checkpoint-repaired": "a checkpoint was repaired, with no daemon",
     "checkpoint-imported": "a checkpoint was imported, by a command of the daemon's user",
-    "checkpoint-merged": "a checkpoint was made of others, by a command of the daemon's user",
+    "checkpoint-merged": "a checkpoint was merged from others, by a command of the daemon's user",
     "checkpoint-exported": "a checkpoint was exported, by a command of the daemon's user",
-    "read": "something was asked for and refused",
-    "other": "a request that has no name here; `method` and `path` say what it was",
+    "read": "a request was refused",
+    "other": "any other request; see `method` and `path`",
 }
 
 
@@ -62,19 +62,19 @@ class AuditEntry(Body):
     at: str = Field(description="RFC 3339, UTC")
     who: str = Field(description="name of the token, of the person, or of the user of the machine; empty if unknown")
     by: By = Field(description="how `who` was authenticated")
-    address: str = Field(description="the peer's address; of what a page did, the browser's or its proxy's")
+    address: str = Field(description="the peer's address; for acts of a page, that of the browser or its proxy")
     via: Via = Field(description="`client`: the `holdfast` command or Api; `http`: any other program")
     kind: str = Field(description="one of the kinds that docs/api.md lists")
     run: str | None = None
     step: int | None = None
-    target: str | None = Field(default=None, description="what else it was about, such as the name of a token")
+    target: str | None = Field(default=None, description="what else it concerned, such as the name of a token")
     method: str
     path: str = Field(description="without the query")
     status: int = Field(description="of the answer; 0 if the connection ended before")
     code: str | None = Field(default=None, description="of the problem, if it was one")
-    request: str = Field(description="`X-Request-Id` of the answer; what a page asked for has the page's")
+    request: str = Field(description="`X-Request-Id` of the response; requests of a page share the page's")
     node: str
-    untold: int = Field(default=0, description="attempts like this one that were counted since the last entry, not recorded")
+    untold: int = Field(default=0, description="similar attempts since the last entry that were only counted")
 
 
 def matches(pattern: str, run: str) -> bool:
@@ -98,7 +98,7 @@ class Whoami(Body):
     by: By
     scope: Scope
     runs: str = Field(description="a run's name, a prefix ending in *, or * for all; several are separated by commas")
-    grants: list[Grant] = Field(default_factory=list, description="of a person: what each of their groups gives")
+    grants: list[Grant] = Field(default_factory=list, description="for a person: what each of their groups grants")
     expires: str | None = Field(default=None, description="when the token expires")
     address: str = Field(description="where the request came from, as the service sees it")
 

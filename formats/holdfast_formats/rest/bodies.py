@@ -34,7 +34,7 @@ class Run(Body):
     bytes: int
     state: Life | None = Field(default=None, description="of its ranks: running, finished or died; null if unknown")
     life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
-    life_since: str | None = Field(default=None, description="since when, if that is known")
+    life_since: str | None = Field(default=None, description="since when, if known")
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(default=None, description="the contact of the run")
 
@@ -69,7 +69,7 @@ class ThinnedFrom(Body):
     """What a checkpoint has lost since its commit. Its weights are as they were saved."""
 
     at: str = Field(description="RFC 3339, UTC")
-    groups: list[str] = Field(description="the groups that were taken out")
+    groups: list[str] = Field(description="the removed groups")
     bytes: int = Field(description="its size before")
 
 
@@ -83,8 +83,8 @@ class CompactedFrom(Body):
         description="the greatest error of a tensor: the norm of the difference, divided by the norm of the original values;"
         " 0 if nothing is lost"
     )
-    coded: int = Field(description="how many tensors are stored in fewer bytes")
-    exact: int = Field(description="how many tensors that the rule is for were left as they were saved")
+    coded: int = Field(description="number of compacted tensors")
+    exact: int = Field(description="number of eligible tensors left as saved")
 
 
 class CheckpointInfo(Body):
@@ -102,7 +102,7 @@ class CheckpointInfo(Body):
     checked: str | None = Field(default=None, description="time of the last check, whatever its result")
     check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tested")
     checking: Checking | None = Field(
-        default=None, description="how far several nodes are with reading it back together, while they do"
+        default=None, description="progress of several nodes verifying it together, while they do"
     )
     damage: dict[str, Any] | None = Field(default=None, description="the problem found by the last check, None if sound")
     nonfinite: int | None = Field(default=None, description="number of NaN and infinite elements; None if not counted")
@@ -123,15 +123,14 @@ class CheckpointInfo(Body):
         "one; null while it is whole",
     )
     thin_bytes: int | None = Field(
-        default=None, description="about how many bytes would stay of it if it were thinned; null if it cannot be, or is"
+        default=None, description="estimated bytes after thinning; null if it cannot be thinned or already is"
     )
     compacted: CompactedFrom | None = Field(
-        default=None, description="its optimizer states and masters were stored in fewer bytes; null while they were not"
+        default=None, description="compacted: its optimizer states and masters take fewer bytes; null if not"
     )
     small_bytes: dict[str, int] | None = Field(
         default=None,
-        description="about how many bytes it would have if optimizer states were stored by each rule, of those that would "
-        "save anything; null if that is not known",
+        description="estimated bytes under each compaction rule that would save space; null if unknown",
     )
     abandoned: bool = Field(
         default=False, description="training continued from an older step and left this checkpoint behind"
@@ -215,12 +214,12 @@ class Tensor(Body):
     dtype: str
     shape: list[int]
     bytes: int
-    file: str = Field(description="empty if the tensor is stored in fewer bytes: see `stored`")
+    file: str = Field(description="empty if the tensor is compacted: see `stored`")
     start: int = Field(description="first byte in the file")
     extents: int
     placement: str
     alias_of: str | None = None
-    stored: StoredAs | None = Field(default=None, description="null if the tensor is stored as it was saved")
+    stored: StoredAs | None = Field(default=None, description="null if the tensor is stored unchanged")
 
 
 class File(Body):
@@ -290,7 +289,7 @@ class ShardPlan(Body):
     group: str
     layout: str = Field(description="canonical text of the layout")
     rank: int
-    program: str | None = Field(None, description="the mapping program that makes the shard's tensors of the stored ones")
+    program: str | None = Field(None, description="the mapping program that makes the shard's tensors from the stored ones")
     etag: str = Field(description="ETag of the shard's file")
     tensors: int
     bytes: int = Field(description="length of the shard's file, including its header of `header_bytes`")
@@ -341,9 +340,9 @@ class KeptAverage(Body):
     of: str = Field(description="the group that is averaged")
     decay: float
     every: int = Field(description="steps from update to update")
-    n: int = Field(description="updates in it, those of earlier launches included")
+    n: int = Field(description="number of updates in it, including those of earlier launches")
     step: int = Field(description="the step of the last one")
-    left_out: int = Field(description="updates that were dropped, skipped by their loss, or lost")
+    left_out: int = Field(description="updates that were dropped, skipped because of their loss value, or lost")
 
 
 class Node(Body):
@@ -356,22 +355,21 @@ class Node(Body):
     arena_bytes: int = Field(description="shared memory reserved for staging; for tokens of some runs, by these runs")
     ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
     memory: list[InMemory] = Field(
-        default_factory=list, description="the in-memory checkpoints of which it holds slots, for the runs that may be seen"
+        default_factory=list, description="the in-memory checkpoints it holds slots of, for the visible runs"
     )
     averages: list[KeptAverage] = Field(
-        default_factory=list, description="the moving averages that it keeps, for the runs that may be seen"
+        default_factory=list, description="the moving averages it keeps, for the visible runs"
     )
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
     sealed: int = Field(
         default=0,
-        description="saves of which all ranks of this node have sealed, and that have not ended; only shown to tokens for "
-        "all runs",
+        description="saves sealed by all ranks of this node and not yet ended; only shown to tokens for all runs",
     )
-    keeper: str | None = Field(default=None, description="what keeps the memory of staged saves if the daemon is killed")
-    live: bool = Field(default=True, description="whether the node has given a sign of life lately")
+    keeper: str | None = Field(default=None, description="what holds the memory of staged saves if the daemon is killed")
+    live: bool = Field(default=True, description="whether the node's heartbeat is recent")
     state: NodeState = Field(
         default="live",
-        description="`stopped`: it has said goodbye; `lost`: it has not; `returned`: live again after it was lost lately",
+        description="`stopped`: it signed off; `lost`: it did not; `returned`: live again after being lost recently",
     )
     since: str | None = Field(default=None, description="RFC 3339: when it joined the cluster, by the catalog's clock")
     heard_s: float | None = Field(
@@ -384,7 +382,7 @@ class Node(Body):
     )
     runs: dict[str, int] = Field(default_factory=dict, description="how many ranks are connected to it, by run")
     lease_s: float | None = Field(
-        default=None, description="seconds for which the node counts as live unless it renews that; negative when it is gone"
+        default=None, description="seconds until the node's lease ends unless renewed; negative once it is gone"
     )
     replicas: dict[str, str | None] = Field(
         default_factory=dict,
@@ -398,10 +396,10 @@ class Node(Body):
     )
     catalog: str | None = Field(
         default=None,
-        description="why and since when the catalog does not answer, and how many records wait; None while it answers",
+        description="why and since when the catalog does not respond, and how many records wait; None while it responds",
     )
     catalog_waiting: int = Field(
-        default=0, description="records of saves and events that wait for the catalog; only shown to tokens for all runs"
+        default=0, description="records of saves and events waiting for the catalog; only shown to tokens for all runs"
     )
 
 
@@ -421,7 +419,7 @@ class RankHello(messages.HelloFields):
 
 class RankWelcome(messages.WelcomeFields):
     root_id: str
-    silence_max_s: float = Field(description="a rank that is silent for this long counts as dead")
+    silence_max_s: float = Field(description="a rank silent for this long counts as dead")
     chunk_bytes_max: int = Field(description="maximum size of one chunk, before compression")
 
 

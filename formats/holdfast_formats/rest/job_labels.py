@@ -11,7 +11,7 @@ ITEMS_MAX = 20  # of a list
 _NAMES = {
     "as": "Format",
     "as_is": "Names left as they are",
-    "assemble_flat": "Flat directories put together",
+    "assemble_flat": "Flat slices joined",
     "bytes": "Size",
     "code": "Code",
     "dry_run": "Dry run",

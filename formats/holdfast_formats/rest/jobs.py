@@ -62,7 +62,7 @@ class Arguments(Body):
 
 
 class VerifyArguments(Arguments):
-    repair: bool = Field(default=False, description="replace damaged bytes by verified ones")
+    repair: bool = Field(default=False, description="replace damaged bytes with verified ones")
 
 
 class CompareArguments(Arguments):
@@ -72,11 +72,13 @@ class CompareArguments(Arguments):
 class ReadOptions(Arguments):
     """What a user may ask of an import or a conversion."""
 
-    as_is: bool = Field(default=False, description="keep names and layouts as they are")
-    assemble_flat: bool = Field(default=False, description="put flat directories of Paddle together that lack metadata")
-    int16: Int16 | None = Field(default=None, description="what 16-bit integers are: integers, or bfloat16 for its bits")
+    as_is: bool = Field(default=False, description="keep names and layouts unchanged")
+    assemble_flat: bool = Field(
+        default=False, description="join Paddle's flat slices that lack metadata, in the order of the files"
+    )
+    int16: Int16 | None = Field(default=None, description="how to read 16-bit integers: integers, or bfloat16")
     shards: int | None = Field(
-        default=None, ge=1, description="how many ranks wrote shards that the source does not count itself"
+        default=None, ge=1, description="number of ranks that wrote shards, if the source does not record it"
     )
 
     @property
@@ -87,7 +89,7 @@ class ReadOptions(Arguments):
 
 class ImportArguments(ReadOptions):
     source: Text = Field(alias="from", description="a path below the export root")
-    kind: Text | None = Field(default=None, description="the kind of the source, if more than one fits")
+    kind: Text | None = Field(default=None, description="the kind of the source, if several fit")
     program: Text | None = Field(default=None, description="a mapping program: its name, or its text")
     dry_run: bool = Field(default=False, description="only report what would be made")
 
@@ -108,7 +110,7 @@ class ExportTerms(Arguments):
     form: Text | None = Field(default=None, alias="as", description="the program: hf, peft, dcp, paddle-uc, paddle-flex")
     weights: Text | None = Field(default=None, description="model, ema or master; model if not given")
     dtype: Text | None = Field(default=None, description="convert the weights, to bf16 for example")
-    layout: Text | None = Field(default=None, description="of dcp, the keys: fsdp, torchtitan or plain")
+    layout: Text | None = Field(default=None, description="key names for dcp: fsdp, torchtitan or plain")
     program: Text | None = Field(default=None, description="a mapping program: its name, or its text")
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 NEARLY_FULL = 0.9  # of a quota
 LATE_S = 20.0  # a node renews its membership every 10 s
 DUTIES = {
-    "upkeep": "sweeps the root, ends the saves of nodes that are gone, and has retention applied",
-    "notifications": "sends alerts to people",
+    "upkeep": "sweeps the root, ends saves of lost nodes and applies retention",
+    "notifications": "sends alerts",
 }
 
 
@@ -134,7 +134,7 @@ def _memory(node: bodies.Node) -> list[CellPart]:
 def behind(node: bodies.Node) -> CellPart:
     """How far a live node is behind: its heartbeat, its saves, and its queued catalog writes."""
     late = node.heard_s if node.heard_s is not None and node.heard_s > LATE_S else None
-    lag = [] if late is None else [f"not heard of for {late:.0f} s"]
+    lag = [] if late is None else [f"not heard from for {late:.0f} s"]
     lag += [f"{count(node.sealed, 'save')} sealed, not committed yet"] if node.sealed else []
     waiting = f"{count(node.catalog_waiting, 'record waits', 'records wait')} for the catalog"
     lag += [node.catalog] if node.catalog else [waiting] if node.catalog_waiting else []

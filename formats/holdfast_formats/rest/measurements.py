@@ -12,7 +12,7 @@ from holdfast_formats.body import Body
 class SaveTimes(Body):
     """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or were not measured."""
 
-    stall_s: float | None = Field(default=None, description="longest time for which it stalled a rank's training")
+    stall_s: float | None = Field(default=None, description="longest stall of a rank's training")
     stage_s: float | None = Field(default=None, description="from the first slot lease to the last seal")
     queue_s: float | None = Field(default=None, description="from the last seal to the first byte written")
     write_s: float | None = Field(default=None, description="writing and digesting, including fsync of the files")
@@ -95,14 +95,14 @@ class Acknowledgement(Body):
 
     by: str | None = Field(description="name of the token; null if the run's file does not have it, like the time")
     at: str | None = Field(description="RFC 3339, UTC")
-    until: str | None = Field(default=None, description="when it expires; null: when the alert has ended")
+    until: str | None = Field(default=None, description="when it expires; null: when the alert ends")
 
 
 class AcknowledgeRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     for_s: float | None = Field(
-        default=None, gt=0, le=30 * 86_400, description="seconds for which to snooze it; null: until the alert has ended"
+        default=None, gt=0, le=30 * 86_400, description="seconds to snooze it for; null: until the alert ends"
     )
 
 
@@ -114,12 +114,12 @@ class Attention(Body):
     text: str
     hint: str
     step: int | None = None
-    since: str | None = Field(default=None, description="when it began, RFC 3339, where that is known")
-    remedy: Remedy = Field(default="look", description="what mends it")
-    subject: str | None = Field(default=None, description="name of the replica or of the node that it is about")
-    healthy: int | None = Field(default=None, description="the newest healthy step, where another one is not")
+    since: str | None = Field(default=None, description="when it began, RFC 3339, if known")
+    remedy: Remedy = Field(default="look", description="the remedy")
+    subject: str | None = Field(default=None, description="name of the replica or node concerned")
+    healthy: int | None = Field(default=None, description="the newest healthy step, if a newer one is unhealthy")
     acknowledged: Acknowledgement | None = Field(
-        default=None, description="the person that has acknowledged it, and for how long"
+        default=None, description="the person who acknowledged it, and for how long"
     )
 
 
@@ -143,7 +143,7 @@ class GoodCheckpoint(Body):
     step: int
     created: str
     verified: bool
-    copies: list[str] = Field(description="the tiers in which a verified copy of it is")
+    copies: list[str] = Field(description="the tiers with a verified copy of it")
 
 
 class FirstNonFinite(Body):
@@ -174,9 +174,9 @@ class TierCopies(Body):
     """A run's copies in another tier."""
 
     tier: str
-    newest: int | None = Field(description="the newest step of which a verified copy is there")
+    newest: int | None = Field(description="the newest step with a verified copy there")
     damaged: int
-    failing: int = Field(default=0, description="checkpoints that could not be copied so far")
+    failing: int = Field(default=0, description="checkpoints that could not be copied yet")
 
 
 class Trend(Body):
@@ -184,9 +184,9 @@ class Trend(Body):
 
     steps: list[int] = Field(default_factory=list)
     states: list[str] = Field(default_factory=list, description="states of the saves, as those of rounds")
-    stall_s: list[float | None] = Field(default_factory=list, description="for how long it stalled training")
+    stall_s: list[float | None] = Field(default_factory=list, description="how long it stalled training")
     goodput: list[float | None] = Field(
-        default_factory=list, description="fraction of the time since the save before for which training did not stall"
+        default_factory=list, description="fraction of the time since the previous save in which training did not stall"
     )
 
 
@@ -227,9 +227,9 @@ class RunSummary(Body):
     recommended_interval_s: float | None = Field(description="Young/Daly: sqrt(2 × cost of a save × time between failures)")
     failures_mean_s: float | None = Field(description="mean time between attempts, which the recommendation uses")
     last_verified: str | None = Field(default=None, description="time of the commit of the newest verified checkpoint")
-    good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint of which nothing bad is known")
+    good: GoodCheckpoint | None = Field(default=None, description="the newest checkpoint without a known problem")
     nonfinite: FirstNonFinite | None = Field(
-        default=None, description="where NaN or infinite values began, while the newest checkpoints have them"
+        default=None, description="where NaN or infinite values began, if the newest checkpoints have them"
     )
     copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
     trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
@@ -247,13 +247,15 @@ class Overview(Body):
     errors: int = Field(description="alerts that are not acknowledged")
     warnings: int
     acknowledged: int
-    newest_died: str | None = Field(default=None, description="the run that died last, of those whose `life` is died")
-    newest_died_since: str | None = None
-    exposed_s: float | None = Field(default=None, description="most training time that a crash now would lose, of one run")
-    exposed_run: str | None = None
-    cost: float | None = Field(
-        default=None, description="mean fraction of time for which saves stall the runs that are training"
+    newest_died: str | None = Field(
+        default=None, description="the run that died most recently, of those whose `life` is died"
     )
+    newest_died_since: str | None = None
+    exposed_s: float | None = Field(
+        default=None, description="the largest training time that a crash now would cost one run"
+    )
+    exposed_run: str | None = None
+    cost: float | None = Field(default=None, description="mean fraction of time that saves stall the runs in training")
     checkpoints: int
     bytes: int
     free_bytes: int | None

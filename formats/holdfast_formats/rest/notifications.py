@@ -16,17 +16,17 @@ AlertLevel = Literal["warning", "error"]
 class NoticedAlert(Body):
     """Something that needs attention, as a message tells it. Codes, texts and hints are those of a run's summary."""
 
-    id: str = Field(description="the same in every message about this alert, repeats and recovery included")
+    id: str = Field(description="the same in every message about this alert, including repeats and recovery")
     status: Literal["firing", "recovered"]
     level: AlertLevel
     code: str
     text: str
     hint: str
-    run: str | None = Field(default=None, description="null for what is about no run, as a node that is lost")
+    run: str | None = Field(default=None, description="null if it concerns no run, such as a lost node")
     step: int | None = None
     since: str = Field(description="when it was first seen, RFC 3339, UTC")
-    told: int = Field(default=0, description="how often this target was sent it before")
-    url: str | None = Field(default=None, description="the page of the run, if the file of targets gives an address")
+    told: int = Field(default=0, description="how often it was sent to this target before")
+    url: str | None = Field(default=None, description="the run's page, if the targets file gives an address")
 
 
 class Notice(Body):
@@ -53,13 +53,13 @@ class NotificationTarget(Body):
     after_s: float = Field(description="alerts that clear sooner are not sent")
     repeat_s: float | None = Field(description="resend interval for alerts that are still firing; null: never")
     recovery: bool = Field(description="whether the end of an alert is sent")
-    firing: int = Field(description="alerts that it was sent and that are not over")
+    firing: int = Field(description="alerts sent to it that have not cleared")
     sent: int = Field(description="messages that were accepted, ever")
     failed: int = Field(description="attempts that failed, ever")
-    dropped: int = Field(description="alerts that were over before they could be sent, ever")
+    dropped: int = Field(description="alerts that cleared before they could be sent, ever")
     last_sent: str | None
     last_node: str | None = Field(description="the node that sent or tried last")
-    problem: str | None = Field(description="why the newest attempt failed; null if it did not")
+    problem: str | None = Field(description="why the newest attempt failed; null if it succeeded")
     problem_since: str | None
 
 
@@ -81,7 +81,7 @@ class WatchedDaemon(Body):
     url: str
     reachable: bool
     unreachable_since: str | None = None
-    asked: str | None = Field(default=None, description="when it last answered; null if it never did")
+    asked: str | None = Field(default=None, description="when it last responded; null if it never did")
     problem: str | None = Field(default=None, description="why it is unreachable; for tokens for all runs")
     version: str | None = None
     runs: int = 0
@@ -95,5 +95,5 @@ class WatchedRun(Body):
 
     daemon: str
     url: str = Field(description="the run's page at its daemon")
-    reachable: bool = Field(description="false: this is what the daemon said before it became unreachable")
+    reachable: bool = Field(description="false: this is the daemon's last report before it became unreachable")
     summary: RunSummary

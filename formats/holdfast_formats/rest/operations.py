@@ -19,52 +19,52 @@ ReplicaState = Literal["copying", "present", "damaged", "gone"]
 # Every kind of event, and its meaning.
 EVENTS: dict[str, str] = {
     "daemon-started": "a daemon started to serve the root",
-    "node-lost": "a node was lost: it has said nothing for the length of its lease, and no goodbye",
+    "node-lost": "a node was lost: its lease ended without renewal or sign-off",
     "node-forgotten": "a node that is gone was removed from the list of nodes",
     "secret-rotated": "the nodes of the catalog got a new shared secret",
     "catalog-rebuilt": "the catalog was damaged or made by an unreleased version: it was moved away and rebuilt",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
     "attempt-declared": "a new launch of a training run connected",
     "run-finished": "all ranks of a run closed their Checkpointer",
-    "run-died": "ranks of a run ended without closing their Checkpointer: they were killed, or by an exception",
+    "run-died": "ranks of a run were killed or ended by an exception, without closing their Checkpointer",
     "run-failed": "a run failed to start: its ranks ended before anything was saved to it",
     "run-swept": "a run without any save, whose ranks are long gone, was removed from the list",
-    "run-changed": "owner, notes or archive of a run were changed, or its death was acknowledged",
+    "run-changed": "owner, notes or archiving of a run changed, or its death was acknowledged",
     "run-deleted": "a run was moved to the trash, from which it can be brought back",
-    "run-renamed": "a run got another name; `detail` has the old one",
+    "run-renamed": "a run was renamed; `detail` has the old name",
     "run-undeleted": "a run was brought back from the trash",
     "run-purged": "a run was removed from the trash for good; `detail` says why",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
-    "average-left-out": "a checkpoint has no average of the daemon's, although its ranks keep one",
-    "share-handed-over": "a node could not write its share of a save, and another one did; `detail` says which, and why",
+    "average-left-out": "a checkpoint lacks the daemon's average, although its ranks use one",
+    "share-handed-over": "a node could not write its share of a save, so another did; `detail` says which and why",
     "commit-command-started": "the command of `--on-commit` was started for a checkpoint",
     "commit-command-failed": "the command of `--on-commit` failed, or was not run for a checkpoint; `detail` says why",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
-    "staged-save-lost": "a save that all ranks had staged is lost: the daemon was killed, and nothing kept its memory",
-    "save-dropped": "a save was dropped, because no slot was free; `detail` says what the saves in them wait for",
+    "staged-save-lost": "a save that all ranks had staged was lost: the daemon was killed, and nothing held its memory",
+    "save-dropped": "a save was dropped, because no slot was free; `detail` says what the saves in the slots wait for",
     "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
     "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",
-    "checkpoint-missing": "a checkpoint's directory is gone, and Holdfast has not removed it: it is no longer listed",
-    "checkpoint-put-back": "a checkpoint is back after it was replaced: its replacement was damaged, or is gone",
-    "checkpoint-changed": "files of a checkpoint were written or replaced since it was verified: it is read back again",
-    "checkpoint-repaired": "damaged bytes were replaced by verified ones; `detail` says from where",
+    "checkpoint-missing": "something other than Holdfast removed a checkpoint's directory: it is no longer listed",
+    "checkpoint-put-back": "a replaced checkpoint was put back: its replacement was damaged or is gone",
+    "checkpoint-changed": "files of a checkpoint were written or replaced after verification: it is verified again",
+    "checkpoint-repaired": "damaged bytes were replaced with verified ones; `detail` names the source",
     "checkpoint-unhealthy": "a checkpoint has new NaN or infinite values; `detail` names the tensors",
     "checkpoint-frozen": "a checkpoint is bit-identical to the previous one",
     "checkpoint-removed": "a checkpoint was removed; `detail` says why",
-    "removal-waits": "something is not removed, because what stays cannot be checked or is not sound; `detail` says why",
-    "checkpoint-compacted": "optimizer states and masters of a checkpoint were stored in fewer bytes",
-    "checkpoint-thinned": "optimizer, masters and state of ranks were taken out of a checkpoint; its weights stay",
-    "thinning-failed": "a checkpoint could not be thinned or compacted: no room, or its storage failed; it is tried again",
+    "removal-waits": "a removal was postponed: the remaining checkpoints are not known to be sound; `detail` says why",
+    "checkpoint-compacted": "optimizer states and masters of a checkpoint were compacted",
+    "checkpoint-thinned": "optimizer, masters and per-rank state were removed from a checkpoint; its weights stay",
+    "thinning-failed": "a checkpoint could not be thinned or compacted (no space, or a storage failure); it is retried",
     "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
-    "replica-failed": "a tier cannot be reached, or a copy there cannot be made or is damaged; it is tried again",
+    "replica-failed": "a tier cannot be reached, or a copy there failed or is damaged; it is retried",
     "restore-chosen": "a launch was assigned the step to restore",
     "policy-changed": "the retention policy of a run was set",
     "mark-changed": "a pin or a label was set or removed",
-    "alert-acknowledged": "an alert was acknowledged, for a time or until it has ended, or that was taken back",
-    "scrub-finished": "a scrub has verified the checkpoints that were due",
+    "alert-acknowledged": "an alert was acknowledged, for a time or until it ends, or the acknowledgement was withdrawn",
+    "scrub-finished": "a scrub verified the checkpoints that were due",
     "job-ended": "a job is done, has failed, or was cancelled",
-    "notification-sent": "a target of notifications accepted alerts, or their ends",
-    "notification-failed": "a target of notifications did not accept a message; recorded again only after it accepted one",
+    "notification-sent": "a notification target accepted alerts or recoveries",
+    "notification-failed": "a notification target rejected a message; recorded again only after it has accepted one",
     "token-changed": "a token was created, rotated or revoked",
     "request-refused": "a request was refused: no token, an invalid token, or too little scope",
 }
@@ -87,10 +87,8 @@ class Event(Body):
 class Gap(Body):
     """Sent in an event stream if requested events are no longer stored: the stream goes on at the oldest one."""
 
-    asked: int = Field(description="the ID after which the stream was to start or continue")
-    oldest: int = Field(
-        description="the ID with which the stream continues: the oldest stored one of those that the token sees"
-    )
+    asked: int = Field(description="the ID after which the stream should start or continue")
+    oldest: int = Field(description="the ID from which the stream continues: the oldest stored event visible to the token")
 
 
 class Job(Body):
@@ -102,7 +100,7 @@ class Job(Body):
     arguments: dict[str, Any]
     done_bytes: int
     total_bytes: int = Field(description="0 while unknown")
-    node: str = Field(description="the node that runs it, or that it was given to")
+    node: str = Field(description="the node that runs it, or to which it is assigned")
     tries: int = Field(default=0, description="number of starts; a service that restarts while the job runs starts it again")
     created: str
     started: str | None
@@ -129,8 +127,8 @@ class TokenRequest(Body):
     scope: Scope = "read"
     runs: str = Field(default="*", max_length=128, description="a run's name, a prefix ending in *, or * for all")
     expires_s: int | None = Field(default=None, ge=1, description="lifetime in seconds; None: never expires")
-    requests_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="requests a second; None: no limit")
-    bytes_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="bytes of answers a second; None: no limit")
+    requests_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="requests per second; None: no limit")
+    bytes_per_s: int | None = Field(default=None, ge=1, le=RATE_MAX, description="response bytes per second; None: no limit")
 
 
 class RotationRequest(Body):
@@ -139,9 +137,7 @@ class RotationRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
     grace_s: int = Field(default=86_400, ge=0, le=GRACE_MAX_S, description="how long the old secret is still accepted")
-    expires_s: int | None = Field(
-        default=None, ge=1, description="lifetime of the new one; None: that of the old one, again"
-    )
+    expires_s: int | None = Field(default=None, ge=1, description="lifetime of the new one; None: the same as the old one's")
 
 
 class Token(Body):

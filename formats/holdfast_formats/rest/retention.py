@@ -51,17 +51,17 @@ class RetentionPolicy(Body):
     last: Count | None = Field(default=None, description="keep this many newest checkpoints")
     every_steps: Count | None = Field(default=None, description="keep steps that are multiples of this")
     steps_apart: Count | None = Field(
-        default=None, description="keep the oldest, and then each one at least this many steps after the last kept one"
+        default=None, description="keep the oldest, then each at least this many steps after the last kept one"
     )
     every_seconds: Seconds | None = Field(
-        default=None, description="keep the oldest, and then each one at least this many seconds after the last kept one"
+        default=None, description="keep the oldest, then each at least this many seconds after the last kept one"
     )
     within_seconds: Seconds | None = Field(default=None, description="keep those committed within this many seconds")
     best: tuple[Best, ...] = Field(default=(), max_length=BEST_RULES_MAX, description="keep the best ones by a metric")
     keep_full: Count | None = Field(
         default=None,
-        description="of checkpoints older than this many whole ones keep the weights only: without optimizer, masters and "
-        "state of ranks",
+        description="thin checkpoints older than this many whole ones to their weights: no optimizer, masters or per-rank "
+        "state",
     )
     optim: OptimRule | None = Field(
         default=None,
@@ -69,11 +69,11 @@ class RetentionPolicy(Body):
         "or exact, and masters as the low bits that their BF16 weights lack",
     )
     optim_full: Count | None = Field(
-        default=None, description="how many of the newest stay exactly as they were saved, if `optim` is given"
+        default=None, description="how many of the newest stay exactly as saved, if `optim` is given"
     )
-    steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="keep these steps in any case")
+    steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="always keep these steps")
     quota_bytes: Annotated[int, Field(strict=True, ge=1, le=BYTES_MAX)] | None = Field(
-        default=None, description="refuse saves that would bring the run above this many bytes"
+        default=None, description="refuse saves that would take the run above this many bytes"
     )
 
     @field_validator("steps")
@@ -86,7 +86,9 @@ class RetentionPolicy(Body):
         if (self.optim is None) != (self.optim_full is None):
             raise ValueError("optim and optim_full belong together: how states are stored, and how many stay exact")
         if self.keep_full is not None and self.optim_full is not None and self.keep_full <= self.optim_full:
-            raise ValueError("optim_full must be less than keep_full: of older ones no optimizer state is left to be stored")
+            raise ValueError(
+                "optim_full must be less than keep_full: older checkpoints have no optimizer state left to compact"
+            )
         return self
 
     @property
@@ -109,14 +111,12 @@ class Verdict(Body):
     labels: list[str]
     created: str
     bytes: int
-    thin: bool = Field(default=False, description="it stays, and is thinned to its weights next")
-    thinned: bool = Field(default=False, description="it was thinned: only its weights are left")
+    thin: bool = Field(default=False, description="it is kept, and will be thinned to its weights next")
+    thinned: bool = Field(default=False, description="it was thinned: only its weights remain")
     thin_reason: str | None = Field(default=None, description="why it is thinned, or why it stays whole")
-    compact: bool = Field(default=False, description="it stays, and is stored in fewer bytes next, as `optim` says")
-    compacted: bool = Field(default=False, description="it was stored in fewer bytes")
-    bytes_after: int | None = Field(
-        default=None, description="about its size once it is thinned or compact, if that is done next"
-    )
+    compact: bool = Field(default=False, description="it is kept, and will be compacted next, as `optim` says")
+    compacted: bool = Field(default=False, description="it was compacted")
+    bytes_after: int | None = Field(default=None, description="estimated size once thinned or compacted, if that is next")
 
 
 class Preview(Body):
@@ -124,16 +124,16 @@ class Preview(Body):
 
     policy: RetentionPolicy
     verdicts: list[Verdict]
-    bytes_kept: int = Field(description="of the checkpoints that stay, as they are now")
+    bytes_kept: int = Field(description="bytes of the kept checkpoints, as they are now")
     bytes_removed: int
-    bytes_thinned: int = Field(default=0, description="how much less those take that are thinned next")
-    bytes_compacted: int = Field(default=0, description="about how much less those take that are stored in fewer bytes next")
+    bytes_thinned: int = Field(default=0, description="bytes that the next thinning frees")
+    bytes_compacted: int = Field(default=0, description="estimated bytes that the next compaction frees")
     could_save: dict[str, int] = Field(
         default_factory=dict,
         description="about how much less the older ones that stay would take, without marks, in each form: `weights` only, "
         "or everything with optimizer states `exact`, as `bf16` or as `int8`",
     )
-    bytes_saved: int = Field(default=0, description="how much less those take that were thinned or compacted before")
+    bytes_saved: int = Field(default=0, description="bytes freed by earlier thinning and compaction")
 
 
 def check_label(label: str) -> str:

@@ -18,7 +18,7 @@ class RenamedRun(Run):
     """A run as it was before it got another name."""
 
     damaged: dict[int, str] = Field(
-        default={}, description="its damaged checkpoints by step, and what is wrong with them; they went along as they are"
+        default={}, description="its damaged checkpoints by step, with the problem; they were renamed unchanged"
     )
 
 
@@ -26,7 +26,7 @@ class RunLaunch(Body):
     """What was said when an attempt of a run began: by its trainer (`info=`), and found out beside it."""
 
     attempt: int
-    at: str = Field(description="when its first rank said so")
+    at: str = Field(description="when its first rank reported it")
     world: int = Field(description="how many ranks it has")
     info: dict[str, Any] = Field(
         description="git, command, user, host, python, torch, and what `Checkpointer(info=…)` was given, such as config"
@@ -39,16 +39,16 @@ class RunAbout(Body):
     run: str
     life: RunLife
     life_since: str | None
-    owner: str | None = Field(description="as it was set, else what the newest launch says")
-    notes: str = Field(description="as they were set, else what the newest launch says")
+    owner: str | None = Field(description="as set by a user, otherwise from the newest launch")
+    notes: str = Field(description="as set by a user, otherwise from the newest launch")
     archived: str | None = Field(default=None, description="when it was archived; null if it is not")
     acknowledged: bool = Field(default=False, description="whether its death was acknowledged")
-    acknowledged_by: str | None = Field(default=None, description="name of the token with which that was said")
-    acknowledged_at: str | None = Field(default=None, description="when that was said")
-    launches: list[RunLaunch] = Field(description="the newest launches, the newest first")
+    acknowledged_by: str | None = Field(default=None, description="name of the token that did so")
+    acknowledged_at: str | None = Field(default=None, description="when that happened")
+    launches: list[RunLaunch] = Field(description="the newest launches, newest first")
     missing: list[int] = Field(
         default_factory=list,
-        description="steps whose directories are gone from the storage, and were not removed by Holdfast; the newest first",
+        description="steps whose directories something other than Holdfast removed, newest first",
     )
 
 
@@ -59,8 +59,8 @@ class RunChange(Body):
 
     owner: str | None = Field(default=None, max_length=OWNER_LENGTH_MAX)
     notes: str | None = Field(default=None, max_length=NOTES_LENGTH_MAX)
-    archived: bool | None = Field(default=None, description="put it away, or take it back; a new launch takes it back too")
-    acknowledged: bool | None = Field(default=None, description="true: its death was seen, as with its alert `run-died`")
+    archived: bool | None = Field(default=None, description="archive or unarchive it; a new launch also unarchives it")
+    acknowledged: bool | None = Field(default=None, description="true: acknowledge its death, like its alert `run-died`")
 
 
 class RunStorage(Body):
@@ -93,4 +93,4 @@ class Trash(Body):
 
     items: list[TrashedRun]
     bytes: int
-    days: float | None = Field(description="for how long deleted runs are kept; null for ever")
+    days: float | None = Field(description="how long deleted runs are kept; null: forever")

@@ -22,4 +22,4 @@ class SearchResult(Body):
     """What was found, the best first."""
 
     items: list[SearchHit]
-    more: bool = Field(description="whether there is more than `limit` allows")
+    more: bool = Field(description="whether there are more than `limit` hits")

@@ -281,7 +281,7 @@ def read_table(memory: memoryview, average_geometry: AverageGeometry) -> bytes:
     header = read_rank(memory)
     table = bytes(memory[_TABLE_AT : _TABLE_AT + min(header.table_bytes, average_geometry.table_bytes_max)])
     if header.state is not SlotState.SEALED or digest.number(table) != header.seal:
-        raise InvalidRequest(f"update {header.number} of an average is not the one that was sealed")
+        raise InvalidRequest(f"update {header.number} of an average differs from the sealed one")
     return table
 
 

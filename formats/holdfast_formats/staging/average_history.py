@@ -35,6 +35,6 @@ def decode_note(encoded: bytes) -> tuple[AverageState, str]:
     try:
         note = _decode_note(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"this is not what a daemon notes of an average: {error}") from error
+        raise InvalidRequest(f"this is not a daemon's record of an average: {error}") from error
     values = {name: getattr(note, name) for name in AverageState.__struct_fields__}
     return AverageState(**values), note.history

@@ -165,10 +165,10 @@ def decode(encoded: bytes) -> Declaration:
             box=numbers[2],
         )
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"what ranks of another node hold cannot be read: {error}") from error
+        raise InvalidRequest(f"cannot read the declaration of another node's ranks: {error}") from error
     counts = np.array(read.fragments, np.int64)
     if not _fit(read, columns, counts) or not _within(columns.tensor, len(tensors)):
-        raise InvalidRequest("what ranks of another node hold cannot be read: its columns do not belong together")
+        raise InvalidRequest("cannot read the declaration of another node's ranks: its columns do not match")
     declared_part = declared(read.ranks, tensors, read.different, columns, counts)
     for of, which in _pairs(forms[np.repeat(columns.tensor, columns.boxes)], columns.box, len(read.different)):
         spec, held = tensors[of].spec, read.different[which]

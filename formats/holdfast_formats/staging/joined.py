@@ -58,4 +58,4 @@ def _read(decoder: msgspec.msgpack.Decoder[_Read], encoded: bytes) -> _Read:
     try:
         return decoder.decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"what the nodes of a save have brought cannot be read: {error}") from error
+        raise InvalidRequest(f"cannot read the joined parts of a save: {error}") from error

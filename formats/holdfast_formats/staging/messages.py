@@ -60,10 +60,11 @@ class HelloFields(Body):
         default="", max_length=64, description="ID of this checkpointer, the same on all its connections and rank IDs"
     )
     info: dict[str, Any] | None = Field(
-        default=None, description="what to remember of this launch: git commit, command, config, … (64 KiB of JSON; rank 0)"
+        default=None,
+        description="facts to record about this launch: git commit, command, config, … (64 KiB of JSON; rank 0)",
     )
     take_over: bool = Field(
-        default=False, description="start although another job of this run is active, and shut that job out"
+        default=False, description="start even if another job of this run is active, and shut out that job"
     )
 
 
@@ -74,7 +75,7 @@ class WelcomeFields(Body):
     node: str
     root: str
     version: str
-    notices: tuple[str, ...] = Field(default=(), description="requested settings that are not in force, such as keep_last")
+    notices: tuple[str, ...] = Field(default=(), description="requested settings that are not applied, such as keep_last")
 
 
 class Room(Body):
@@ -165,18 +166,18 @@ class RestoreResult(Body):
 
     step: int = Field(ge=0)
     problem: Reported | None = None
-    alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
+    alone: bool = Field(default=False, description="the response concerns only this rank, which asked for a step by number")
 
 
 class RestoreVerdict(Body):
     """The verdict on this rank's restore. With neither `again` nor a problem the rank continues."""
 
-    again: bool = Field(default=False, description="read the step again: it is sound now")
+    again: bool = Field(default=False, description="read the step again: it was repaired")
     problem: dict[str, Any] | None = Field(
         default=None, description="the problem for which no rank continues from this step"
     )
     late: bool = Field(default=False, description="other ranks had already continued from it")
-    newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")
+    newest: int | None = Field(default=None, description="the newest step not known to be damaged, if this rank asks alone")
 
 
 def restate(base_model: BaseModel, kind: type[_Kind], **more: Any) -> _Kind:

@@ -11,7 +11,7 @@ from holdfast_formats.staging.arena import Geometry
 GIB = 2**30
 MIB = 2**20
 FILES_HINT = "raise the limit of open files (ulimit -n) of {}"
-FILE_SIZE_HINT = "raise the limit on the size of files (ulimit -f) of {}, which counts for shared memory too"
+FILE_SIZE_HINT = "raise the file size limit (ulimit -f) of {}, which also applies to shared memory"
 _FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by seccomp, a security module, or an old kernel
 
 
@@ -48,7 +48,7 @@ def not_created(size: int, error: OSError, whose: str) -> NoSpace | StorageFaile
     if error.errno in _FORBIDDEN:
         return StorageFailed(
             f"{whose} may not create shared memory, memfd_create: {error.strerror}",
-            hint="allow memfd_create in the container's seccomp profile, and have vm.memfd_noexec below 2",
+            hint="allow memfd_create in the container's seccomp profile, and set vm.memfd_noexec below 2",
         )
     if error.errno == errno.EFBIG:
         detail = f"{whose} may not create a file, or shared memory, of {size} bytes"

@@ -82,9 +82,9 @@ async def _http(request: Request, error: Exception) -> Response:
         page = next((wing.problem_page for wing in installed() if wing.problem_page is not None), None)
         is_browser = not request.url.path.startswith("/v1/") and "text/html" in request.headers.get("accept", "")
         if page is not None and is_browser:
-            return page(request, NoSuchResource(missing, hint="go to the overview, or find a run by its name"))
+            return page(request, NoSuchResource(missing, hint="go to the overview, or search for a run by name"))
         wings = ", ".join(absent())
-        lacks = f"; this installation lacks the wings {wings}" if wings else ""
+        lacks = f"; the wings {wings} are not installed" if wings else ""
         return problem_response(NoSuchResource(missing, hint=f"/openapi.json lists every route{lacks}"))
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})

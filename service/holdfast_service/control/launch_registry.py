@@ -63,7 +63,7 @@ class LaunchRegistry:
             self._events.enqueue("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         self._retention_requests.take(run, keep_last, attempt, new)
         if new:
-            self._record_queue.enqueue(f"that {run} is trained again", lambda: self._abouts.resumed(run))
+            self._record_queue.enqueue(f"that {run} is training again", lambda: self._abouts.resumed(run))
         self._lineage_index.learn(run)
         return attempt
 
@@ -75,7 +75,7 @@ class LaunchRegistry:
         """Store the description of an attempt's launch; returns at once where the catalog is away."""
         made = RunLaunch(attempt=attempt, at=utc_now(), world=world, info=dict(info))
         self._record_queue.enqueue(
-            f"what attempt {attempt} of {run} says of itself", lambda: self._abouts.launched(run, made)
+            f"what attempt {attempt} of {run} reports about itself", lambda: self._abouts.launched(run, made)
         )
 
     def parted(self, run: str, attempt: int) -> None:

@@ -196,10 +196,10 @@ class OneNode:
         return None
 
     def forget(self, name: str) -> None:
-        raise NoSuchResource(f"no other node is called {name!r}", hint="one daemon alone uses this catalog")
+        raise NoSuchResource(f"there is no other node {name!r}", hint="this catalog is used by a single daemon")
 
     def rotate_secret(self) -> None:
-        raise NoSuchResource("there is no secret to rotate", hint="one daemon alone uses this catalog")
+        raise NoSuchResource("there is no secret to rotate", hint="this catalog is used by a single daemon")
 
     def close(self) -> None: ...
 

@@ -39,7 +39,7 @@ class Publishing:
         except (AlreadyCommitted, NoSuchResource, RoundAborted) as error:
             if self._nodes.alone or not self._appears(plan.run, plan.step, self._absences.patience_s):
                 raise
-            log.info("%s@%s can be seen now, and is looked at again: %s", plan.run, plan.step, error.detail)
+            log.info("%s@%s is visible now and will be checked again: %s", plan.run, plan.step, error.detail)
             return self._publish_as_seen(plan, staged)
 
     def _appears(self, run: str, step: int, wait_s: float) -> bool:

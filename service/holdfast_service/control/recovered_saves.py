@@ -17,7 +17,7 @@ from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
 
-NOT_KEPT = "the daemon ended before it was written, and nothing had kept its memory when the next one started"
+NOT_KEPT = "the daemon stopped before writing it, and its memory was gone when the next daemon started"
 
 
 class _Step(NamedTuple):
@@ -46,7 +46,7 @@ class RecoveredSaves:
         for save in record.get("saves", ()):
             run, step = save.get("run"), save.get("step")
             if isinstance(run, str) and naming.is_run_name(run) and isinstance(step, int):
-                self._reasons[_Step(run, step)] = f"the process that kept its memory let go of it: {record.get('why')}"
+                self._reasons[_Step(run, step)] = f"the process that held its memory released it: {record.get('why')}"
 
     def settle(self) -> None:
         """End saves that were staged and are now neither committed nor in progress as lost. Later calls do nothing."""
@@ -61,12 +61,12 @@ class RecoveredSaves:
             if self._rounds.knows(save.run, save.step, save.attempt):
                 continue  # its ranks, or what kept its memory, have brought it
             key = _Step(save.run, save.step)
-            why = f"all ranks had staged this save, and it is lost: {self._reasons.get(key, NOT_KEPT)}"
+            why = f"all ranks had staged this save, but it is lost: {self._reasons.get(key, NOT_KEPT)}"
             if self._records.end(save.id, "aborted", utc_now(), "round-aborted", why) is not None:
                 lost[key] = why
         for key, reason in self._reasons.items():  # the catalog may never have heard of it
             if key not in lost and key.step not in roots.committed(self._store, key.run):
-                lost[key] = f"all ranks here had staged this save, and it is lost: {reason}"
+                lost[key] = f"all ranks here had staged this save, but it is lost: {reason}"
         for key, why in lost.items():
             log.error("%s@%d: %s", key.run, key.step, why)
             self._events.record("staged-save-lost", f"step {key.step} was not saved: {why}", key.run, key.step, "error")

@@ -65,7 +65,7 @@ class Recovery:
         while not self._record_queue.flush() and self._record_queue.trouble is None:
             pass
         adopt()
-        why = "the daemon ended before this save was complete"
+        why = "the daemon stopped before this save was complete"
         self._record_queue.enqueue(
             "which saves ended with the last daemon",
             lambda: self._catalog.rounds.abort_open(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
@@ -85,7 +85,7 @@ class Recovery:
         except CatalogUnavailable:
             raise
         except CheckpointError as error:  # the next start tries again
-            log.error("cannot finish what was begun with deleted and renamed runs: %s", error.detail)
+            log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
         for run in roots.runs(self._tier):
             if self._store.replaced(run):  # an earlier daemon has not come to let go of it
                 self._rotation.due(run)
@@ -109,7 +109,7 @@ class Recovery:
         if self._started:
             return
         for found in self._catalog.rounds.settle_committed(utc_now()):
-            text = f"step {found.step} is committed; the daemon ended before it could report it"
+            text = f"step {found.step} is committed; the daemon stopped before it could report it"
             self._events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True
 

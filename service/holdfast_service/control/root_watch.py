@@ -94,14 +94,14 @@ class RootWatch:
         if self._thinned(run, step):
             return
         if self._catalog.doubt(run, step, proven):
-            text = f"files of step {step} were written or replaced since they were verified: they are read back again"
+            text = f"files of step {step} were written or replaced after verification: verifying them again"
             log.warning("%s: %s", run, text)
             self._events.add("checkpoint-changed", text, run, step, level="warning")
             self.unread.publish([CheckpointId(run, step)])
 
     def put_back(self, run: str, step: int) -> None:
         """A replaced checkpoint was restored, since its replacement was damaged or is gone; it is read back."""
-        text = f"step {step} is back after it was replaced: its replacement was damaged, or is gone"
+        text = f"step {step} was put back: its replacement was damaged or is gone"
         log.error("%s: %s", run, text)
         self._replaced(run, step)
         self._events.add("checkpoint-put-back", text, run, step, level="error")
@@ -163,10 +163,10 @@ class RootWatch:
                 if self._is_mine():
                     self.scan()
             except CatalogUnavailable as away:
-                log.info("the root is looked at again when the catalog answers: %s", away.detail)
+                log.info("the root will be scanned again when the catalog responds: %s", away.detail)
             except CheckpointError as error:
-                log.warning("cannot look at the root: %s", error.detail)
+                log.warning("cannot scan the root: %s", error.detail)
             except Exception:
-                log.exception("cannot look at the root")
+                log.exception("scanning the root failed")
             self._wake.wait(max(LOOK_S, IDLE_TIMES * (time.monotonic() - began)))
             self._wake.clear()

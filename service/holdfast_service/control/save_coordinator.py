@@ -83,7 +83,7 @@ class SaveCoordinator:
         try:
             self._attempts.keep_speakers(plan.run)
         except CheckpointError as error:  # their loss only lets a launch's name be used twice
-            log.warning("cannot write who speaks for the ranks of %s: %s", plan.run, error.detail)
+            log.warning("cannot record which ranks of %s report for others: %s", plan.run, error.detail)
         if staged is None or commit.published_already(self._store, plan, staged) is None:
             self._admission.check_quotas(plan.run, plan.step, counted_bytes(plan))
         try:

@@ -63,7 +63,7 @@ class CommitCommands:
                 self._waiting.append(manifest)
                 self._changed.notify_all()
         if late is not None:
-            why = "the daemon is ending" if late is manifest else f"{WAITING_MAX} newer commits wait already"
+            why = "the daemon is stopping" if late is manifest else f"{WAITING_MAX} newer commits are already waiting"
             self._failed(late, f"was not run: {why}")
 
     def busy(self) -> bool:
@@ -82,7 +82,7 @@ class CommitCommands:
         os.write(self._woken, b"x")
         self._thread.join()
         for committed in left:
-            self._failed(committed, "was not run: the daemon ended before")
+            self._failed(committed, "was not run: the daemon stopped first")
         os.close(self._wake)
         os.close(self._woken)
 
@@ -115,12 +115,12 @@ class CommitCommands:
         if ended.how:
             self._failed(manifest, ended.how)
             # Only in the log: not every reader of a run's events may read a command's output.
-            log.warning("--on-commit for %s@%s printed at last: %r", manifest.run, manifest.step, ended.output)
+            log.warning("--on-commit for %s@%s; last output: %r", manifest.run, manifest.step, ended.output)
 
     def _is_mine(self, manifest: Manifest) -> bool:
         """Whether to run this checkpoint's command: another node that finished the same commit may have done so."""
         if not self._recorded(RECORDED_S):
-            log.warning("--on-commit for %s@%s: the catalog does not know of it yet", manifest.run, manifest.step)
+            log.warning("--on-commit for %s@%s: the checkpoint is not in the catalog yet", manifest.run, manifest.step)
         text = f"the command of --on-commit was started for step {manifest.step}"
         try:
             return self._news.record_once(
@@ -132,7 +132,7 @@ class CommitCommands:
                 created=manifest.created,
             )
         except CatalogUnavailable as away:
-            log.warning("--on-commit for %s@%s: its start is not recorded: %s", manifest.run, manifest.step, away.detail)
+            log.warning("--on-commit for %s@%s: cannot record its start: %s", manifest.run, manifest.step, away.detail)
             return True
 
     def _failed(self, manifest: Manifest, how: str) -> None:

@@ -71,7 +71,7 @@ class EventCommands:
             try:
                 more = self._read()
             except CheckpointError as away:
-                log.info("--on-event waits for the catalog: %s", away.detail)
+                log.info("--on-event is waiting for the catalog: %s", away.detail)
                 more = False
             except Exception:
                 log.exception("--on-event")

@@ -23,7 +23,7 @@ OwnJobs = Callable[[wire.DoJob, Progress], dict[str, Any]]
 
 def no_jobs(request: wire.DoJob, progress: Progress) -> dict[str, Any]:
     """Refuse it."""
-    raise InvalidRequest("this daemon does no jobs for commands", hint="stop it, and pass --root")
+    raise InvalidRequest("this daemon runs no jobs for commands", hint="stop it and pass --root")
 
 
 def check_own(caller: Caller, peer: PeerProcess) -> None:
@@ -32,7 +32,7 @@ def check_own(caller: Caller, peer: PeerProcess) -> None:
     """
     if caller.uid != os.geteuid():
         raise Forbidden(
-            f"a job with any path is only for the daemon's own user, {os.geteuid()}, and not for user {caller.uid}",
+            f"only the daemon's own user, {os.geteuid()}, and not for user {caller.uid}",
             hint="use --url and a path below the daemon's --export-root",
         )
     if not peer.shares_files(caller.pid):

@@ -215,7 +215,7 @@ class RankConnection:
     def _lease(self, request: wire.Lease) -> wire.Reply:
         who = self._known()
         if not self._segments:
-            raise InvalidRequest("reserve a segment before leasing a slot")
+            raise InvalidRequest("a segment must be reserved before a slot is leased")
         if request.step in self._withdrawn:
             late = DeadlineExceeded(
                 f"rank {who.rank} has waited too long for its daemon, and saves no part of {request.step}"

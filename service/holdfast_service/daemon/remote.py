@@ -87,8 +87,8 @@ class RemoteRanks:
         """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see `shares`."""
         check(hello)
         if hello.root_id not in (None, self.root_id):
-            hint = "another daemon than before answers at this address: restart the trainer"
-            raise WrongRoot("the daemon serves another root than the trainer expects", hint=hint)
+            hint = "this address now belongs to another daemon: restart the trainer"
+            raise WrongRoot("the daemon serves a different root than the trainer expects", hint=hint)
         known = self._known(rank_id, hello)
         if known is not None:
             return known
@@ -165,7 +165,7 @@ class RemoteRanks:
         for rank in ranks:
             rank.give_back_unused(UNUSED_S)
         for rank_id in silent:
-            error = RoundAborted(f"nothing was heard from this rank for {self.silence_max_s:g} s; it counts as dead")
+            error = RoundAborted(f"this rank has not been heard from for {self.silence_max_s:g} s; it counts as dead")
             log.warning("%s: %s", rank_id, error.detail)
             self._part(rank_id, error)
 
@@ -206,4 +206,4 @@ class RemoteRanks:
                 self._excuse(stood_still_s)
                 self.expire()
             except Exception:  # the next look tries again
-                log.exception("cannot look after the ranks over HTTP")
+                log.exception("supervising the ranks over HTTP failed")

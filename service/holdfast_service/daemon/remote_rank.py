@@ -92,7 +92,7 @@ class RemoteRank:
         finally:
             self._turn.release()
         size = segment.geometry.segment_bytes
-        log.info("%s-rank%d: nothing came into its %d bytes: given back", self.who.run, self.who.rank, size)
+        log.info("%s-rank%d: its %d reserved bytes were never used and are released", self.who.run, self.who.rank, size)
         self._arena.drop(segment)
 
     def open(self, number: int, wanted: SlotRequest) -> bodies.Upload:
@@ -128,7 +128,7 @@ class RemoteRank:
         upload = self._find(number)
         if upload.outcome is None and stop > len(upload.span(part)):
             raise LimitExceeded(
-                f"byte {stop} of the {part} lies outside the {len(upload.span(part))} bytes reserved",
+                f"byte {stop} of the {part} is outside the {len(upload.span(part))} reserved bytes",
                 hint="reserve a larger segment first",
             )
 
@@ -138,7 +138,7 @@ class RemoteRank:
         digest_found = digest(chunk.data)
         if digest_found != chunk.digest:
             raise InvalidRequest(
-                f"the chunk at {chunk.offset} has the digest {digest_found}, not {chunk.digest}",
+                f"the chunk at {chunk.offset} has digest {digest_found}, not {chunk.digest}",
                 hint="it was damaged in transit: send it again",
                 reason="digest",
             )
@@ -149,7 +149,7 @@ class RemoteRank:
             if stop <= received:
                 if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:
                     raise InvalidRequest(
-                        f"bytes {chunk.offset} to {stop} of the {part} were already received with other contents"
+                        f"bytes {chunk.offset} to {stop} of the {part} were already received with different contents"
                     )
             elif upload.sealed or chunk.offset != received or stop > len(upload.span(part)):
                 raise InvalidRequest(

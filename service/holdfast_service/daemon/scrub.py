@@ -151,7 +151,7 @@ class Scrub:
             except CheckStopped:
                 return
             except CheckpointError as error:
-                log.warning("the scrub waits for the catalog: %s", error.detail)
+                log.warning("the scrub is waiting for the catalog: %s", error.detail)
             except Exception:
                 log.exception("the scrub failed")
             self._wake.wait(min(LOOK_S, max(self._plan.every_s or LOOK_S, LOOK_MIN_S)))

@@ -97,7 +97,7 @@ class Daemon:
                 if self._closing.is_set():
                     return
                 # Most likely no descriptor is left. New connections wait in the kernel's queue meanwhile.
-                log.error("cannot accept a rank: %s; raise the limit of open files if it is that", error)
+                log.error("cannot accept a rank: %s; if the limit of open files was reached, raise it", error)
                 self._closing.wait(ACCEPT_RETRY_S)
                 continue
             with self._lock:
@@ -114,7 +114,7 @@ class Daemon:
             try:
                 self._reap()
             except Exception:  # the next look tries again: without this thread no lease would end
-                log.exception("cannot look after the ranks")
+                log.exception("supervising the ranks failed")
 
     def _reap(self) -> None:
         with self._lock:

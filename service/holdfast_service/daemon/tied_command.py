@@ -143,7 +143,7 @@ def _killed(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(KILLED_S)
     except subprocess.TimeoutExpired:  # in a call that the kernel does not interrupt, as on a file system that hangs
-        log.warning("the command with the process number %d does not end", process.pid)
+        log.warning("the command with process ID %d does not end", process.pid)
         return -signal.SIGKILL
 
 

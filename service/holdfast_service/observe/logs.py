@@ -135,7 +135,7 @@ def log_what_nobody_catches() -> None:
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return
-        log.critical("unexpected %s ends the daemon", kind.__name__, exc_info=(kind, error, trace))
+        log.critical("unexpected %s: the daemon stops", kind.__name__, exc_info=(kind, error, trace))
 
     def thread_ended(given: threading.ExceptHookArgs) -> None:
         if given.exc_value is not None and not issubclass(given.exc_type, SystemExit):

@@ -53,7 +53,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_run_bytes": Metric("gauge", "Bytes of the checkpoints of a run", ("run",)),
     "holdfast_run_quota_bytes": Metric("gauge", "Quota of a run in bytes, if it has one", ("run",)),
     "holdfast_checkpoints": Metric("gauge", "Checkpoints, by the worst known finding", ("state",)),
-    "holdfast_trash_bytes": Metric("gauge", "Bytes of deleted runs that can be brought back"),
+    "holdfast_trash_bytes": Metric("gauge", "Bytes of deleted runs in the trash"),
     "holdfast_scrub_lag_seconds": Metric("gauge", "Age in seconds of the oldest verification"),
     "holdfast_replica_missing": Metric("gauge", "Committed checkpoints without a copy in a tier", ("tier",)),
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
@@ -61,35 +61,35 @@ METRICS: dict[str, Metric] = {
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),
     "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging", ("run",)),
     "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by use", ("state",)),
-    "holdfast_saves_sealed": Metric("gauge", "Saves of which all ranks of this node have sealed, and that have not ended"),
+    "holdfast_saves_sealed": Metric("gauge", "Saves sealed by all ranks of this node and not yet ended"),
     "holdfast_nodes": Metric("gauge", "Nodes that use the catalog, by state", ("state",)),
     "holdfast_node_lost": Metric("gauge", "1 for each node that was lost and is neither back nor forgotten", ("node",)),
-    "holdfast_heartbeat_age_seconds": Metric("gauge", "Seconds since this node last renewed its membership of the cluster"),
+    "holdfast_heartbeat_age_seconds": Metric("gauge", "Seconds since this node last renewed its cluster membership"),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
     "holdfast_requests_refused": Metric(
         "counter", "Requests refused for authentication or authorisation since the start, by error code", ("code",)
     ),
     "holdfast_audit_lost": Metric(
-        "counter", "Entries of the audit log that are lost, because the catalog was away for too long, since the start"
+        "counter", "Audit log entries lost since the start, because the catalog was unavailable for too long"
     ),
     "holdfast_storage_free_bytes": Metric("gauge", "Free bytes on the storage"),
     "holdfast_jobs": Metric("gauge", "Stored jobs, by state", ("state",)),
     "holdfast_catalog_up": Metric(
         "gauge", "1 while the catalog answers; at 0 saves continue, but metrics from the catalog are missing"
     ),
-    "holdfast_catalog_waiting": Metric("gauge", "Records of saves and events that wait for the catalog"),
+    "holdfast_catalog_waiting": Metric("gauge", "Records of saves and events waiting for the catalog"),
     "holdfast_events": Metric("counter", "Events recorded by this node since its start, by kind", ("kind",)),
     "holdfast_notifications": Metric(
         "counter",
-        "Messages to targets of notifications since the start: sent, failed; and alerts that were over before (dropped)",
+        "Messages to notification targets since the start: sent, failed; and alerts that cleared unsent (dropped)",
         ("outcome",),
     ),
     "holdfast_event_commands": Metric(
         "counter",
-        "Commands of --on-event since the start: done, failed; and times that it was too slow and lost events (dropped)",
+        "Commands of --on-event since the start: done, failed; and times that it fell behind and lost events (dropped)",
         ("outcome",),
     ),
-    "holdfast_watched_up": Metric("gauge", "1 if a watched daemon answers, otherwise 0", ("daemon",)),
+    "holdfast_watched_up": Metric("gauge", "1 if a watched daemon responds, otherwise 0", ("daemon",)),
     "holdfast_http_request_seconds": Metric(
         "histogram",
         "Seconds until a request was answered, by route, method and class of status",

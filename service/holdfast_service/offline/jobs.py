@@ -90,7 +90,7 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Control, Catalog]
 def _root_of(path: Path) -> Tier:
     """The root that a replica, or a single checkpoint's directory in one, belongs to."""
     if not path.is_dir():
-        raise InvalidRequest(f"the directory {path} does not exist", hint="pass a replica's directory")
+        raise InvalidRequest(f"the directory {path} does not exist", hint="pass the directory of a replica")
     found = path.resolve()
     if (found / naming.COMMIT).exists() or (found / naming.MANIFEST).exists():
         if found.parent.name != naming.CHECKPOINTS:

@@ -82,5 +82,5 @@ def _read(tier: PosixTier) -> RootFile | None:
     try:
         return decode(RootFile, tier.read(naming.ROOT_FILE, 0, FILE_BYTES_MAX))
     except CheckpointError as error:
-        log.error("cannot read %s, creating a new one: %s", naming.ROOT_FILE, error.detail)
+        log.error("cannot read %s, so a new one is created: %s", naming.ROOT_FILE, error.detail)
         return None

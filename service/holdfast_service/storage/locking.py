@@ -47,7 +47,7 @@ def lock_node(root: Path, node: str) -> RootLock:
             return _lock(root, root / naming.node_lock(node), shared=False)
         except RootBusy as error:
             raise RootBusy(
-                f"another daemon of this machine is called {node!r}: {error.detail}",
+                f"another daemon of this machine has the name {node!r}: {error.detail}",
                 hint="give every daemon of a root its own name: --node NAME",
                 **error.members,
             ) from None

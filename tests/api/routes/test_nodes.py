@@ -161,7 +161,7 @@ def test_nobody_else_can_be_forgotten_where_one_daemon_is_alone(tmp_path: Path) 
     [
         ({}, "nothing"),
         ({"heard_s": 19.0}, "nothing"),
-        ({"heard_s": 25.4}, "not heard of for 25 s"),
+        ({"heard_s": 25.4}, "not heard from for 25 s"),
         ({"sealed": 1}, "1 save sealed, not committed yet"),
         ({"catalog_waiting": 1}, "1 record waits for the catalog"),
         ({"sealed": 2, "catalog": "it is away", "catalog_waiting": 4}, "2 saves sealed, not committed yet; it is away"),

@@ -86,7 +86,7 @@ def test_a_directory_is_exported_without_a_root(root: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["--as", "gguf"], 2, "no way to export as 'gguf'"),
+        (["--as", "gguf"], 2, "cannot export as 'gguf'"),
         (["--as", "hf", "--model-only"], 2, "cannot be combined"),
         (["--dtype", "bf16"], 2, "'dtype' of an export needs `as`"),
         (["--as", "hf", "--dtype", "int8"], 2, "'int8'"),
@@ -112,7 +112,7 @@ def test_no_export_goes_to_an_address(root: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_nothing_is_left_of_what_fails(root: Path, tmp_path: Path) -> None:
-    """Damage is named; a target that is there stays; one inside of the checkpoint is refused."""
+    """Damage is named; a target that is there stays; one inside the checkpoint is refused."""
     (tmp_path / "there").mkdir()
     assert call("export", "llama@5", tmp_path / "there", "--as", "hf", "--root", root).exit_code == 4
     assert call("export", "llama@5", root / STEP / "out", "--as", "hf", "--root", root).exit_code == 2
@@ -146,16 +146,16 @@ def test_a_conversion_from_directory_to_directory(root: Path, tmp_path: Path) ->
     ("words", "status", "says"),
     [
         (["missing", "out", "--as", "hf"], 2, "there is no directory missing"),
-        (["hf", "out", "--as", "gguf"], 2, "no way to export"),
-        (["hf", "hf/out", "--as", "hf"], 2, "inside of the checkpoint"),
+        (["hf", "out", "--as", "gguf"], 2, "cannot export"),
+        (["hf", "hf/out", "--as", "hf"], 2, "inside the checkpoint"),
         (["hf", "s3://bucket/out", "--as", "hf"], 2, "is a URL"),
         (["hf", ".out", "--as", "hf"], 2, "hidden name"),
-        (["hf", "out\nput", "--as", "hf"], 2, "does not print"),
-        (["hf", "out", "--as", "hf", "--from", "paper"], 2, "no kind 'paper'"),
+        (["hf", "out\nput", "--as", "hf"], 2, "non-printing"),
+        (["hf", "out", "--as", "hf", "--from", "paper"], 2, "unknown kind 'paper'"),
         (["hf", "out", "--as", "peft"], 3, "no adapter"),
         (["odd", "out", "--as", "hf"], 2, "unknown.bin"),
         (["uncommitted", "out", "--as", "hf"], 2, naming.COMMIT),
-        (["root/" + STEP, "out", "--as", "hf", "--as-is"], 2, "read as it is"),
+        (["root/" + STEP, "out", "--as", "hf", "--as-is"], 2, "imported unchanged"),
     ],
 )
 def test_what_cannot_be_converted(

@@ -77,7 +77,7 @@ def test_what_was_removed_by_hand_is_named(root: Path) -> None:
         listed = call("small", "--url", daemon.url)
         assert "holdfast repair small@8" in listed.stderr and listed.stdout.splitlines()[1].split()[0] == "4"
         shown = CliRunner().invoke(app, [*show, "--url", daemon.url])
-        assert shown.exit_code == 3 and "removed from the storage, and not by Holdfast" in shown.stderr
+        assert shown.exit_code == 3 and "something other than Holdfast removed it" in shown.stderr
         about = CliRunner().invoke(app, ["show", "small", "--url", daemon.url])
         assert "missing     step 8" in about.stdout
         assert "gone" not in call("big", "--url", daemon.url).stderr

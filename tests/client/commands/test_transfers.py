@@ -109,11 +109,11 @@ def test_a_dry_run_says_what_would_become_of_what(root: Path, tmp_path: Path, wa
         told = call_json("import", *where, "--dry-run", "--from", "hf")
         refused = call("import", *where, "--from", "paper", "--dry-run")
     assert said.exit_code == 0 and "would import" in said.output
-    assert "tf_model.h5" in said.output and "the weights again" in said.output
+    assert "tf_model.h5" in said.output and "the same weights" in said.output
     assert told["groups"] == {"model": {"tensors": 1, "bytes": 48, "dtypes": ["F32"], "names": ["[/w]"]}}
     uses = {file["file"]: file["use"] for file in told["source"]["files"]}
     assert uses == {"model.safetensors": "tensors", "config.json": "asset", "tf_model.h5": "unused"}
-    assert refused.exit_code == 2 and "no kind 'paper'" in refused.output
+    assert refused.exit_code == 2 and "unknown kind 'paper'" in refused.output
     assert not (tmp_path / "other").exists() and not (root / "mine").exists()
 
 

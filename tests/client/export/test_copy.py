@@ -42,8 +42,8 @@ def test_not_into_a_run(tmp_path: Path) -> None:
     reader = opened(tmp_path / "root" / naming.checkpoint_path("run", 5), 1)
     (tmp_path / "root" / naming.LOCK).touch()
     place = tmp_path / "root" / naming.checkpoint_path("run", 9)
-    with pytest.raises(InvalidRequest, match="outside of the root"):
+    with pytest.raises(InvalidRequest, match="outside the checkpoint root"):
         export(reader, place, [], lambda count: None)
-    with pytest.raises(InvalidRequest, match="outside of the root"):
+    with pytest.raises(InvalidRequest, match="outside the checkpoint root"):
         copy_checkpoint(reader, place, [], lambda count: None)
     assert [path.name for path in place.parent.iterdir()] == ["step-00000005"]

@@ -144,6 +144,6 @@ def test_a_checkpointer_restores_through_a_program(tmp_path: Path) -> None:
     mine |= {name: tensor for name, tensor in tensors(llama.arrays()).items() if "up_proj" not in name}
     with Checkpointer.alone("hf", {"model": mine}, at=root, layout=layout._replace(program=text)) as checkpointer:
         before = mine["up"].clone()
-        with pytest.raises(StateMismatch, match="for equal, and they differ"):
+        with pytest.raises(StateMismatch, match="are equal, but they differ"):
             checkpointer.restore()
         assert torch.equal(mine["up"], before)

@@ -103,7 +103,7 @@ def check(state: dict[str, Any], shares: Shares, name: str, layout: str, rank: i
 
 @EACH
 def test_any_mesh_saves_the_checkpoints_own_tensors(name: str, model: models.Model, mesh: str, shares: Shares) -> None:
-    """Names, shapes and every element are those of the checkpoint; nothing is there twice, and nothing is missing."""
+    """Names, shapes and every element are those of the checkpoint; nothing appears twice, and nothing is missing."""
     world, whole = language.parse(mesh).mesh.world, model.arrays()
     states = [rank_state(live(shares, name, mesh, rank), model, mesh, rank, name) for rank in range(world)]
     saved = Checkpoint(*(state.snapshot() for state in states))
@@ -215,17 +215,17 @@ def test_padding_is_left_out_and_named() -> None:
 
 
 REFUSED = [
-    ("a -> b, slice=[0:2]", {"b": array(2)}, "what a slice leaves away is lost"),
+    ("a -> b, slice=[0:2]", {"b": array(2)}, "the elements outside a slice are lost"),
     ("a -> _\nb -> c", {"c": array(2)}, "drops what a checkpoint must have: line 1"),
     ("a -> _, zeros, shape=[2], dtype=float32\nb -> c", {"c": array(2)}, "drops what a checkpoint must have"),
     ("_ -> a, shape=[2], dtype=float32\n* -> *", {"a": array(2)}, "'a' is in no tensor of the checkpoint .line 1"),
-    ("a, b -> c", {"c": array(4)}, "line 1, `a, b -> c`: how long each part is, is not said"),
+    ("a, b -> c", {"c": array(4)}, "line 1, `a, b -> c`: the length of each part is missing"),
     ("/x(.*)/ -> /y\\1/", {"y1": array(2)}, "an expression has no inverse"),
     ("a -> b", {"b": array(2), "other": array(2)}, "no statement says what 'other' is in the checkpoint"),
-    ("a -> b, c, same", {"b": array(2), "c": array(2)}, "'b' and 'c' of the same elements of 'a'"),
+    ("a -> b, c, same", {"b": array(2), "c": array(2)}, "'b' and 'c' from the same elements of 'a'"),
     ("a -> b, src_dtype=bfloat16, dst_dtype=float32", {"b": array(2)}, "'a' is F32, not BF16"),
     ("a -> b, src_dtype=float32, dst_dtype=bfloat16", {"b": array(2)}, "a cast from float32 to bfloat16 loses digits"),
-    ("a -> b, dtype=float32", {"b": array(2)}, "the dtype before the cast is not said"),
+    ("a -> b, dtype=float32", {"b": array(2)}, "the dtype before the cast is missing"),
     ("c -> a, b, sizes=[1,1]", {"a": array(1), "b": array(1).double()}, "'b' is F64, and others .* of 'c' are F32"),
     ("a -> b, rotary=halves, num_heads={h}, axis=0", {"b": array(4)}, "the size 'h' is unknown"),
 ]
@@ -258,7 +258,7 @@ def test_what_the_program_leaves_out_of_the_checkpoint_is_not_lost_in_silence() 
     """A checkpoint with a tower that the trainer does not hold is restored; a save, which would lack it, is refused."""
     plain = Checkpoint(TrainState({"model": {"a": array(2), "tower": array(3)}}, 0, 1).snapshot())
     state = restored(alone({"model": {"b": torch.zeros(2)}}, "a -> b\ntower -> _, optional"), plain)
-    with pytest.raises(InvalidRequest, match=r"3 elements of the checkpoint's 'tower' are left out \(line 2"):
+    with pytest.raises(InvalidRequest, match=r"3 elements of the checkpoint's 'tower' would be lost \(line 2"):
         state.snapshot()
 
 

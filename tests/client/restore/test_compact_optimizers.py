@@ -92,7 +92,7 @@ CODED: dict[str, dict[str, dict[str, str]]] = {
 }
 RUNS = [(name, rule) for name, rules in CODED.items() for rule in rules]
 HERE = [(name, rule) for name, rule in RUNS if name in MAKES]
-REFUSED = "negative-int8@1 is not compacted: negative-int8@1 cannot be stored in fewer bytes: it has values below zero"
+REFUSED = "negative-int8@1 is not compacted: negative-int8@1 cannot be compacted: it has values below zero"
 
 
 class Trainer:

@@ -90,7 +90,7 @@ def test_checks_end_when_a_save_waits_for_their_place() -> None:
     with readers.reading("run", 5, CHECK), readers.awaited("run", 5):
         assert readers.is_awaited("run", 5) and not readers.is_awaited("run", 6)
         assert readers.only_checked("run", 5) and not free(readers)
-        with pytest.raises(InUse, match="about to be replaced"), readers.reading("run", 5, CHECK):
+        with pytest.raises(InUse, match="being replaced"), readers.reading("run", 5, CHECK):
             pass
         with readers.reading("run", 6, CHECK), readers.reading("run", 5, "the daemon"):
             assert not readers.only_checked("run", 5)

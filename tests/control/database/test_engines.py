@@ -292,7 +292,7 @@ def test_an_address_says_which_database_it_is_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (OperationalError("", {}, sqlite3.OperationalError("database is locked")), "another program writes"),
+        (OperationalError("", {}, sqlite3.OperationalError("database is locked")), "another program is writing"),
         (
             OperationalError("", {}, sqlite3.OperationalError("attempt to write a readonly database")),
             "owner, mode and mount",

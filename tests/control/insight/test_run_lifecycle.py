@@ -86,10 +86,10 @@ def test_verdicts_say_what_to_do() -> None:
     assert summarise(lost._replace(since="2030-01-31T12:00:01.000Z")).verdict.startswith("Died 0 s ago:")
     ahead = lost._replace(since="2030-01-31T13:00:00.000Z")
     assert summarise(ahead).verdict.startswith("Died: its ranks")  # the clock was set back: nobody knows when
-    assert "A new launch takes it back" in summarise(facts("finished", ARCHIVED)).verdict
+    assert "A new launch unarchives it" in summarise(facts("finished", ARCHIVED)).verdict
     assert "would lose" in summarise(facts("running", every=60.0)).verdict
-    assert "an unknown user has seen that" in summarise(facts("died", SEEN, every=60.0)).verdict
-    assert "ann has seen that" in summarise(facts("died", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
+    assert "an unknown user acknowledged that" in summarise(facts("died", SEEN, every=60.0)).verdict
+    assert "ann acknowledged that" in summarise(facts("died", SEEN._replace(acknowledged_by="ann"), every=60.0)).verdict
 
 
 def test_an_archived_run_raises_no_alert_but_for_what_is_damaged() -> None:

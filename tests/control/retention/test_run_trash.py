@@ -331,9 +331,9 @@ def test_the_last_sound_copy_is_not_deleted(root: Root) -> None:
     with database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step == 1).values(damage={"code": "corrupt"}))
         session.add(ReplicaRow(run=RUN, step=9, tier="other", state="present", bytes=1, since=""))
-    with pytest.raises(Pinned, match=r"only copies in replicas are known to be sound of 2 checkpoints.*: 1, 9"):
+    with pytest.raises(Pinned, match=r"2 checkpoints of .* are known to be sound only in replicas: 1, 9"):
         root.trash.delete(RUN)
-    with pytest.raises(Pinned, match="only copies"):
+    with pytest.raises(Pinned, match="only in replicas"):
         root.control.renaming.rename(RUN, "another-name")
     assert root.stands() and root.trash.delete(RUN, marked=True).checkpoints == 2
 

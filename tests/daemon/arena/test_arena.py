@@ -181,7 +181,7 @@ class TestSpill:
         with made.stdout as said:
             fewer, refused, hint, mirror, again = said.read().splitlines()
         assert fewer.startswith("reserved 1 slot instead of 2") and "RLIMIT_FSIZE" in fewer
-        assert "RLIMIT_FSIZE, 4096 bytes; nor can it be staged on disk" in refused and "File too large" in refused
+        assert "RLIMIT_FSIZE, 4096 bytes; it cannot be staged on disk either" in refused and "File too large" in refused
         assert "ulimit -f" in hint and "ulimit -f" in again and "free memory" not in hint + again
         assert "may not create a file, or shared memory, of 8192 bytes" in mirror
         assert made.wait(60) == 0

@@ -204,7 +204,7 @@ def test_ranks_that_count_differently_are_refused_by_name(world: World) -> None:
     error = filled(world, {0: slot(0, after=0), 1: slot(1, after=1)})
     assert error is not None and "rank 1 had 1 updates" in error.detail
     error = filled(world, {0: slot(0, after=0), 1: slot(1, after=0, said=False)})
-    assert error is not None and "rank 1 has brought no update" in error.detail and "lost with the daemon" in error.hint
+    assert error is not None and "rank 1 sent no update" in error.detail and "lost with its daemon" in error.hint
     outside = slot(0, after=0)
     outside.data = outside.data[:PAGE]
     with pytest.raises(InvalidRequest, match="outside its slot"):
@@ -273,7 +273,7 @@ def test_the_next_daemon_takes_the_averages_over() -> None:
         bare.attach(of.fd, of.owner, object())
     world.wait_for(2)
     assert world.values() == [6.0, 6.0]
-    with pytest.raises(InvalidRequest, match="brings an average of"):
+    with pytest.raises(InvalidRequest, match="attached an average of"):
         bare.attach(world.ranks[0].fd, SegmentOwner("other", 0, 2, 1), object())
     bare.close()
 

@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_meanwhile() -> None:
     sums = MemberSums()
     place = MemberPlace("f", StoredMember("m", 0, 10, 1))
     sums.watch([place])
-    with pytest.raises(CorruptManifest, match="f became shorter"):
+    with pytest.raises(CorruptManifest, match="f was truncated"):
         sums.check([place], lambda file, offset, buffer: 0)
 
 

@@ -281,7 +281,7 @@ def test_a_rank_brings_memory_that_nobody_kept(node: Node) -> None:
     wait_until(lambda: bool(node.told))
     assert node.committed() == [5] and node.told[0].state == "committed"
     found, _ = node.arena.attach(segment.fd, SegmentOwner(RUN, 0, 1, 1))
-    with pytest.raises(Exception, match="brings a segment of"):
+    with pytest.raises(Exception, match="attached a segment of"):
         node.arena.attach(segment.fd, SegmentOwner(RUN, 0, 1, 2))
     loose = os.memfd_create("loose")
     os.pwrite(loose, bytes(segment.memory), 0)

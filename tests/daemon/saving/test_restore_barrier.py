@@ -21,7 +21,7 @@ from tests.wings.cluster.nodes import Nodes, nodes
 
 __all__ = ["nodes"]
 
-BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
+BAD = CorruptExtent("bytes [0, 9) differ from what was written", file="model.safetensors")
 GO_ON = RestoreVerdict()
 
 

@@ -103,7 +103,7 @@ def test_a_drop_names_what_is_waited_for(busy: tuple[SaverWorld, list[Rank]]) ->
     with saver_world() as other:
         first, _ = other.launch(WORLD, slots=1)
         first.save(1)
-        with pytest.raises(GenerationDropped, match="step 1 waits for the part of rank 1, not sealed yet") as late:
+        with pytest.raises(GenerationDropped, match="step 1 is waiting for the part of rank 1, not sealed yet") as late:
             first.lease(2, "oldest-durable")
         assert "storage" not in late.value.detail + late.value.hint
 
@@ -118,11 +118,11 @@ def test_a_drop_names_other_nodes_and_the_catalog() -> None:
         waits.sealed[0] = SealedSlot(segment, 0, SlotTable("r", 1, 1, 0, 2, (), (), {}, {}), memoryview(b""))
         with going.lock:
             going.open[waits.key] = waits
-            assert "step 1 waits for other nodes" in going.awaited(segment).why
+            assert "step 1 is waiting for other nodes" in going.awaited(segment).why
         going.renew()
         with going.lock:
             found = going.awaited(segment)
-        assert "waits for the catalog" in found.why and "PostgreSQL" in found.hint
+        assert "is waiting for the catalog" in found.why and "PostgreSQL" in found.hint
 
 
 def test_what_is_being_written_is_never_dropped() -> None:

@@ -76,7 +76,7 @@ def test_a_shortened_or_lengthened_file_is_refused(data: st.DataObject) -> None:
         with pytest.raises((CorruptManifest, NotCommitted)):
             manifests.decode(ENCODED, changed)
     for changed in (ENCODED[:cut], ENCODED + b"\n", b""):
-        with pytest.raises(CorruptManifest, match=r"the digest of manifest\.json is not the one in COMMIT"):
+        with pytest.raises(CorruptManifest, match=r"the digest of manifest\.json differs from the one in COMMIT"):
             manifests.decode(changed, COMMIT)
 
 
@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[Document], None], str]] = {
     "file named manifest.json": (add_file(name="manifest.json"), "impossible name"),
     "unknown dtype": (put(*A, "dtype", value="F31"), "unknown dtype"),
     "half a byte": (put(*A, value={"dtype": "F4", "shape": [1], "file": "x", "start": 0, "extents": []}), "listed shard"),
-    "elements end inside a byte": (lambda d: d["tensors"]["model"]["a"].update(dtype="F4", shape=[3]), "end at a byte"),
+    "elements end inside a byte": (lambda d: d["tensors"]["model"]["a"].update(dtype="F4", shape=[3]), "fill whole bytes"),
     "negative sizes": (put(*A, "shape", value=[-4, -3]), "is not a shape"),
     "too many dimensions": (put(*A, "shape", value=[1] * 65), "is not a shape"),
     "tensor without a name": (

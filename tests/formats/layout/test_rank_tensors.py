@@ -95,7 +95,7 @@ def test_what_is_not_even_is_told() -> None:
         "model.embed_tokens.weight: 30 are not divisible by tp=4: split unevenly, at most 8 per rank",
         "model.layers.0.self_attn.k_proj.weight and 5 more: 2 are not divisible by tp=4: "
         "split into 2, each replicated on 2 ranks",
-        "strange: no rule matches these: replicated on every rank",
+        "strange: no rule matches: replicated on every rank",
     )
     assert parts.full("strange", "F32", (3,)) in found.tensors
 

@@ -176,8 +176,8 @@ def _bfloat16() -> Any:
     [
         ("a -> b, slice=[0:2]", "slice"),
         ("a -> _", "dropped is lost"),
-        ("a, b -> c", "how long each part is"),
-        ("a.*.w -> c, sizes=equal", "how many parts"),
+        ("a, b -> c", "the length of each part"),
+        ("a.*.w -> c, sizes=equal", "the number of parts"),
         ("a -> b, dtype=float32", "dtype before the cast"),
         ("a -> b, src_dtype=float32, dst_dtype=bfloat16", "loses digits"),
         (r"/a\.(.*)/ -> /b.\1/", "expression has no inverse"),

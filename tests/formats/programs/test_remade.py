@@ -174,11 +174,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         shard(built, written("* -> *"), "qkv=groups")
     with pytest.raises(NoSuchResource, match="no group 'optim'"):
         shard(built, written("* -> *"), "", group="optim")
-    with pytest.raises(StateMismatch, match="casts 'd' from F32 to BF16, and a shard is not cast"):
+    with pytest.raises(StateMismatch, match="casts 'd' from F32 to BF16, which shards do not support"):
         shard(built, written("a -> d, dtype=bfloat16\n* -> *"), "")
-    with pytest.raises(StateMismatch, match=r"(?s)'a' and 'b' of group model for equal, and they differ.*another one"):
+    with pytest.raises(StateMismatch, match=r"(?s)'a' and 'b' of group model are equal, but they differ.*another program"):
         shard(built, written("a, b -> d, same\n* -> *"), "")
-    with pytest.raises(StateMismatch, match=r"(?s)'a' of group model for zeros, and it holds something else.*another one"):
+    with pytest.raises(StateMismatch, match=r"(?s)'a' of group model is all zeros, but it is not.*another program"):
         shard(built, written("a -> _, zeros\n* -> *"), "")
     with pytest.raises(StateMismatch, match="program 'mine'"):
         shard(built, written("z -> d\n* -> *"), "")

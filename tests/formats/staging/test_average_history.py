@@ -38,5 +38,5 @@ def test_a_note_reads_back() -> None:
     assert average_history.decode_note(average_history.encode_note(STATE, "abc")) == (STATE, "abc")
     assert average_history.decode_note(average.encode_state(STATE).encode()) == (STATE, "")
     assert average.decode_state(average_history.encode_note(STATE, "abc")) == STATE
-    with pytest.raises(InvalidRequest, match="notes of an average"):
+    with pytest.raises(InvalidRequest, match="record of an average"):
         average_history.decode_note(b"{}")

@@ -101,7 +101,7 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
             {"fragments": [[["model", "w", "BF16", [4, 3]], [], 0, "", "master"]]},
             "rounded from 'master', which is not saved",
         ),
-        ({"fragments": [[["model", "w", "BF16", [4, 3]], [[[2, 0], [2, 3]]], 0, "", "extra"]]}, "has parts all the same"),
+        ({"fragments": [[["model", "w", "BF16", [4, 3]], [[[2, 0], [2, 3]]], 0, "", "extra"]]}, "has parts of its own"),
         ({"fragments": [[["model", "w", "BF16", [4, 3]], [], 0, "", 5]]}, "cannot read"),
         ({"metrics": {"loss": None}}, "cannot read"),
         ({"step": "5"}, "cannot read"),

@@ -55,7 +55,7 @@ MADE: dict[str, tuple[Callable[..., Any], str]] = {
     "two": (lambda d, p, r: trainer(p, saves(d, r), saves(d, r, monitor="val_loss")), "two HoldfastCheckpoint"),
     "logger": (lambda d, p, r: made(d, p, r, logger=Uploads(p)), "Uploads.log_model"),
     "swa": (lambda d, p, r: trainer(p, saves(d, r), StochasticWeightAveraging(0.01)), "StochasticWeightAveraging"),
-    "bucket": (lambda d, p, r: trainer(p, saves(d, r, dirpath="memory://bucket/run")), "not a directory of this machine"),
+    "bucket": (lambda d, p, r: trainer(p, saves(d, r, dirpath="memory://bucket/run")), "not a directory on this machine"),
 }
 
 

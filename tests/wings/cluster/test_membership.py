@@ -36,7 +36,7 @@ def test_a_name_belongs_to_one_living_daemon(nodes: Nodes) -> None:
     first = nodes.add("a")
     second = nodes.add("a", joined=False)
     second.membership.me = second.membership.me._replace(machine="another")
-    with pytest.raises(RootBusy, match="called 'a'") as refused:
+    with pytest.raises(RootBusy, match="has the name 'a'") as refused:
         second.membership.join(0.3)
     assert "--node" in str(refused.value.hint)
     assert first.membership.beat()

@@ -57,7 +57,7 @@ PAGES = {
     "/runs/tiny/checkpoints/15/restore": ("Nothing is lost or left behind",),
     "/runs/other/checkpoints/1/remove": ("Remove step 1?", "Type the step to confirm"),
     "/nodes": ("node-1", "Catalog and storage answer"),
-    "/daemons": ("Daemons", "This daemon watches no other one", "tiny"),
+    "/daemons": ("Daemons", "This daemon watches no other daemon", "tiny"),
     "/notifications": ("Notifications", "This daemon notifies nobody"),
     "/storage": ("Storage", "tiny", "Last day", "Older", "95.8 kB"),
     "/storage?q=nobody": ("No run that contains “nobody” holds a checkpoint",),

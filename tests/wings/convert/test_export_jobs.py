@@ -158,7 +158,7 @@ class Flipping(PosixTier):
 def test_a_copy_that_is_not_what_was_written(world: CopiesWorld, transfers: Transfers, place: Path) -> None:
     """It is read back before it gets its name."""
 
-    with pytest.raises(CorruptExtent, match="not what was written"):
+    with pytest.raises(CorruptExtent, match="differ from what was written"):
         transfers.export(Flipping(place), an_export(RUN, STEP, "out", **{"as": "hf"}), Quiet())
     assert os.listdir(place) == []
 
@@ -174,8 +174,8 @@ def test_a_disk_without_room_is_said_first(transfers: Transfers, place: Path, mo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"as": "gguf"}, "no way to export"),
-        ({"as": "hf", "weights": "average"}, "no weights 'average'"),
+        ({"as": "gguf"}, "unknown format"),
+        ({"as": "hf", "weights": "average"}, "unknown choice of weights 'average'"),
         ({"as": "hf", "dtype": "int4"}, "int4"),
         ({"as": "hf", "model_only": True}, "'model_only'"),
         ({"as": "hf", "weight": "ema"}, "'weight'"),
@@ -254,9 +254,9 @@ def test_not_into_a_run(world: CopiesWorld) -> None:
     transfers = Transfers(world.tier, world.control, world.repairer, world.root.parent)
     for arguments in ({}, {"as": "hf"}):
         wanted = {"to": f"{world.root.name}/{naming.checkpoint_path(RUN, 9)}", **arguments}
-        with pytest.raises(InvalidRequest, match="outside of the root"):
+        with pytest.raises(InvalidRequest, match="outside the checkpoint root"):
             transfers.check(ExportJob(run=RUN, step=STEP, arguments=wanted))
-        with pytest.raises(InvalidRequest, match="outside of the root"):
+        with pytest.raises(InvalidRequest, match="outside the checkpoint root"):
             transfers.export_job(job(**wanted), Told())
 
 

@@ -162,7 +162,7 @@ def test_a_kind_that_is_said(importer: Importer, own: PosixTier, tmp_path: Path)
     with pytest.raises(InvalidRequest, match="no COMMIT"):
         importer.bring(own, an_import("mine", 1, kind="holdfast"), Quiet())
     committed = PosixTier(tmp_path / "root" / naming.checkpoint_path(RUN, 5))
-    with pytest.raises(InvalidRequest, match="read as it is"):
+    with pytest.raises(InvalidRequest, match="imported unchanged"):
         importer.bring(committed, an_import("mine", 1, as_is=True), Quiet())
     assert importer.bring(committed, an_import("mine", 1, dry_run=True), Quiet())["source"]["kind"] == "holdfast"
 
@@ -192,7 +192,7 @@ def test_a_source_that_changes_is_not_committed(world: CopiesWorld, importer: Im
     """Weights or another file: the import ends by its name, and leaves nothing."""
     source = a_model(tmp_path / "hf", sharded=False)
     spoil = Spoiling(lambda: os.utime(source / file, ns=(1, 1)))
-    with pytest.raises(StateMismatch, match=rf"{file} changed while it was read"):
+    with pytest.raises(StateMismatch, match=rf"{file} changed while being read"):
         importer.bring(PosixTier(source), an_import("mine", 1), spoil)
     assert not staged(world) and not world.tier.list(naming.checkpoint_path("mine", 1))
 

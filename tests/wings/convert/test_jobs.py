@@ -290,7 +290,7 @@ def test_without_a_place_nothing_is_reached(world: CopiesWorld) -> None:
         lambda: nowhere.export_job(job("export", to="x"), Quiet()),
         lambda: nowhere.import_job(job("import", 9, **{"from": "x"}), Quiet()),
     ):
-        with pytest.raises(InvalidRequest, match="exports to no directory"):
+        with pytest.raises(InvalidRequest, match="neither exports nor imports directories"):
             work()
     with pytest.raises(InvalidRequest, match="needs 'step'"):
         nowhere.export_job(job("export", None, to="x"), Quiet())

@@ -34,7 +34,7 @@ def test_a_dry_run_of_an_import_makes_no_root(tmp_path: Path, source: Path) -> N
 
 
 def test_a_conversion_is_not_put_into_its_source(source: Path) -> None:
-    with pytest.raises(InvalidRequest, match="inside of the checkpoint"):
+    with pytest.raises(InvalidRequest, match="inside the checkpoint"):
         offline.convert(a_conversion(source=str(source), to=str(source / "out"), form="hf"), Quiet())
     report = offline.convert(a_conversion(source=str(source), to=str(source.parent / "out"), form="hf"), Quiet())
     assert report["tensors"] == 1 and (source.parent / "out" / "model.safetensors").exists()

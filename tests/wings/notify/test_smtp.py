@@ -20,7 +20,7 @@ from tests.wings.notify.test_delivery import alert, hook, mail, notice
 def test_a_web_server_that_never_ends_its_answer(begin: bytes, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its steps is quick: without a limit for the whole, nothing would be told any more, and nobody know of it."""
     monkeypatch.setattr(delivery, "WHOLE_S", 0.5)
-    with endless(begin, piece) as server, pytest.raises(NotDelivered, match="no answer in time"):
+    with endless(begin, piece) as server, pytest.raises(NotDelivered, match="no reply in time"):
         deliver(HttpTarget(name="x", kind="webhook", url=server.url), notice(alert()))
 
 

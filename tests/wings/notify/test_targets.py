@@ -153,5 +153,5 @@ def test_secrets_are_in_files_that_not_everybody_reads(tmp_path: Path) -> None:
         read_secret(Path("/dev/zero"))
     everybody = secret(tmp_path, "0123456789abcdef", "everybody")
     everybody.chmod(0o644)
-    with pytest.raises(InvalidRequest, match="everybody can read"):
+    with pytest.raises(InvalidRequest, match="every user can read"):
         read_secret(everybody)

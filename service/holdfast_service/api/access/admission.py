@@ -31,7 +31,7 @@ BURST_S = 5.0  # so many seconds' worth of requests and bytes may come at once
 HOLDERS_MAX = 4096
 IN_FORCE_EVERY_S = 0.4
 STALL_MAX_S = 120.0
-_ENDED = "the token was revoked or expired, or the session was signed out, during the request"
+_ENDED = "the token was revoked or expired during the request, or the session was signed out"
 _Holder = tuple[str, str]
 
 
@@ -265,10 +265,10 @@ def _holder(principal: Principal) -> _Holder:
 def _refused(principal: Principal, limit: str, wait_s: float) -> TooManyRequests:
     seconds = max(int(wait_s) + 1, 1)
     person = principal.by == "login"
-    higher = "set a higher limit in the file of --logins" if person else "make a token with a higher limit"
+    higher = "set a higher limit in the file of --logins" if person else "create a token with a higher limit"
     return TooManyRequests(
         f"{'' if person else 'the token '}{principal.name} may have {limit}",
-        hint=f"wait {seconds} s, ask less often, or have an admin {higher}",
+        hint=f"wait {seconds} s, send fewer requests, or have an admin {higher}",
         retry_after_s=seconds,
     )
 

@@ -121,7 +121,9 @@ class Authentication:
             or (origin is not None and not same)
             or not (site or origin)
         ):
-            raise Forbidden("changes must come from a page of this service", hint="use Authorization: Bearer …")
+            raise Forbidden(
+                "requests that change something must come from a page of this service", hint="use Authorization: Bearer …"
+            )
 
 
 def _host_name(named: str) -> str:

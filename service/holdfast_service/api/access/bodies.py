@@ -53,7 +53,7 @@ def kind_of(content_type: str | None) -> Kind | None:
 def check_kind(given: Kind | None, read: Kind) -> None:
     """`InvalidRequest`, 415, unless a present body is of the kind that is read; octets need no name."""
     if given != read and not (given is None and read == OCTETS):
-        what = "without a Content-Type" if given is None else f"of the type {media_type(given)}"
+        what = "without Content-Type" if given is None else f"of the type {media_type(given)}"
         raise unknown(f"this route does not read a body {what}", f"send it as Content-Type: {media_type(read)}")
 
 
@@ -67,7 +67,7 @@ def media_type(kind: Kind) -> str:
 
 
 def _named() -> str:
-    return f"known are {', '.join(MEDIA_TYPES)}, with no parameter but charset=utf-8"
+    return f"use one of {', '.join(MEDIA_TYPES)}, with no parameter except charset=utf-8"
 
 
 class CheckedBody(NamedTuple):
@@ -86,7 +86,7 @@ async def checked(scope: Scope, headers: Mapping[str, str], receive: Receive, re
         _tell(scope, read_as)
         return CheckedBody(receive)
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise unknown("this route does not take an encoded body", "leave Content-Encoding out")
+        raise unknown("this route does not accept an encoded body", "leave Content-Encoding out")
     body = await read(scope, receive)
     if body:
         check_kind(given, read_as)

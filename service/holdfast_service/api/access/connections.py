@@ -133,7 +133,7 @@ class LimitedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with a problem too."""
-        self._end_with(InvalidRequest("this is not an HTTP/1.1 request", hint="or its head is too long"))
+        self._end_with(InvalidRequest("this is not an HTTP/1.1 request", hint="send HTTP/1.1, with a shorter request head"))
 
     def _end_with(self, error: CheckpointError) -> None:
         body = json.dumps(error.problem()).encode()

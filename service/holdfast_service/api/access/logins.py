@@ -41,9 +41,9 @@ _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, strict=True)] | None
 class LoginsFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    proxies: list[str] = Field(min_length=1, description="addresses of the proxy, or networks: 10.0.0.5, 172.18.0.0/16")
+    proxies: list[str] = Field(min_length=1, description="addresses or networks of the proxy: 10.0.0.5, 172.18.0.0/16")
     secret_file: Path = Field(description="file of the secret that the proxy adds; relative to this file")
-    groups: dict[str, Grant] = Field(default_factory=dict, description="what members of a group may")
+    groups: dict[str, Grant] = Field(default_factory=dict, description="what members of a group may do")
     everybody: Grant | None = Field(default=None, description="what any user that the proxy lets in may do")
     headers: Literal["X-Forwarded", "X-Auth-Request"] = "X-Forwarded"
     logout: str | None = Field(default=None, description="path where the proxy ends the session")
@@ -55,7 +55,7 @@ class LoginsFile(BaseModel):
     def _check_proxies(cls, value: list[str]) -> list[str]:
         for one in value:
             if ip_network(one, strict=False).prefixlen == 0:
-                raise ValueError(f"{one} matches every address: write the proxy's")
+                raise ValueError(f"{one} matches every address: give the proxy's own")
         return value
 
     @field_validator("groups")
@@ -63,7 +63,7 @@ class LoginsFile(BaseModel):
     def _check_groups(cls, value: dict[str, Grant]) -> dict[str, Grant]:
         for name in value:
             if not name or "," in name or name != name.strip() or not name.isprintable():
-                raise ValueError(f"{name!r} is not a group that the proxy could name: without commas, and spaces around it")
+                raise ValueError(f"{name!r} is not a valid group name: remove commas and surrounding spaces")
         return value
 
     @field_validator("logout")
@@ -108,8 +108,8 @@ class Logins(NamedTuple):
         grants = [self.groups[group] for group in groups if group in self.groups]
         grants += [] if self.everybody is None else [self.everybody]
         if not grants:
-            hint = "an admin adds one of their groups to the file of --logins"
-            raise Forbidden(f"{name} is in no group that may use this service", hint=hint)
+            hint = "ask an admin to add one of your groups to the file of --logins"
+            raise Forbidden(f"no group of {name} may use this service", hint=hint)
         return of_person(name, grants)._replace(requests_per_s=self.requests_per_s, bytes_per_s=self.bytes_per_s)
 
     def _is_proxy(self, peer: str) -> bool:
@@ -135,7 +135,7 @@ def load(path: Path) -> Logins:
         raise InvalidRequest(f"--logins {path} is not JSON: {error.detail}", hint=f"for example {_EXAMPLE}") from error
     if not read.groups and read.everybody is None:
         raise InvalidRequest(
-            f"--logins {path} lets no person in", hint="name a group in `groups`, or give `everybody` a scope"
+            f"--logins {path} allows no person to sign in", hint="name a group in `groups`, or give `everybody` a scope"
         )
     for grant in (*read.groups.values(), *([read.everybody] if read.everybody else [])):
         check_pattern(grant.runs)
@@ -159,7 +159,7 @@ def _secret(path: Path) -> str:
         hint = f"write at least {SECRET_CHARS_MIN} printable characters there: openssl rand -hex 32"
         raise InvalidRequest(f"the secret in {path} is too short, or not plain text", hint=hint)
     if path.stat().st_mode & 0o007:
-        log.warning("every user of this machine can read %s, and so sign in as any person: chmod 600", path)
+        log.warning("every user of this machine can read %s and could sign in as any person: chmod 600", path)
     return secret
 
 

@@ -27,7 +27,7 @@ def left_for_owner(key: OwnerKey, directories: list[Path]) -> Iterator[None]:
         left = [directory for directory in directories if _leave(key, directory, stack)]
         if not left:
             log.warning(
-                "the owner's token file could not be written: create a token with `holdfast token create NAME --scope admin`"
+                "cannot write the owner's token file: create a token with `holdfast token create NAME --scope admin`"
             )
         yield
 

@@ -49,7 +49,7 @@ def _logins(config: Config, path: Path) -> Logins:
     for name in ("loopback_open", "insecure_no_tokens"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
-            raise InvalidRequest(f"--logins contradicts {flag}, which takes no logins", hint="leave one of them out")
+            raise InvalidRequest(f"--logins cannot be combined with {flag}", hint="leave one of them out")
     return load(path)
 
 

@@ -50,7 +50,9 @@ def read(scope: Scope) -> dict[str, str]:
     if size + sum(len(name) + len(value) for name, value in given) > HEAD_BYTES_MAX:
         raise LimitExceeded(f"the request's line and headers are over the limit of {HEAD_BYTES_MAX} bytes")
     if not scope["path"].isprintable():
-        raise InvalidRequest("the path has characters that cannot be printed", hint="no address of this service has any")
+        raise InvalidRequest(
+            "the path has non-printing characters", hint="check the URL: no address of this service has any"
+        )
     counts = Counter(name for name, _ in given)
     twice = [name for name, count in counts.items() if count > 1 and (name in _ONCE or name.startswith(_OURS))]
     if twice:

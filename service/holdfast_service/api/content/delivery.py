@@ -78,7 +78,7 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
         if match[2] and int(match[2]) < start:
             return None
     if start >= stop:
-        raise InvalidRequest(f"the range {header!r} lies outside a file of {size} bytes")
+        raise InvalidRequest(f"the range {header!r} is outside a file of {size} bytes")
     return start, stop
 
 

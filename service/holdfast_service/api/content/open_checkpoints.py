@@ -167,7 +167,7 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
         if int(step) not in missing.missing(services.control.catalog.database, run):
             raise
         raise NoSuchCheckpoint(
-            f"{run}@{int(step)} is gone: its directory was removed from the storage, and not by Holdfast",
+            f"{run}@{int(step)} is gone: something other than Holdfast removed its directory",
             hint=f"`holdfast repair {run}@{int(step)}` copies it back from a replica; `holdfast ls {run}` lists the others",
         ) from None
 

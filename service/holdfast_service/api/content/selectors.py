@@ -35,5 +35,7 @@ def find(
     else:
         step, what = selection.best(database, run, metric, mode), f"with the metric {metric!r} among the healthy ones"
     if step is None:
-        raise NoSuchCheckpoint(f"run {run!r} has no checkpoint {what}", hint=f"holdfast ls {run} lists them")
+        raise NoSuchCheckpoint(
+            f"run {run!r} has no checkpoint {what}", hint=f"list its checkpoints with `holdfast ls {run}`"
+        )
     return services.control.catalog.checkpoint(run, step)

@@ -98,8 +98,8 @@ class PlannedShard:
         coded = sorted(name for name in named if self.recipe.entries[name].file == IN_NO_FILE)
         if coded:
             raise StateMismatch(
-                f"tensor {coded[0]!r} is stored in fewer bytes, so no plan can locate its values",
-                hint="ask for the shard itself: it has the values",
+                f"tensor {coded[0]!r} is compacted, so no plan can locate its values",
+                hint="download the shard itself, which has the values",
                 tensor=coded[0],
             )
 

@@ -93,7 +93,7 @@ class ShardStreams:
                 ahead.append((span, filling))
 
         full = (
-            f"{STREAMS_MAX} shard downloads are running, or too many by this token or address, and "
+            f"{STREAMS_MAX} shard downloads are running, or too many for this token or address, and "
             f"none of them ended within {STREAM_WAIT_MAX_S:.0f} s"
         )
         hint = "try again later, or send Accept: application/json to get a plan to read the shard from storage"

@@ -127,7 +127,7 @@ def get_histogram(
     entry = _entry(opened, b, wanted)
     pair = Pair(wanted.group, wanted.name, None if a is None else _entry(opened, a, wanted), entry)
     if dtypes.bits(entry.dtype) < 8:
-        raise InvalidRequest(f"{wanted.name} is {entry.dtype}: types below one byte have no histogram")
+        raise InvalidRequest(f"{wanted.name} is {entry.dtype}: types smaller than one byte have no histogram")
     if pair.a is not None and pair.state in ("reshaped", "retyped"):
         raise InvalidRequest(f"{wanted.name} has another shape or dtype in step {wanted.minus}: there is no difference")
     size = 2 * entry.nbytes * (1 if a is None else 2)

@@ -41,6 +41,9 @@ def retry_replica(services: Wired, tier: str) -> None:
     """
     retry = services.replicas.get(tier)
     if retry is None:
-        raise NoSuchResource(f"this daemon has no replica {tier!r}", hint="`GET /v1/nodes` says which node has which")
+        raise NoSuchResource(f"this daemon has no replica {tier!r}", hint="`GET /v1/nodes` lists the replicas of each node")
     if not retry():
-        raise InUse(f"another node copies to the replica {tier!r}", hint="ask the node that `GET /v1/nodes` names for it")
+        raise InUse(
+            f"another node copies to the replica {tier!r}",
+            hint="send the request to the node that `GET /v1/nodes` names for it",
+        )

@@ -22,16 +22,16 @@ _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
 IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
-OnlyStep = Annotated[int | None, Query(ge=0, description="only the verdict on this step; the sums are those of all")]
+OnlyStep = Annotated[int | None, Query(ge=0, description="only the verdict on this step; totals cover all steps")]
 Forced = Annotated[
-    Force | None, Query(description="remove it although it is the newest verified or the newest healthy checkpoint")
+    Force | None, Query(description="remove it even if it is the newest verified or the newest healthy checkpoint")
 ]
 
 
 @router.get(
     "/runs/{run}/policy",
     dependencies=needs("read"),
-    summary="The retention policy in force",
+    summary="The current retention policy",
     response_model=RetentionPolicy,
 )
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
@@ -61,7 +61,7 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
     if if_match is None:
         raise PreconditionRequired(
             f"changing the policy of {run} needs If-Match",
-            hint=f"GET /v1/runs/{run}/policy, and send its ETag",
+            hint=f"read GET /v1/runs/{run}/policy and send its ETag",
         )
     preview = rotation.verdicts.preview(run, policy)
     file = rotation.set_policy(run, policy, if_match)

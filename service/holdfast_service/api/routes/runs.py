@@ -51,7 +51,7 @@ class Marks:
             self._file = read_run_file(tier, run)
         except Damaged as error:
             self._problem = error
-            log.warning("%s is listed without pins and labels: %s", run, error.detail)
+            log.warning("listing %s without pins and labels: %s", run, error.detail)
         self._pins = set(self._file.pins)
         for label, steps in sorted(self._file.labels.items()):
             for step in steps:

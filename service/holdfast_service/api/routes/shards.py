@@ -43,7 +43,7 @@ def _asked(
         str,
         Query(
             max_length=LAYOUT_CHARACTERS_MAX,
-            description="the parallel layout, as text or JSON; empty: a single rank with everything",
+            description="the parallel layout, as text or JSON; empty: one rank with everything",
             openapi_examples={
                 "one rank": {"value": ""},
                 "tensor and pipeline parallelism": {"value": "tp=4,pp=2"},
@@ -55,7 +55,7 @@ def _asked(
     group: Annotated[str, Query(max_length=64, description="the group of tensors, such as `model`")] = "model",
     program: Annotated[
         str,
-        Query(max_length=64, description="a shipped mapping program, or its name and `-inverse`; or none"),
+        Query(max_length=64, description="a built-in mapping program, its name with `-inverse`, or none"),
     ] = "",
 ) -> ShardKey:
     return ShardKey(layout, rank, group, program)

@@ -58,7 +58,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     thinned = held.manifest.thinned is not None and len(listed) != len(found)
     if thinned or held.manifest.compacted is not None:
         raise NoSuchResource(
-            f"the statistics of {run}@{step} are of the tensors that it had before it was thinned or compacted",
+            f"the statistics of {run}@{step} describe its tensors before it was thinned or compacted",
             hint=f"`GET /v1/runs/{run}/layers` still has them, by layer",
         )
     if len(listed) != len(found):

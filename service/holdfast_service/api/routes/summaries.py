@@ -29,10 +29,10 @@ def wanted_runs(
         Query(
             max_length=256,
             description=f"sort by {', '.join(RUN_SORTS)}, or `metric:NAME`, each with a minus for the largest first; or by "
-            "`attention`, or by `training`, which has runs that train before that",
+            "`attention`, or by `training`, which lists runs in training first",
         ),
     ] = "name",
-    failed: Annotated[bool, Query(description="with runs that failed to start, to which nothing was ever saved")] = True,
+    failed: Annotated[bool, Query(description="include runs that failed to start and never saved anything")] = True,
 ) -> WantedRuns:
     return WantedRuns.parse(prefix, q, sort, failed)
 
@@ -67,7 +67,7 @@ def get_summary(services: Wired, run: str) -> RunSummary:
 @router.get(
     "/storage",
     dependencies=needs("read"),
-    summary="How much each run holds, by the age of its checkpoints; the largest first",
+    summary="Storage of each run by age of its checkpoints, largest first",
 )
 def list_storage(
     services: Wired, prefix: Prefix = "", q: Words = "", cursor: Cursor = None, limit: Limit = 100

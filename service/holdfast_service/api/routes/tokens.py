@@ -24,7 +24,7 @@ def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> b
     "/tokens",
     dependencies=needs("admin", "all", act="token-created"),
     status_code=201,
-    summary="Create a token; its text is only in this answer",
+    summary="Create a token; its text is only in this response",
 )
 def create_token(services: Wired, wanted: operations.TokenRequest, response: Response) -> operations.NewToken:
     response.headers["Cache-Control"] = "no-store"
@@ -35,7 +35,7 @@ def create_token(services: Wired, wanted: operations.TokenRequest, response: Res
     "/tokens/{name}/rotate",
     dependencies=needs("admin", "all", act="token-rotated"),
     status_code=201,
-    summary="Give a token a new secret; the old one is accepted for a while longer",
+    summary="Give a token a new secret; the old one works for a while longer",
 )
 def rotate_token(
     services: Wired,

@@ -14,7 +14,7 @@ from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.daemon.saving import run_deletion
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
-Marked = Annotated[bool, Query(description="delete it although some of its checkpoints are pinned or labelled")]
+Marked = Annotated[bool, Query(description="delete it even if some of its checkpoints are pinned or labelled")]
 Entry = Annotated[
     str | None, Query(max_length=200, description="which one, by its name in the trash; by default the newest, or all")
 ]
@@ -49,9 +49,7 @@ def rename_run(
     return run_deletion.rename_run(services.control.renaming, services.saver, services.arena, run, to, dry_run=dry_run)
 
 
-@router.get(
-    "/trash", dependencies=needs("read"), summary="Deleted runs that can be brought back, and the space that they take"
-)
+@router.get("/trash", dependencies=needs("read"), summary="Deleted runs that can be brought back, and the space they use")
 def get_trash(services: Wired) -> Trash:
     return services.control.trash.seen()
 

@@ -184,7 +184,7 @@ def abandon_upload(rank: Known, number: Number, why: messages.AbandonRequest) ->
     f"{_RANK}/waiting",
     dependencies=needs("write", "rank"),
     status_code=204,
-    summary="This rank begins no other save before that of a step has ended; saves that lack only such ranks end",
+    summary="Report that this rank starts no save before a step's save ends; saves waiting only for such ranks end",
 )
 def put_waiting(rank: Known, said: messages.Waiting) -> None:
     rank.waits(said.step)
@@ -207,7 +207,7 @@ def put_stopping(rank: Known, said: messages.PassedStep) -> messages.LastStep:
 async def get_outcomes(
     ranks: Ranks,
     rank: Known,
-    after: Annotated[int, Query(ge=0, description="`next` of the previous answer")] = 0,
+    after: Annotated[int, Query(ge=0, description="`next` of the previous response")] = 0,
     wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="seconds to wait for an upload to end")] = 0,
 ) -> bodies.Outcomes:
     loop, heard = asyncio.get_running_loop(), asyncio.Event()

@@ -143,7 +143,7 @@ class Audit:
             left = len(self._waiting)
             self._changed.notify_all()
         if left:
-            log.warning("the catalog does not answer: %d entries of the audit log are lost", left)
+            log.warning("the catalog does not respond: %d audit log entries are lost", left)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -171,14 +171,14 @@ class Audit:
             self.recorded += len(batch)
             self._untrimmed += len(batch)
         except (CatalogUnavailable, NoSpace) as error:
-            log.debug("the audit log waits: %s", error.detail)
+            log.debug("the audit log is waiting for the catalog: %s", error.detail)
             return False
         except CheckpointError as error:
             self.lost += len(batch)
-            log.error("%d entries of the audit log are lost: %s", len(batch), error.detail)
+            log.error("%d audit log entries are lost: %s", len(batch), error.detail)
         except Exception:
             self.lost += len(batch)
-            log.exception("%d entries of the audit log are lost", len(batch))
+            log.exception("%d audit log entries are lost", len(batch))
         if self._untrimmed >= TRIM_EVERY:
             self._tidy()
         return True
@@ -188,10 +188,10 @@ class Audit:
             self._trim()
             self._untrimmed = 0
         except CheckpointError as error:  # the next batch tries again
-            log.debug("the audit log was not shortened: %s", error.detail)
+            log.debug("cannot shorten the audit log: %s", error.detail)
         except Exception:
             self._untrimmed = 0
-            log.exception("the audit log was not shortened")
+            log.exception("shortening the audit log failed")
 
     def _write(self, batch: list[tuple[str, Act]]) -> None:
         with self._database.write() as session:

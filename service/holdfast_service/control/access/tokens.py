@@ -50,7 +50,7 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it ma
 _RUNS = re.compile(naming.RUN_PATTERN)
 _SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")
 _HINT = (
-    "the daemon's own user needs none: `holdfast` finds it, and `holdfast open` signs a browser in; other "
+    "the daemon's own user needs no token: `holdfast` finds the daemon's, and `holdfast open` signs a browser in; other "
     "users set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the daemon's user creates "
     "with `holdfast token create NAME`"
 )
@@ -185,7 +185,7 @@ class Tokens:
         with self._database.write() as session:
             rows = list(session.scalars(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc())))
             if not rows:
-                raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
+                raise NoSuchResource(f"there is no token named {name!r}", hint="list tokens with `holdfast token ls`")
             ended = [row for row in rows if row.revoked is None]
             for row in ended:
                 row.revoke(self._now())
@@ -207,7 +207,9 @@ class Tokens:
             asked = select(TokenRow).where(TokenRow.name == name, *_in_force(now)).order_by(TokenRow.id.desc())
             rows = list(session.scalars(asked))
             if not rows:
-                raise NoSuchResource(f"no token named {name!r} is in force", hint="`holdfast token create` makes one")
+                raise NoSuchResource(
+                    f"there is no valid token named {name!r}", hint="create one with `holdfast token create`"
+                )
             before = rows[0]
             token_row = TokenRow(
                 name=name,
@@ -264,7 +266,7 @@ class Tokens:
         with self._database.read() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
             if row is None or not hmac.compare_digest(row.digest, wanted):
-                raise Unauthenticated("this token is not known", hint=_HINT)
+                raise Unauthenticated("unknown token", hint=_HINT)
             if row.revoked is not None:
                 raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
             if row.expires is not None and row.expires <= now:
@@ -291,7 +293,7 @@ class Tokens:
                 used = update(TokenRow).where(TokenRow.id == token_id)
                 session.execute(used.values(used=now, used_from=address[:64] or TokenRow.used_from))
         except CheckpointError as error:  # a full disk must not lock out callers, least of all one that frees space
-            log.debug("not noted that token %d was used: %s", token_id, error.detail)
+            log.debug("cannot record that token %d was used: %s", token_id, error.detail)
 
     def _tell(self, token: Token, what: str) -> None:
         text = f"the token {token.name!r} was {what}"

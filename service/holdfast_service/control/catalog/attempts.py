@@ -201,8 +201,8 @@ class Attempts:
                 return known, False
             if not self.complete:
                 raise CatalogUnavailable(
-                    f"the attempts of {run!r} are known only to the catalog, which does not answer",
-                    hint="try again when it answers; after that, launches start without it",
+                    f"the attempts of {run!r} are recorded only in the catalog, which does not respond",
+                    hint="try again when it responds; later launches start without it",
                 )
             before = self._of(run)
             attempt = before.attempt + 1

@@ -294,7 +294,9 @@ class Catalog:
             row = session.get(CheckpointRow, (run, step)) if naming.is_run_name(run) else None
             if row is None:
                 listing.check_known(session, run)
-                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+                raise NoSuchCheckpoint(
+                    f"{run} has no checkpoint of step {step}", hint=f"list its checkpoints with `holdfast ls {run}`"
+                )
             return listing.checkpoint(row)
 
     def newest(self, run: str, groups: Collection[str] = ()) -> int | None:

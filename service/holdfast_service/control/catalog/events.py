@@ -71,11 +71,11 @@ class Events:
             self.record(kind, text, run, step, level, at, **detail)
         except (CatalogUnavailable, NoSpace) as error:
             if self._later is None:
-                log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+                log.error("cannot record the event %r of %s@%s: %s", kind, run, step, error.detail)
             else:
                 self._later(f"the event {kind} of {run}", lambda: self.record(kind, text, run, step, level, at, **detail))
         except CheckpointError as error:
-            log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+            log.error("cannot record the event %r of %s@%s: %s", kind, run, step, error.detail)
 
     def enqueue(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         """As `add`, without waiting for the catalog."""

@@ -58,7 +58,7 @@ def place(listed_checkpoints: Sequence[ListedCheckpoint], run: str, save: tuple[
         return save_place
     raise AlreadyCommitted(
         f"{run}@{step} is already committed",
-        hint="pass existing='same' to count it as saved, or 'replace' to replace it, or remove it first",
+        hint="pass existing='same' to treat it as saved, existing='replace' to replace it, or remove it first",
         same=set(intent.groups) <= set(standing.groups),
         attempt=standing.attempt,
     )
@@ -86,7 +86,7 @@ def _refusal(run: str, step: int, newest: int) -> AlreadyCommitted:
     does = "starts the run from scratch and abandons its checkpoints" if newest > step else "saves it all the same"
     return AlreadyCommitted(
         f"{run} already has step {newest} of an earlier launch, but this launch has restored nothing and saves step {step}",
-        hint="call restore() before the first save, or goes_on_from(step) if you have loaded the state by other means, or "
+        hint="call restore() before the first save, goes_on_from(step) if the state was loaded by other means, or "
         f"use another run; save({step}, existing='replace') {does}",
     )
 

@@ -74,7 +74,7 @@ class RecordQueue:
         """Why the catalog does not answer, None while it does."""
         known, since = self.database.trouble, self.database.keeper_since
         if known is None and since is not None and (stuck := time.monotonic() - since) > AWAY_S:
-            return Trouble(time.time() - stuck, "the catalog: it has not answered yet", reads=True)
+            return Trouble(time.time() - stuck, "the catalog: no response yet", reads=True)
         return known
 
     @property
@@ -241,14 +241,14 @@ class RecordQueue:
         except Exception:
             log.exception("cannot record in the catalog: %s", record.what)
         if self.database.trouble is not None:
-            log.warning("the catalog answers again; %d records are waiting", len(self._waiting))
+            log.warning("the catalog responds again; %d records are waiting", len(self._waiting))
             self.database.back()
         return True
 
     def _away(self, error: CheckpointError) -> None:
         self._known = False
         if self.database.trouble is None:
-            log.error("%s; saves continue and are recorded when it answers again", error.detail)
+            log.error("%s; saves continue and are recorded when it responds again", error.detail)
         reads = True
         try:
             self._look()

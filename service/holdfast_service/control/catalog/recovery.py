@@ -80,7 +80,7 @@ def open_catalog(url: str, node: str | None = None) -> Opened:
     if path is not None and not path.exists():
         aside = _move_away(path, "damaged")  # a log that was left behind would be taken for that of the new file
         if aside.with_name(aside.name + _LOG).exists():
-            log.warning("%s is gone; its write-ahead log was left and is kept as %s%s", path.name, aside.name, _LOG)
+            log.warning("%s is gone; its remaining write-ahead log is kept as %s%s", path.name, aside.name, _LOG)
         path = None
     if path is None:
         return Opened(Catalog.open(url, node))

@@ -155,8 +155,8 @@ def _compose_joint(plan: WritePlan, staged: JointlyStaged, small: Mapping[str, b
 def _check_receipts(plan: WritePlan, receipts: Sequence[Receipt]) -> None:
     for one in receipts:
         if (one.run, one.step, one.attempt) != (plan.run, plan.step, plan.attempt):
-            why = f"the receipt of node {one.node} is of {one.run}@{one.step}, attempt {one.attempt}"
-            raise StateMismatch(f"{why}: it is not of this save")
+            why = f"the receipt of node {one.node} belongs to {one.run}@{one.step}, attempt {one.attempt}"
+            raise StateMismatch(f"{why}: it belongs to another save")
 
 
 def _planned_entry(file: PlannedFile) -> FileEntry:

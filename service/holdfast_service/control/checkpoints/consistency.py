@@ -123,7 +123,7 @@ def _look_at_run(
             items.append(_one(kind, run, step, f"cannot be read: {error.detail}"))
             continue
         if step not in listed:
-            items.append(_one("not-listed", run, step, "is committed, but not listed"))
+            items.append(_one("not-listed", run, step, "is committed but not listed"))
         elif step in rows and (members := _differing(bodies.as_committed(rows[step]), manifest)):
             items.append(
                 _one("differs", run, step, f"is listed with values that differ from its manifest: {', '.join(members)}")

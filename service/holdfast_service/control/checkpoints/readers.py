@@ -52,7 +52,7 @@ class Readers:
         with self._lock:
             if who.startswith(CHECK) and (run, step) in self._awaited:
                 raise InUse(
-                    f"{run}@{step} is about to be replaced by a new save", hint="check it again when that is committed"
+                    f"{run}@{step} is being replaced by a new save", hint="check it again when the new save is committed"
                 )
             if (run, step) in self._removing:
                 raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")

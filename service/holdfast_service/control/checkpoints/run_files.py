@@ -180,7 +180,7 @@ class RunFiles:
             raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
         if self._has_saved(run):
             raise NoSuchRun(
-                f"the directory of the run {run!r} is gone: it was moved or removed, and not by Holdfast",
+                f"the directory of the run {run!r} is gone: something other than Holdfast moved or removed it",
                 hint=f"put it back; or `holdfast rm {run}` takes the run off the lists",
             )
 

@@ -46,12 +46,12 @@ _HINT = (
 )
 _GOES_ON = "then try again. Nothing was changed; saves continue without it"
 _SQLITE_HINTS = {
-    "database is locked": f"another program writes to the catalog's file: let it end, {_GOES_ON}",
+    "database is locked": f"another program is writing to the catalog's file: wait until it ends, {_GOES_ON}",
     "unable to open": "check that the daemon may open the catalog's file, and that its path has fewer than 500 bytes, "
     f"as SQLite demands, {_GOES_ON}",
     "readonly database": f"the daemon may not write to the catalog's file: check its owner, mode and mount, {_GOES_ON}",
 }
-_MET_HINT = "another client wrote the same at this moment: try again. If it stays, look with `holdfast catalog check`"
+_MET_HINT = "another client wrote the same entry at the same time: try again. If it persists, run `holdfast catalog check`"
 
 
 class Trouble(NamedTuple):
@@ -188,7 +188,7 @@ class Database:
         try:
             yield
         except (CatalogUnavailable, NoSpace) as error:
-            log.warning("%s: recorded when the catalog can be written again: %s", what, error.detail)
+            log.warning("%s: will be recorded when the catalog is writable again: %s", what, error.detail)
             self.missed.publish()
 
     @contextmanager
@@ -216,9 +216,9 @@ class Database:
         since = self.keeper_since
         stuck = since is not None and time.monotonic() - since > STUCK_S
         if not hopeful and (self.trouble is not None or stuck):
-            raise CatalogUnavailable(self.trouble.why if self.trouble else "the catalog has not answered yet", hint=_HINT)
+            raise CatalogUnavailable(self.trouble.why if self.trouble else "the catalog has not responded yet", hint=_HINT)
         if not self._prepared:
-            raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
+            raise CatalogUnavailable("the catalog has not responded since the daemon started", hint=_HINT)
 
     @property
     def is_shared(self) -> bool:
@@ -233,7 +233,7 @@ class Database:
             if trouble is not None and (trouble.reads or not reads):
                 raise CatalogUnavailable(trouble.why, hint=_HINT)
             if not self._prepared:
-                raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
+                raise CatalogUnavailable("the catalog has not responded since the daemon started", hint=_HINT)
             yield
             return
         self.keeper_since = time.monotonic()

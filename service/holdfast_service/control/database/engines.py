@@ -119,8 +119,8 @@ def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any)
     if encoding not in (None, ENCODING):
         connection.close()
         raise InvalidRequest(
-            f"the database {name!r} has the encoding {encoding}, and the catalog needs {ENCODING}",
-            hint=f"create another database for it: CREATE DATABASE holdfast ENCODING '{ENCODING}' TEMPLATE template0",
+            f"the database {name!r} has encoding {encoding}, but the catalog needs {ENCODING}",
+            hint=f"create another database: CREATE DATABASE holdfast ENCODING '{ENCODING}' TEMPLATE template0",
         )
     return connection
 

@@ -80,7 +80,7 @@ class Findings:
                 log.info("%s@%s was replaced while it was being verified", run, step)
                 return
             if fence is not None and not fence(session):
-                log.info("%s@%s is checked by another node by now", run, step)
+                log.info("%s@%s is now checked by another node", run, step)
                 return
             self.made(run, step)
             news = not row.verified
@@ -115,7 +115,7 @@ class Findings:
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if fence is not None and not fence(session):
-                log.info("%s@%s is checked by another node by now", run, step)
+                log.info("%s@%s is now checked by another node", run, step)
                 return
             self._seen[place] = problem
             if row is None:
@@ -214,10 +214,13 @@ class Findings:
             gone = [] if step is None else [at for at in missing.missing(self._database, run) if at > step]
         except CatalogUnavailable as away:
             known = "nothing" if step is None else f"step {step}"
-            return [f"{known} was found in the directory, because the catalog does not answer: {away.detail}"]
+            return [f"{known} was found in the directory, because the catalog does not respond: {away.detail}"]
         said = {newer: f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in texts}
         back = "`holdfast repair {0}@{1}` copies it back if a replica has it"
-        said |= {at: f"step {at} is gone, and was not removed by Holdfast: {instead}; {back.format(run, at)}" for at in gone}
+        said |= {
+            at: f"step {at} is gone, removed by something other than Holdfast: {instead}; {back.format(run, at)}"
+            for at in gone
+        }
         return [said[newer] for newer in sorted(said, reverse=True)]
 
 

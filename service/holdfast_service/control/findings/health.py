@@ -108,8 +108,8 @@ class HealthRecords:
         if step is None and newest_before(self._store.database, run, INTEGER_MAX) is not None:
             raise NoSuchCheckpoint(
                 f"no checkpoint of {run} is known to be healthy",
-                hint="a checkpoint counts once it was verified after its commit; `holdfast ls` lists them, and you "
-                "can restore a step by its number",
+                hint="a checkpoint can count as healthy once it is verified after its commit; see `holdfast ls`, or "
+                "restore a step by its number",
             )
         return step
 

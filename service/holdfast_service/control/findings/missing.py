@@ -34,7 +34,7 @@ def missing(database: Database, run: str) -> list[int]:
 
 def tell(events: Events, run: str, step: int) -> str:
     """Record that a checkpoint is missing; the text."""
-    text = f"step {step} is gone: its directory was removed from the storage, and not by Holdfast"
+    text = f"step {step} is gone: something other than Holdfast removed its directory"
     events.add(KIND, text, run, step, level="error")
     return text
 

@@ -66,7 +66,7 @@ def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
         yield Attention(
             level="error",
             code=DEATH,
-            text="ranks were killed or ended by an exception, without closing their Checkpointer",
+            text="ranks were killed or ended by an exception",
             hint=f"see the trainer's log, then start it again: {goes_on}; or `holdfast acknowledge {facts.run}`",
             step=step,
             since=facts.since,
@@ -87,7 +87,7 @@ def _stuck(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attent
             level="warning",
             code="storage-slow",
             text=f"storage has been writing a save for {span(facts.now - writing)}{usually}",
-            hint="training continues and nothing committed is in danger; check the disk or network, or save less often",
+            hint="training continues and committed checkpoints are safe; check the disk or network, or save less often",
             step=summary.newest,
             since=_at(writing),
         )
@@ -117,7 +117,7 @@ def _late(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
         level="error" if exposed > LATE_ERROR_S else "warning",
         code="no-commit",
         text=f"no commit for {span(exposed)} of training; usually there is one every {span(interval)}",
-        hint="check whether the trainer is stuck or its daemon is gone: see the newest save and the ranks' logs",
+        hint="check whether the trainer hangs or its daemon is gone: see the newest save and the ranks' logs",
         step=summary.newest,
         since=_at(facts.now - exposed),
     )
@@ -152,8 +152,8 @@ def _failing(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="saves-dropped",
             text=f"{len(dropped)} of the last {len(ended)} saves were dropped: no slot was free",
-            hint="the list of saves says what held them: storage (save less often, or use a faster disk), a rank, a node, "
-            "or the catalog",
+            hint="the list of saves shows what delayed them: storage (save less often, or use a faster disk), a rank, a "
+            "node or the catalog",
             step=dropped[0].step,
             since=_at(dropped[-1].ended),
             remedy="save-interval",
@@ -193,7 +193,7 @@ def _held(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     if held.healthy is False:
         ill = held.newest if held.unhealthy is None else held.unhealthy
         good = (
-            "none before it is healthy"
+            "no earlier checkpoint is healthy"
             if held.newest_healthy is None
             else f"the newest healthy one is step {held.newest_healthy}"
         )
@@ -212,7 +212,7 @@ def _held(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
             level="warning",
             code="checkpoint-frozen",
             text=f"step {held.newest} is bit-identical to step {held.same_as}",
-            hint="nothing was trained in between: check that the optimizer steps and that you save the trained tensors",
+            hint="no training happened in between: check that the optimizer steps, and that you save the trained tensors",
             step=held.newest,
             since=held.created,
         )
@@ -231,9 +231,9 @@ def _warned(facts: Facts) -> Iterator[Attention]:
 
 
 _STORED = {
-    "checkpoint-missing": "find out what removed it; `holdfast repair RUN@STEP` copies it back from a replica, else put it "
-    "back from a backup if you need it; retention keeps what is there",
-    "removal-waits": "check the disk or network of the root, and verify what is there; removal continues when what stays is "
+    "checkpoint-missing": "find out what removed it; copy it back from a replica with `holdfast repair RUN@STEP`, or from a "
+    "backup if you need it; until then retention removes nothing",
+    "removal-waits": "check the disk or network of the root and verify its checkpoints; removal continues once they are "
     "sound",
 }
 
@@ -251,7 +251,7 @@ def _unverified(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="not-verified",
             text=f"committed checkpoints waiting for verification: {len(waits)}, for up to {span(max(waits))}",
-            hint="retention removes nothing until then; `holdfast verify` verifies one now",
+            hint="retention removes nothing until then; verify one now with `holdfast verify`",
             step=facts.held.newest,
             since=_at(facts.now - max(waits)),
             remedy="verify",
@@ -313,7 +313,7 @@ def _copies(facts: Facts) -> Iterator[Attention]:
                 level="error",
                 code="replica-damaged",
                 text=f"{copies.damaged} copies in {tier} are damaged",
-                hint="check that storage; damaged copies are made again from sound ones",
+                hint="check that storage; damaged copies are replaced from sound ones",
                 subject=tier,
                 remedy="retry-replicas",
             )
@@ -322,7 +322,7 @@ def _copies(facts: Facts) -> Iterator[Attention]:
                 level="warning",
                 code="replica-failing",
                 text=f"{copies.failing} checkpoints could not be copied to {tier}: {copies.problem}",
-                hint="nothing in the root is in danger; check that storage, then copy again",
+                hint="the root is safe; check that storage, then copy again",
                 subject=tier,
                 step=copies.newest,
                 remedy="retry-replicas",
@@ -346,7 +346,7 @@ def _clock(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="clock-differs",
             text=f"the newest commit is {span(ahead)} in the future",
-            hint="the machines' clocks differ: synchronise them with NTP; until then the ages that are shown are wrong",
+            hint="synchronise the machines' clocks with NTP; until then the displayed ages are wrong",
             step=facts.held.newest,
         )
 

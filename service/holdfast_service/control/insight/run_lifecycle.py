@@ -93,14 +93,14 @@ def verdict(facts: Facts, summary: RunSummary) -> str:
         return f"Failed to start{since}: its ranks ended before anything was saved. See the trainer's log."
     if summary.life == "finished":
         ill = "" if summary.nonfinite is None else f", but it has {summary.nonfinite.kind}, {summary.nonfinite.place}"
-        return f"Finished{since}: its ranks have closed in order; {_newest(summary)}{ill}."
+        return f"Finished{since}: its ranks closed normally; {_newest(summary)}{ill}."
     if summary.life == "archived":
-        return f"Archived{since}; {_newest(summary)}. A new launch takes it back."
+        return f"Archived{since}; {_newest(summary)}. A new launch unarchives it."
     if facts.life == "running":
-        return f"Idle: its ranks are connected, but none has begun a save{since}. Look whether the trainer hangs."
+        return f"Idle: its ranks are connected, but none has started a save{since}. Check whether the trainer hangs."
     seen = death_seen(facts) if facts.life == "died" else None
-    died = "" if seen is None else f" It died, and {seen.by or 'an unknown user'} has seen that."
-    return f"Idle: nobody trains it.{died} When it is started again, {goes_on}."
+    died = "" if seen is None else f" It died, and {seen.by or 'an unknown user'} acknowledged that."
+    return f"Idle: no rank is connected.{died} When it is started again, {goes_on}."
 
 
 def _patience(interval_s: float | None) -> float:

@@ -272,13 +272,13 @@ def _existing(session: Session, job_id: int, lock: bool = False) -> JobRow:
         raise InvalidRequest(f"{job_id} is not a job ID")
     row = session.get(JobRow, job_id, with_for_update=lock or None)
     if row is None:
-        raise NoSuchResource(f"there is no job {job_id}", hint="GET /v1/jobs lists the jobs; the oldest are not kept")
+        raise NoSuchResource(f"there is no job {job_id}", hint="list jobs with GET /v1/jobs; the oldest are not kept")
     return row
 
 
 def _given_up(row: JobRow) -> CheckpointError:
     return CheckpointError(
-        f"the service ended {row.tries} times while it ran this job",
+        f"the service stopped {row.tries} times while running this job",
         hint="see the service's log for the cause, then submit the job again",
         tries=row.tries,
     )

@@ -113,7 +113,7 @@ class JobRunner:
         try:
             self._put_back()
         except CatalogUnavailable as away:
-            log.warning("jobs wait until the catalog answers: %s", away.detail)
+            log.warning("jobs wait until the catalog responds: %s", away.detail)
         for thread in self._threads:
             thread.start()
 
@@ -130,7 +130,7 @@ class JobRunner:
         """The job for this request, and whether it is new. `InvalidRequest` for an unknown kind or a missing field."""
         registered = self._kinds.get(request.kind)
         if registered is None:
-            hint = f"install the wing {request.wing!r}, which does them" if request.wing else _one_of(self.kinds)
+            hint = f"install the wing {request.wing!r}, which runs them" if request.wing else _one_of(self.kinds)
             raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=hint)
         registered.check(request)
         job, new = self.jobs.submit(request)
@@ -197,9 +197,9 @@ class JobRunner:
             self._put_back()
             return self.jobs.claim(self._kinds) if self.jobs.waiting(self._kinds) else None
         except CheckpointError as error:
-            log.error("cannot look for jobs: %s", error.detail)
+            log.error("cannot read the queue of jobs: %s", error.detail)
         except Exception:
-            log.exception("cannot look for jobs")
+            log.exception("reading the queue of jobs failed")
         return None
 
     def _run(self, job: Job) -> None:
@@ -289,7 +289,7 @@ class JobRunner:
                 for job in self.jobs.recover_lost():
                     self._report_end(job)
             except CheckpointError as error:
-                log.error("cannot look at jobs of other nodes: %s", error.detail)
+                log.error("cannot read the jobs of other nodes: %s", error.detail)
 
 
 _End = Literal["done", "failed", "cancelled"]

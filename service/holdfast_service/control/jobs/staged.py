@@ -29,7 +29,7 @@ def wanted_places(database: Database, files: Files) -> list[Place]:
             wanted = select(JobRow.run, JobRow.step).where(JobRow.kind.in_(KINDS), JobRow.state.in_(GOES_ON))
             wanted_steps = {(run, step) for run, step in session.execute(wanted)}
     except CheckpointError as away:
-        log.warning("what jobs have staged is not swept: %s", away.detail)
+        log.warning("cannot sweep the files that jobs staged: %s", away.detail)
         return staged_places
     return [place for place in staged_places if (place.run, place.step) in wanted_steps]
 

@@ -13,7 +13,7 @@ from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.findings import missing
 
 SHOWN_MAX = 10  # steps that a message names
-AFRESH = "to train from the beginning, delete what is known of the run (`holdfast rm {run}`), or use another run name"
+AFRESH = "to train from the beginning, delete the run (`holdfast rm {run}`), or use another run name"
 
 
 class LostCheckpoints:
@@ -50,7 +50,7 @@ class LostCheckpoints:
         steps = sorted({*gone, *(step for held in copies.values() for step in held)}, reverse=True)
         text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
         text += "was there" if len(steps) == 1 else "were there"
-        text += ", and not removed through Holdfast" if gone else ", as replicas show"
+        text += ", and they were not removed by Holdfast" if gone else ", although replicas have copies"
         if copies:
             text += (
                 f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
@@ -58,7 +58,7 @@ class LostCheckpoints:
             newest = max(step for held in copies.values() for step in held)
             hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
         else:
-            hint = "put the directory back (mount its disk, or take it from a backup): it is seen within seconds"
+            hint = "put the directory back (mount its disk, or copy it from a backup): it is found within seconds"
         raise CheckpointsMissing(text, hint=f"{hint}; {AFRESH.format(run=run)}", run=run, steps=steps[:SHOWN_MAX])
 
 

@@ -165,7 +165,7 @@ class RestoreSelector:
                 hidden.add(step)
             if not hidden:
                 return
-            log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, min(hidden))
+            log.info("%s@%s is listed but not visible here yet: waiting", asked.run, min(hidden))
             time.sleep(SEEN_POLL_S)
 
     def _have_mended(self, asked: RestoreQuestion) -> None:
@@ -209,7 +209,7 @@ class RestoreSelector:
             if not roots.agrees(self._store, self._catalog, run):
                 self._relist(run)
         except NoSuchRun as behind:
-            raise CatalogUnavailable(f"the catalog has not heard of the run {run!r} yet", hint="try again") from behind
+            raise CatalogUnavailable(f"the run {run!r} is not in the catalog yet", hint="try again") from behind
         if step is not None:
             self._catalog.checkpoint(run, step)
             return step

@@ -51,7 +51,7 @@ class SavePermits:
         except AlreadyCommitted:
             raise
         except CheckpointError as error:  # training does not wait for storage, nor fail by it
-            log.warning("cannot tell yet whether %s@%s may be saved: %s", run, step, error.detail)
+            log.warning("cannot determine yet whether %s@%s may be saved: %s", run, step, error.detail)
 
     def _was_complete(self, run: str, step: int, attempt: int) -> bool:
         if self._attempts.owes(run, step, attempt):
@@ -59,5 +59,5 @@ class SavePermits:
         try:
             return self._record_queue.query(lambda: self._rounds.is_sealed(run, step, attempt), LOOK_S)
         except CatalogUnavailable as away:
-            log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
+            log.info("cannot determine whether %s@%s was complete: %s", run, step, away.detail)
             return False

@@ -132,7 +132,7 @@ class Admission:
         try:
             return int(self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S))
         except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
-            log.warning("cannot tell how much of its quota %s uses: %s", run, away.detail)
+            log.warning("cannot determine how much of its quota %s uses: %s", run, away.detail)
             return 0
 
     def _team_shortage(self, run: str, what: str, need: int) -> QuotaExceeded | None:
@@ -141,7 +141,7 @@ class Admission:
             quotas = self._teams.of(run)
             used_by = self._ask(partial(self._teams.used, quotas), USED_S) if quotas else {}  # one wait for all of them
         except CatalogUnavailable as away:
-            log.warning("cannot tell how much of their quotas the teams of %s use: %s", run, away.detail)
+            log.warning("cannot determine how much of their quotas the teams of %s use: %s", run, away.detail)
             return None
         except (Damaged, StorageFailed) as error:  # as for the quota of a run
             log.error("%s", error)

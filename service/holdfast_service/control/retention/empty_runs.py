@@ -74,7 +74,7 @@ class EmptyRuns:
                 owner = tenant or "this daemon's own user"
                 raise LimitExceeded(
                     f"{run!r} would be a new run, but {owner} already has {len(runs)} runs without a save",
-                    hint="use one of those, or save to them first; those whose ranks are gone are removed after "
+                    hint="use one of those, or save to them first; runs whose ranks are gone are removed after "
                     f"{self._kept_s / 3600:g} hours",
                     empty=len(runs),
                 )
@@ -121,7 +121,7 @@ class EmptyRuns:
             if not removal.remove_bare_run(self._tier, run):
                 return False
         self._attempts.forget(run)
-        text = "nothing was ever saved to this run and its ranks are long gone: it is no longer listed"
+        text = "the run is no longer listed: nothing was ever saved to it, and its ranks are long gone"
         self._events.add("run-swept", text, run, attempt=declared.attempt)
         log.info("removed the empty run %s: nothing was ever saved to it", run)
         return True
@@ -132,7 +132,7 @@ class EmptyRuns:
         try:
             self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
         except CheckpointError as error:
-            log.info("cannot tell how many checkpoints %s keeps: %s", run, error.detail)
+            log.info("cannot determine how many checkpoints %s keeps: %s", run, error.detail)
 
     def _holds(self, run: str) -> bool:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))

@@ -49,8 +49,8 @@ def watch(files: RunFiles, run: str, path: str) -> None:
         device, names = _limited(path, lambda: (Path(path).stat().st_dev, os.listdir(path)))
     except (OSError, ValueError) as error:
         raise InvalidRequest(
-            f"the daemon cannot read the directory {path!r}, so a link in it would keep no checkpoint",
-            hint="let the daemon see the directory under the same path, or pin the steps",
+            f"the daemon cannot read the directory {path!r}, so links in it could not protect checkpoints",
+            hint="make the directory visible to the daemon under the same path, or pin the steps",
         ) from error
     link_directory = LinkDirectory(path=path, device=device)
     gone = {one for one in files.read(run).link_directories if one.path != path and _is_known_to_be_gone(one)}
@@ -59,12 +59,12 @@ def watch(files: RunFiles, run: str, path: str) -> None:
         elsewhere = [one for one in file.link_directories if one.path == path and one.device != device]
         if elsewhere and not names:
             raise InvalidRequest(
-                f"{path} held links to {run} on another disk, and is empty now: that disk seems to be missing",
+                f"{path} held links to {run} on another disk but is empty now: that disk seems to be missing",
                 hint="mount it, or delete the directory from link_directories in the run's run.json",
             )
         others = [one for one in file.link_directories if one.path != path and one not in gone]
         if len(others) >= DIRECTORIES_MAX:
-            raise LimitExceeded(f"links to {run} stand in {len(others)} directories already", hint="remove some of them")
+            raise LimitExceeded(f"{len(others)} directories already hold links to {run}", hint="remove some of them")
         if link_directory in file.link_directories and len(others) == len(file.link_directories) - 1:
             return file
         return file.model_copy(update={"link_directories": (*others, link_directory)})

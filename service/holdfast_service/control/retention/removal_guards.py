@@ -25,7 +25,7 @@ class RemovalGuards:
             raise InUse(f"{run}@{step} is being replaced", hint="try again in a moment")
         self.refuse_pinned(run, step)
         if held := protecting_links.standing(self._files.read(run), run).holds(step):
-            raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")
+            raise Pinned(f"{run}@{step} was not removed: {'; '.join(held)}", hint="remove the link first, or mount its disk")
         if left_s := self._readers.held(run).get(step):
             raise InUse(
                 f"{run}@{step} is being read", hint="try again after the reader has finished", seconds=round(left_s, 1)
@@ -36,11 +36,11 @@ class RemovalGuards:
         """`Pinned` for a checkpoint with a pin or a label."""
         file = self._files.read(run)
         if step in file.pins:
-            raise Pinned(f"{run}@{step} is pinned", hint=f"holdfast unpin {run}@{step} removes the pin")
+            raise Pinned(f"{run}@{step} is pinned", hint=f"unpin it first: holdfast unpin {run}@{step}")
         if labels := file.labels_of(step):
             raise Pinned(
                 f"{run}@{step} has the label {', '.join(labels)}",
-                hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
+                hint=f"remove the label first: holdfast label {run}@{step} {labels[0]} --remove",
             )
 
     def refuse_foreign(self, run: str, step: int) -> None:

@@ -30,14 +30,14 @@ class RetentionRequests:
             now = {"keep_last": wanted, "keep_last_since": since}
             file = self._files.change(run, lambda file: file.model_copy(update=now))
             if file.policy is not None and keep_last not in (None, file.policy.last):
-                log.info("%s: keep_last=%s of the trainer is ignored: the run has a retention policy", run, keep_last)
+                log.info("%s: the trainer's keep_last=%s is ignored: the run has a retention policy", run, keep_last)
             if new or file != before:
                 last = file.in_force.last
                 self._record_queue.enqueue("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
         except (CatalogUnavailable, NoSuchRun) as away:  # of a rank that reconnects: its `keep_last` was in force before
-            log.warning("keep_last=%s of %s is not in force yet: %s", keep_last, run, away.detail)
+            log.warning("keep_last=%s of %s is not applied yet: %s", keep_last, run, away.detail)
 
     def denied(self, run: str, keep_last: int | None, owner: bool) -> tuple[str, ...]:
         """The notice for a rank whose `keep_last` requires an admin to be in force."""
@@ -50,6 +50,4 @@ class RetentionRequests:
         if held == keep_last:
             return ()
         holds = "keeps all checkpoints" if held is None else f"keeps the last {held}"
-        return (
-            f"keep_last={keep_last} is not in force: the run {holds} until an admin runs `holdfast keep {run} --last N`",
-        )
+        return (f"keep_last={keep_last} is not applied: the run {holds} until an admin runs `holdfast keep {run} --last N`",)

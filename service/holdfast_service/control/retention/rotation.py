@@ -271,7 +271,7 @@ class Rotation:
         except StorageFailed as error:
             if run not in self._waiting:
                 self._waiting.add(run)
-                text = f"nothing is removed: the checkpoints that stay cannot be checked: {error.detail}"
+                text = f"nothing is removed: the remaining checkpoints cannot be checked: {error.detail}"
                 self._tell("removal-waits", text, run, level="error", problem=error.problem())
             raise
         self._waiting.discard(run)
@@ -300,7 +300,7 @@ class Rotation:
                 except CatalogUnavailable as away:
                     if not trashed:
                         raise
-                    log.warning("retention of %s: the rest is removed later: %s", run, away.detail)
+                    log.warning("retention of %s: the rest will be removed later: %s", run, away.detail)
                     self.due(run, AWAY_RETRY_S)
                     break
                 with self._catalog.database.told_later(f"{run}@{step} was removed"):
@@ -319,7 +319,7 @@ class Rotation:
             self._still_deciding()
         except CatalogUnavailable:
             self._store.bring_back(run, step, path)
-            with self._catalog.database.told_later(f"copies of {run}@{step} count again"):
+            with self._catalog.database.told_later(f"copies of {run}@{step} are used again"):
                 replicas.returned(self._catalog.database, run, [step])
             raise
         return path
@@ -352,9 +352,9 @@ class Rotation:
             try:
                 self.apply(run)
             except NoSuchRun:
-                log.debug("retention of %s: it was deleted or renamed meanwhile", run)
+                log.debug("retention of %s: the run was deleted or renamed in the meantime", run)
             except CatalogUnavailable as error:
-                log.warning("retention of %s: tried again: %s", run, error.detail)
+                log.warning("retention of %s: retrying: %s", run, error.detail)
                 self.due(run, AWAY_RETRY_S)
             except CheckpointError as error:
                 log.error("retention of %s: %s", run, error.detail)

@@ -44,7 +44,7 @@ def refuse(catalog: Catalog, rotation: Rotation, run: str, marked: bool) -> None
     if linked.by_step or linked.unseen:
         where = _some([*linked.by_step.values(), *linked.unseen])
         raise Pinned(
-            f"links lead to checkpoints of {run}, or may do so: {where}", hint="remove the links, or mount their disk"
+            f"links point, or may point, to checkpoints of {run}: {where}", hint="remove the links, or mount their disk"
         )
     read = [step for step in rotation.readers.held(run, opened=False) if not rotation.readers.only_checked(run, step)]
     if read:
@@ -67,7 +67,7 @@ def refuse_lone_copies(catalog: Catalog, rotation: Rotation, run: str) -> None:
     alone |= {step for step in both if not rotation.proofs.stands(run, step)}
     if alone:
         raise Pinned(
-            f"only copies in replicas are known to be sound of {len(alone)} checkpoints of {run}: {_some(alone)}",
+            f"{len(alone)} checkpoints of {run} are known to be sound only in replicas: {_some(alone)}",
             hint="verify or repair them first (`holdfast verify`, `holdfast repair`), or delete the copies too: --pinned "
             "(marked=true)",
         )

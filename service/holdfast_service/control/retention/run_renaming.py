@@ -88,7 +88,7 @@ class RunRenaming:
         naming.check_run(name)
         if not self._is_alone:
             raise InvalidRequest(
-                "a run of a root that several daemons share cannot be renamed",
+                "a run cannot be renamed while several daemons share the root",
                 hint="stop all daemons except one, or import its checkpoints under the other name",
             )
         run_removal.refuse_foreign(self._tier, run)
@@ -104,7 +104,7 @@ class RunRenaming:
             if dry_run:
                 return renamed
             if built != self._contents(run):
-                raise InUse(f"{run} was changed while it was renamed", hint="try again")
+                raise InUse(f"{run} was changed during the renaming", hint="try again")
             self._catalog.database.check_writable()  # while nothing can be seen of it
             if self._tier.list(run):
                 self._tier.publish(_staged(name), name)  # from here on there is the run of the new name, complete
@@ -112,7 +112,7 @@ class RunRenaming:
                 self._finish(run, name)
             except (CatalogUnavailable, NoSpace) as error:
                 self._catalog.database.missed.publish()
-                hint = f"do not train {run} now: it is renamed when the catalog can be written again"
+                hint = f"do not train {run} now: it will be renamed when the catalog is writable again"
                 raise type(error)(error.detail, hint=hint) from error
         self._events.add("run-renamed", f"the run {run} was renamed to {name}", name, old=run)
         log.warning("the run %s was renamed to %s", run, name)
@@ -138,11 +138,13 @@ class RunRenaming:
         for place in PosixStore(self._tier).replaced(run):
             if self._rotation.probe.is_whole(place):  # it may have to come back, under this name
                 raise InUse(
-                    f"step {place.step} of {run} was replaced, and what replaced it was not read back yet",
+                    f"step {place.step} of {run} was replaced, and its replacement has not been verified yet",
                     hint="try again in a minute",
                 )
         if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
-            raise AlreadyCommitted(f"there is a run {name!r} already", hint=f"`holdfast rm {name}` deletes it")
+            raise AlreadyCommitted(
+                f"there is already a run {name!r}", hint=f"choose another name, or delete it first: `holdfast rm {name}`"
+            )
 
     def recover(self) -> None:
         """Remove incomplete runs, and finish complete ones; called when the catalog answers."""
@@ -203,7 +205,7 @@ class RunRenaming:
                 continue  # it is missing; reported already
             if not self._tier.link(f"{source}/{file}", f"{target}/{file}"):
                 raise InvalidRequest(
-                    f"{run} cannot be renamed: its storage gives files no second names (hard links)",
+                    f"{run} cannot be renamed: its storage does not support hard links",
                     hint="import its checkpoints under the other name, then delete it",
                 )
         if manifest is not None:
@@ -235,7 +237,7 @@ class RunRenaming:
         lacking = [s for s in PosixStore(self._tier).steps(run) if probe.proof(run, s) and not probe.proof(name, s)]
         if lacking:
             raise StorageFailed(
-                f"{run} is kept: of {name}, which it is renamed to, the steps {lacking[:10]} are not all there",
+                f"{run} is kept: its new name {name} lacks some of the steps {lacking[:10]}",
                 hint=f"delete {name} with `holdfast rm {name}`, and rename {run} again",
             )
 

@@ -165,7 +165,7 @@ class RunTrash:
             is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
             if self._tier.list(run) or is_another:
                 raise InUse(
-                    f"there is another run {run!r} now", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
+                    f"there is now another run {run!r}", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
                 )
             try:
                 self._tier.publish(f"{naming.RUN_TRASH}/{entry_found.entry}", run)  # it is back
@@ -176,7 +176,7 @@ class RunTrash:
                 for problem in roots.list_run(self._store, self._catalog, run):
                     log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
         standing = roots.committed(self._store, run)
-        with self._catalog.database.told_later(f"copies of {run} count again"):
+        with self._catalog.database.told_later(f"copies of {run} are used again"):
             replicas.returned(self._catalog.database, run, standing)
         self.restored.publish([CheckpointId(run, step) for step in standing])
         self._events.add("run-undeleted", "the run was brought back from the trash", run, entry=entry_found.entry)
@@ -300,7 +300,7 @@ class RunTrash:
             return False
         if one.entry not in self._kept:
             self._kept.add(one.entry)
-            text = f"the deleted run stays in the trash: no checkpoint of the run {one.run} that is there now is sound"
+            text = f"the deleted run stays in the trash: the present run {one.run} has no sound checkpoint"
             self._events.add("removal-waits", text, one.run, level="error", entry=one.entry)
         return False
 
@@ -356,4 +356,4 @@ class RunTrash:
 
 
 def _not_there(run: str) -> NoSuchResource:
-    return NoSuchResource(f"the trash holds no run {run!r}", hint="`holdfast trash` lists what it holds")
+    return NoSuchResource(f"the trash holds no run {run!r}", hint="list its contents with `holdfast trash`")

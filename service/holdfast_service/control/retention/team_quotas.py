@@ -77,7 +77,7 @@ class TeamQuotas:
 
         def drop(quotas: dict[str, int]) -> None:
             if quotas.pop(pattern, None) is None:
-                raise NoSuchResource(f"the pattern {pattern!r} has no quota", hint="`holdfast quota ls` lists them")
+                raise NoSuchResource(f"the pattern {pattern!r} has no quota", hint="list quotas with `holdfast quota ls`")
 
         self._change(drop)
 
@@ -86,7 +86,7 @@ class TeamQuotas:
             quotas = self.all()
             change(quotas)
             if len(quotas) > QUOTAS_MAX:
-                raise LimitExceeded(f"there are {QUOTAS_MAX} quotas already", hint="remove one first: `holdfast quota rm`")
+                raise LimitExceeded(f"there are already {QUOTAS_MAX} quotas", hint="remove one first: `holdfast quota rm`")
             file = _File(quotas=dict(sorted(quotas.items())))
             self._tier.replace(naming.QUOTAS, (file.model_dump_json(indent=1) + "\n").encode())
 
@@ -121,5 +121,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _damaged(why: str) -> CorruptManifest:
     why = why.encode(errors="backslashreplace").decode()
-    hint = "an admin sets them again with `holdfast quota set`, after the file was moved away"
+    hint = "move the file away; then an admin sets the quotas again with `holdfast quota set`"
     return CorruptManifest(f"the file of quotas, {naming.QUOTAS}, cannot be read: {why}", hint=hint)

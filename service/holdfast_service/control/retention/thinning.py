@@ -65,10 +65,10 @@ class Thinning:
         with self._rotation.deciding(run):
             self._refuse(run, step, small)
             if self._store.files.read(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") != whole:
-                raise InUse(f"{run}@{step} was saved again meanwhile", hint="nothing was changed")
+                raise InUse(f"{run}@{step} was saved again in the meantime", hint="nothing was changed")
             with self._rotation.readers.removing(run, step) as free:
                 if not free:
-                    raise InUse(f"{run}@{step} is being read", hint="it is thinned later")
+                    raise InUse(f"{run}@{step} is being read", hint="it will be thinned later")
                 self._rotation.still_deciding()
                 self._rotation.replaced.began(run, step)
                 try:
@@ -96,7 +96,7 @@ class Thinning:
 
     def was_done(self, run: str, step: int) -> None:
         """Record the new checkpoint in the catalog soon."""
-        self._record_queue.enqueue(f"what is left of {run}@{step}", lambda: self.record(run, step))
+        self._record_queue.enqueue(f"what remains of {run}@{step}", lambda: self.record(run, step))
 
     def clear(self, place: Place) -> None:
         """Remove a staging place; the next sweep removes what cannot be removed now."""
@@ -108,7 +108,7 @@ class Thinning:
     def waits(self, run: str, step: int, error: CheckpointError) -> None:
         """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""
         problem = error.problem()  # the error's traceback would keep its frames alive
-        text = "; ".join(filter(None, [f"step {step} is thinned or compacted later: {error.detail}", error.hint]))
+        text = "; ".join(filter(None, [f"step {step} will be thinned or compacted later: {error.detail}", error.hint]))
         record = partial(self._events.record, "thinning-failed", text, run, step, "warning", problem=problem)
         self._record_queue.enqueue(f"why {run}@{step} is not thinned or compacted yet", record)
 
@@ -123,7 +123,7 @@ class Thinning:
         enough = (step, small) in {(one.step, one.small) for one in self.due(run)}
         done = checkpoint.thinned is not None or (small is not None and checkpoint.compacted is not None)
         if not enough or done:
-            raise InUse(f"{run}@{step} is not to be thinned any more", hint="nothing was changed")
+            raise InUse(f"{run}@{step} no longer needs thinning", hint="nothing was changed")
 
     def _decided(self, run: str) -> dict[int, ThinDecision]:
         policy = self._rotation.files.read(run).in_force
@@ -164,7 +164,7 @@ class Thinning:
                 small.bytes - manifest.bytes,
                 f"optimizer states as {small.optim}" if small.lossy else "bit for bit",
             )
-            text = f"step {manifest.step} was stored in fewer bytes, {kind}: {freed} of {small.bytes} bytes are free"
+            text = f"step {manifest.step} was compacted, {kind}: {freed} of {small.bytes} bytes were freed"
             about: dict[str, Any] = {"bytes": manifest.bytes, "freed": freed, "optim": small.optim, "error": small.error}
             self._events.add("checkpoint-compacted", text, manifest.run, manifest.step, **about)
             return

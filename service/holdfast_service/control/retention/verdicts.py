@@ -77,7 +77,7 @@ class Verdicts:
         busy = dict.fromkeys(read, _READ) | dict.fromkeys(fresh, _FRESH)
         linked = protecting_links.standing(file, run)
         for path in linked.unseen:
-            log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
+            log.warning("not removing checkpoints of %s: cannot read %s, which may hold links to them", run, path)
         listed_now, known = roots.all_checkpoints(self._catalog, run), self._catalog.proofs(run)
         if listed is not None:
             listed |= {c.step: c for c in listed_now}

@@ -238,7 +238,7 @@ class Arena:
                 raise InvalidRequest(f"the descriptor is not a staging arena: {error}") from error
             if segment.owner != owner:
                 segment.close()
-                raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
+                raise InvalidRequest(f"{owner} attached a segment of {segment.owner}")
             segment.count_for(holder)
             try:
                 self._reserved.check_brought(segment.geometry.segment_bytes, holder)
@@ -306,7 +306,7 @@ class Arena:
             try:
                 fd, given, notice = self._spill.make(asked, room, self._reserved.room_on_disk(holder, self._spill))
             except CheckpointError as error:
-                why = f"; nor can it be staged on disk: {error.detail}"
+                why = f"; it cannot be staged on disk either: {error.detail}"
                 raise refusal(label, asked, self._reserved.bytes, room, why) from error
         except CheckpointError:
             held = ", ".join(f"{run} {size}" for run, size in self._reserved.by_run().most_common(NAMED_MAX))

@@ -57,7 +57,7 @@ class AverageSegment:
         with mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = average.read_superblock(seen), average.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
-            raise InvalidRequest("an average that is cut short")
+            raise InvalidRequest("a truncated average")
         return cls(fd, geometry, owner, name)
 
     def count_for(self, holder: ShareHolder) -> None:

@@ -73,7 +73,7 @@ class Callers(NamedTuple):
         if not readable:
             name = grp.getgrgid(self.gid).gr_name
             log.warning(
-                "members of %s may save, and cannot restore: only their memory and not %s is open to them; to let them read "
+                "members of %s can save but not restore: they cannot read %s; to let them read "
                 "all checkpoints: chgrp %s %s; chmod 750 %s",
                 *(name, root, name, root, root),
             )

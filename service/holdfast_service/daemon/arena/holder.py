@@ -262,7 +262,7 @@ class Holder:
         self._try_at = self._attended + wait_s
         saves = sorted({(one.run, one.step) for one in sealed})
         print(
-            f"holdfast: the daemon ended with status {self._child.status} and is started again in {wait_s:.0f} s; "
+            f"holdfast: the daemon ended with status {self._child.status} and restarts in {wait_s:.0f} s; "
             f"{self._bytes()} bytes of shared memory are kept, with {len(saves)} staged saves",
             file=sys.stderr,
             flush=True,

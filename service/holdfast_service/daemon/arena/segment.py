@@ -79,11 +79,11 @@ class ArenaSegment:
         """
         spilled = is_spilled(fd)
         if spilled and not on_disk:
-            raise InvalidRequest("a file of another user, which that user could truncate")
+            raise InvalidRequest("a file of another user, who could truncate it")
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
-            raise InvalidRequest("a staging arena that is cut short")
+            raise InvalidRequest("a truncated staging arena")
         segment = cls(fd, geometry, owner, name, spilled)
         for slot in range(geometry.slots):
             if segment.state(slot) is not SlotState.FREE:
@@ -129,7 +129,7 @@ class ArenaSegment:
                 left = limit - time.monotonic()
                 if left <= 0 or is_gone():
                     raise ArenaFull(
-                        f"all {self.geometry.slots} slots are occupied by saves that are not written yet",
+                        f"all {self.geometry.slots} slots hold saves that are not yet written",
                         hint="save less often, or give the checkpointer more slots",
                     )
                 self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
@@ -252,7 +252,7 @@ class ArenaSegment:
         start = self.geometry.table_offset(slot)
         encoded = bytes(self.memory[start : start + header.table_bytes])
         if digest(encoded) != table_digest or int(table_digest, 16) != header.seal:
-            raise InvalidRequest(f"slot {slot}: the table does not match the digest it was sealed with")
+            raise InvalidRequest(f"slot {slot}: the table does not match its digest")
         data_start = self.geometry.data_offset(slot)
         data = self.memory[data_start : data_start + header.data_bytes]
         return SealedSlot(self, slot, slot_table.decode(encoded, header.data_bytes), data)
@@ -308,7 +308,7 @@ def find_sealed(segment: ArenaSegment, slot: int) -> SealedSlot | None:
         if segment.owner is not None:
             check_identity(sealed, segment.owner, header.step)
     except CheckpointError as error:
-        log.debug("slot %d of %s is not sealed: %s", slot, segment.owner, error.detail)
+        log.debug("slot %d of %s was not sealed: %s", slot, segment.owner, error.detail)
         return None
     return sealed
 

@@ -39,7 +39,7 @@ class SlotUpload:
         """All bytes have come. `InvalidRequest` if those of the table do not match the digest."""
         data_bytes, table_bytes = self.received["data"], self.received["table"]
         if digest(self.span("table")[:table_bytes]) != table_digest:
-            raise InvalidRequest("the table does not match the digest it is sealed with")
+            raise InvalidRequest("the table does not match its digest")
         header = SlotHeader(SlotState.LEASED, self.step, attempt, data_bytes, table_bytes, 0)
         arena.seal(self.segment.memory, self.segment.geometry, self.slot, header, table_digest)
         self.sealed = True

@@ -105,7 +105,7 @@ class Averages:
                 raise InvalidRequest(f"the descriptor is not an average: {error}") from error
             if known.owner != owner:
                 known.close()
-                raise InvalidRequest(f"{owner} brings an average of {known.owner}")
+                raise InvalidRequest(f"{owner} attached an average of {known.owner}")
             try:
                 self._arena.take_in(known, holder)
             except CheckpointError:
@@ -207,7 +207,7 @@ class Averages:
                 try:
                     self._look(key, rank_set)
                 except Exception:
-                    log.exception("the average of %s, attempt %d, cannot go on", key.run, key.attempt)
+                    log.exception("updating the average of %s, attempt %d, failed", key.run, key.attempt)
                     self._give_up(rank_set)
 
     def _look(self, key: RankSetKey, rank_set: AveragingRanks) -> None:
@@ -297,7 +297,7 @@ class Averages:
             if not whole or min(record.number for record in records) < average_handover.after:
                 if self._waits(fill):
                     return False
-                log.warning("step %d of %s is saved without its average, which is lost", fill.step, key.run)
+                log.warning("step %d of %s is saved without its average, which was lost", fill.step, key.run)
             elif _one(records, fill.parts):
                 state = average.state_at(records[0], average_handover)
                 noted_average = None if state is None else saved_average.NotedAverage(state, records[0].history)
@@ -340,15 +340,15 @@ def _history_after(behind: Mapping[int, AverageSegment], records: Mapping[int, A
         try:
             update = segment.update()
         except InvalidRequest as error:
-            log.warning("update %d of an average is left out: %s", number, error.detail)
+            log.warning("update %d of an average was skipped: %s", number, error.detail)
             return None
         record = records[rank]
         if update.seed is None and record.n and update.layout != record.layout:
-            log.warning("update %d of the average of %s is left out: it has other tensors", number, segment.owner)
+            log.warning("update %d of the average of %s was skipped: its tensors differ", number, segment.owner)
             return None
         histories.add(history_after(record.history, update))
     if len(histories) > 1:
-        log.warning("update %d of an average is left out: ranks bring it for other steps than others", number)
+        log.warning("update %d of an average was skipped: ranks sent it for different steps", number)
     return histories.pop() if len(histories) == 1 else None
 
 

@@ -35,9 +35,9 @@ def handover(sealed: SealedSlot) -> AverageHandover:
     average = sealed.table.average
     if average is None:
         raise RoundAborted(
-            f"rank {sealed.table.rank} has brought no update of the average to this save, and other ranks have",
-            hint="an update may be lost with the daemon to which it was brought; later saves have the average again. If "
-            "it stays so, give every rank the same ema=",
+            f"rank {sealed.table.rank} sent no update of the average for this save, but other ranks did",
+            hint="the update may be lost with its daemon; later saves have the average again. If "
+            "it persists, give every rank the same ema=",
         )
     end, tensors = average.slot_offset + average.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
     outside = any(not average.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)

@@ -240,13 +240,15 @@ class Checker:
             for run, step in read:
                 if self._control.readers.is_awaited(run, step):
                     raise InUse(
-                        f"{run}@{step} is about to be replaced by a new save", hint="check it again when that is committed"
+                        f"{run}@{step} is being replaced by a new save", hint="check it again when the new save is committed"
                     )
 
         return ending
 
     def _gone(self, run: str, step: int) -> NoSuchCheckpoint:
-        return NoSuchCheckpoint(f"{run}@{step} was removed while it was read", hint=f"holdfast ls {run} lists what there is")
+        return NoSuchCheckpoint(
+            f"{run}@{step} was removed while being read", hint=f"list its checkpoints with `holdfast ls {run}`"
+        )
 
 
 def _files(damages: Sequence[Damaged]) -> set[str] | None:
@@ -344,7 +346,7 @@ class Checks:
             self._changed.notify_all()
         self._thread.join()
         if self._left:
-            log.warning("%d checkpoints are checked by the next daemon: the catalog does not answer", self._left)
+            log.warning("%d checkpoints will be checked by the next daemon: the catalog does not respond", self._left)
 
     def _put(self, run: str, step: int, what: Committed | Damaged) -> None:
         with self._changed:
@@ -415,7 +417,7 @@ def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:
     try:
         act()
     except InUse as why:
-        log.info("the check of %s@%s ends: %s", run, step, why.detail)
+        log.info("the check of %s@%s stopped: %s", run, step, why.detail)
         return CheckEnd.REPLACED
     except NoSuchCheckpoint:
         log.info("%s@%s was removed before it was checked", run, step)

@@ -97,7 +97,7 @@ def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: 
         box = region.byte_box(entry.dtype, one.box, entry.shape, one.name)
         for first, stop in read_planner.extents_of(entry.extents, box, view):
             if any((one.name, extent.offset) not in brought for extent in entry.extents[first:stop]):
-                raise CorruptManifest(f"{where}: the read plan leaves out a part of tensor {one.name!r}", tensor=one.name)
+                raise CorruptManifest(f"{where}: the read plan misses a part of tensor {one.name!r}", tensor=one.name)
     entries = manifest.tensors[group]
     if len(entries) > TENSORS_MAX:
         return

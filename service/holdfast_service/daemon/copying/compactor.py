@@ -42,8 +42,8 @@ SPARE_BYTES = 2**20
 NOT_FINITE = "it has NaN or infinities"
 NEGATIVE = "it has values below zero"
 TOO_LARGE = "a value is too large for bfloat16"
-NOT_ROUNDED = "its weight is not the master, rounded"
-MANY_TIES = "too many masters lie half-way between two weights"
+NOT_ROUNDED = "its weight is not the rounded master copy"
+MANY_TIES = "too many master values lie half-way between two weights"
 
 Stored = Mapping[TensorKey, ForeignTensor]
 
@@ -92,8 +92,8 @@ def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
     needed, free = new + SPARE_BYTES, tier.free_bytes()
     if needed > free:
         raise NoSpace(
-            f"{full.run}@{full.step} needs {needed} bytes beside it to be stored in fewer, and {free} are free",
-            hint="free space; it stays as it is until then",
+            f"{full.run}@{full.step} needs {needed} bytes of temporary space to be compacted, but only {free} are free",
+            hint="free space; until then it stays as it is",
             needed=needed,
             free=free,
         )
@@ -251,7 +251,7 @@ def _prove(tier: Tier, place: Place, manifest: Manifest, planned: CompactPlan, s
         sound = same if one.candidate.coding in codings.LOSSLESS else abs(apart.error - one.error) <= 1e-9 * one.error
         if not sound:
             raise CorruptExtent(
-                f"{key.group}/{key.name} of {place.run}@{place.step} is not what was to be stored in fewer bytes",
-                hint="it stays as it is; check the machine's memory",
+                f"{key.group}/{key.name} of {place.run}@{place.step} was compacted incorrectly",
+                hint="the checkpoint is unchanged; check the machine's memory",
                 tensor=key.name,
             )

@@ -97,7 +97,9 @@ class CopyPublisher:
 
     def _check_mine(self) -> None:
         if not self._is_mine():
-            raise StateMismatch(f"another node copies to replica {self._name} by now", hint="it continues with what is due")
+            raise StateMismatch(
+                f"another node now copies to replica {self._name}", hint="nothing to do: that node continues"
+            )
 
     def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
         """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
@@ -125,7 +127,7 @@ class CopyPublisher:
             raise AlreadyCommitted(
                 f"replica {self._name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
                 "in this root",
-                hint="it is kept: move it away if you do not need it, or train under another run name",
+                hint="the replica's copy is kept: remove it if you do not need it, or train under another run name",
             )
         return False
 

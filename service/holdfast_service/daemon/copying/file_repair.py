@@ -90,8 +90,8 @@ def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | b
             return source.label, data
     what = f"tensor {piece.tensor!r}, " if piece.tensor is not None else ""
     raise CorruptExtent(
-        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) are damaged, and no other copy of them exists",
-        hint="restore another step; with a replica it could be repaired",
+        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) are damaged, and there is no other copy",
+        hint="restore another step; a replica would allow repairs",
         file=piece.file,
         tensor=piece.tensor,
         offset=piece.start,

@@ -29,7 +29,7 @@ def prove(tier: Tier, place: Place, proof: Manifest, going: CopyControl) -> None
         read_back(tier, directory, proof, going)
     except Damaged:
         if not tier.list(directory):
-            raise NoSuchCheckpoint(f"{place.run}@{place.step} was removed meanwhile") from None
+            raise NoSuchCheckpoint(f"{place.run}@{place.step} was removed in the meantime") from None
         raise
 
 

@@ -60,7 +60,7 @@ class MemberSums:
             while one.at < member.stop:
                 buffer = np.empty(min(READ_BYTES, member.stop - one.at), np.uint8)
                 if read_into(file, one.at, buffer) != buffer.nbytes:
-                    raise CorruptManifest(f"{file} became shorter while it was read", file=file)
+                    raise CorruptManifest(f"{file} was truncated while being read", file=file)
             member.check(file, one.crc)
             del self._sums[file][member.start]
             touched.add(file)

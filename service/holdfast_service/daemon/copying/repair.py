@@ -137,7 +137,9 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
     """
     directory = naming.checkpoint_path(*which)
     if not tier.list(directory):
-        raise NoSuchCheckpoint(f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists them")
+        raise NoSuchCheckpoint(
+            f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists its checkpoints"
+        )
     mended: list[FileRepair] = []
     try:
         pair, label = trusted_pair(tier, which, elsewhere.tiers, elsewhere.known)
@@ -161,7 +163,7 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
     """
     directory, removed = naming.checkpoint_path(*which), records.removed(*which)
     left: CheckpointError = NoSuchCheckpoint(
-        f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists them"
+        f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists its checkpoints"
     )
     for label, source in tiers.items():
         if label.removeprefix("replica ") in removed or not source.list(directory):
@@ -177,12 +179,12 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
             carry(source, directory, tier, place.path, pair.manifest, CopyControl())
             records.bring(source, label, place, pair.encoded, pair.commit)
         except CheckpointError as error:
-            log.error("%s@%s cannot be copied back from %s: %s", *which, label, error.detail)
+            log.error("cannot copy %s@%s back from %s: %s", *which, label, error.detail)
             left = error
             with suppress(CheckpointError):
                 tier.remove_tree(place.path)
             continue
-        log.warning("%s@%s was gone, and was copied back from %s", *which, label)
+        log.warning("%s@%s was missing and was copied back from %s", *which, label)
         return RepairOutcome((FileRepair(ALL_FILES, (), (label,)),), None)
     if isinstance(left, NoSuchCheckpoint):
         raise left

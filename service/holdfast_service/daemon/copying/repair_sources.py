@@ -57,7 +57,7 @@ class Directory:
         try:
             got = self._tier.read_into(f"{self._directory}/{piece.file}", piece.start, data)
         except CheckpointError as error:
-            log.debug("%s does not have %s at %d: %s", self.label, piece.file, piece.start, error.detail)
+            log.debug("%s has no intact copy of %s at %d: %s", self.label, piece.file, piece.start, error.detail)
             return None
         return data if got == piece.length and proves(piece, data) else None
 

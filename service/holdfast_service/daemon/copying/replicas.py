@@ -179,7 +179,7 @@ class Replicator:
             except Unavailable:
                 raise
             except CheckpointError as error:
-                log.warning("%s@%s in replica %s is not renamed to %s: %s", *which, self.name, run, error.detail)
+                log.warning("cannot rename %s@%s in replica %s to %s: %s", *which, self.name, run, error.detail)
             self._skip(which)
         return False
 
@@ -189,7 +189,7 @@ class Replicator:
             return False
         self._publisher.publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
         self._records.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
-        log.info("%s@%s in replica %s is %s@%s now", *which, self.name, run, which.step)
+        log.info("%s@%s in replica %s was renamed to %s@%s", *which, self.name, run, which.step)
         return True
 
     def _remove(self, tier: Tier) -> bool:
@@ -215,10 +215,10 @@ class Replicator:
                 return
             self._publisher.copy(tier, pair)
             self._records.present(self.name, which, pair.manifest.bytes)
-            log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
+            log.info("copied %s@%s to replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
             if not self.is_mine():  # the node that has it now reports it
-                log.warning("%s@%s is not copied to replica %s by this node: %s", run, step, self.name, error.detail)
+                log.warning("this node does not copy %s@%s to replica %s: %s", run, step, self.name, error.detail)
                 return
             if not self._source.list(directory):
                 log.info("%s@%s was removed before it was copied to replica %s", run, step, self.name)

@@ -117,8 +117,8 @@ def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Copy
         if not isinstance(error, CorruptExtent):
             raise error
         raise CorruptExtent(
-            f"{piece.file}: bytes [{piece.start}, {piece.stop}) are not what was written",
-            hint="check the disk, then do it again",
+            f"{piece.file}: bytes [{piece.start}, {piece.stop}) differ from what was written",
+            hint="check the disk, then try again",
             file=piece.file,
             offset=piece.start,
             length=piece.length,
@@ -240,7 +240,7 @@ def _check(tensors: Tensors, files: Sequence[TargetFile]) -> None:
                 pieces = tensors[move.source].pieces
                 if len(pieces) > 1 and first_overlap([piece.box for piece in pieces]) is not None:
                     name = move.source.name
-                    raise StateMismatch(f"pieces of the stored tensor {name!r} overlap", tensor=name)
+                    raise StateMismatch(f"pieces of stored tensor {name!r} overlap", tensor=name)
 
 
 def _used(tensors: Tensors, files: Sequence[TargetFile]) -> list[str]:

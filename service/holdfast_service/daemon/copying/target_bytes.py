@@ -166,8 +166,8 @@ class _Joined:
             return
         if self._source.read_into(run.file, run.at, self._into[run.start : run.start + run.length]) != run.length:
             raise CorruptManifest(
-                f"{run.file} became shorter while it was read",
-                hint="start again when no other process writes it",
+                f"{run.file} was truncated while being read",
+                hint="try again when no other process is writing it",
                 file=run.file,
             )
 
@@ -189,7 +189,7 @@ def source_runs(mapped: MappedTensor, tensors: Tensors) -> list[SourceRun] | Non
         return found
     if dtypes.bits(mapped.spec.dtype) < 8:
         name = mapped.spec.name
-        raise StateMismatch(f"tensor {name!r} of {mapped.spec.dtype} cannot be cut, turned or converted", tensor=name)
+        raise StateMismatch(f"tensor {name!r} of {mapped.spec.dtype} cannot be sliced, transposed or converted", tensor=name)
     return None
 
 

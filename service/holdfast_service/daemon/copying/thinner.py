@@ -113,7 +113,7 @@ class Thinner:
                     done.append(due.step)
                 self._told.discard((run, due.step))
             except Damaged as error:
-                log.error("%s@%s is damaged, and stays whole: %s", run, due.step, error.detail)
+                log.error("%s@%s is damaged and was not thinned: %s", run, due.step, error.detail)
                 self._suspect(run, due.step, error)
             except CatalogUnavailable:
                 raise
@@ -172,7 +172,7 @@ class Thinner:
             raise
         kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
         before = pair.manifest.bytes
-        log.info("%s@%s was %s: %d of %d bytes are free", run, step, kind, before - manifest_small.bytes, before)
+        log.info("%s@%s was %s: %d of %d bytes were freed", run, step, kind, before - manifest_small.bytes, before)
         return True
 
     def _staged(self, place: Place, pair: CommittedManifest, small: OptimRule | None) -> Manifest:

@@ -86,7 +86,7 @@ class WatchedSource:
         for path in paths:
             if self._source.stamp(path) != self.stamp(path):
                 raise StateMismatch(
-                    f"{path} changed while it was read", hint="start again when no process writes to the source", file=path
+                    f"{path} changed while being read", hint="try again when no process is writing to the source", file=path
                 )
 
     def check_names(self) -> None:
@@ -97,8 +97,8 @@ class WatchedSource:
                 file = f"{path}/{other[0]}" if path else other[0]
                 how = "is gone" if other[0] in names else "has come"
                 raise StateMismatch(
-                    f"{file} {how} while the source was read",
-                    hint="start again when no process writes to the source",
+                    f"{file} {how} while the source was being read",
+                    hint="try again when no process is writing to the source",
                     file=file,
                 )
 

@@ -92,20 +92,20 @@ class ActiveSaves:
         step, jointly = oldest.key.step, self._jointly and not self._here(oldest) >= set(range(oldest.world))
         if jointly and time.monotonic() - self._apart < APART_S:
             return Awaited(
-                f"step {step} waits for the catalog, in which the nodes meet",
-                "check whether PostgreSQL answers (`holdfast doctor`); what is sealed is saved once it does",
+                f"step {step} is waiting for the catalog, through which nodes coordinate",
+                "check whether PostgreSQL answers (`holdfast doctor`); sealed steps are then saved",
             )
         if oldest.key in self.pending and not jointly:
             return STORAGE
         if jointly and (oldest.key in self.pending or self.is_part(oldest)):
             return Awaited(
-                f"step {step} waits for other nodes: for their parts of it, or their shares of its files",
-                "look at the saves of the run and at `holdfast nodes`: a node that is slow, frozen or gone holds up all",
+                f"step {step} is waiting for other nodes: for their data, or for their shares of the files",
+                "see the run's saves and `holdfast nodes`: a slow, frozen or lost node delays all others",
             )
         missing = sorted(self._here(oldest) - oldest.sealed.keys())
         return Awaited(
-            f"step {step} waits for {_ranks(missing)}, not sealed yet",
-            "check why these ranks reach the step later than others; or give the checkpointer more slots",
+            f"step {step} is waiting for {_ranks(missing)}, not sealed yet",
+            "check why these ranks reach the step later than others, or give the checkpointer more slots",
         )
 
     def is_elsewhere(self, who: Participant) -> bool:

@@ -133,4 +133,4 @@ def _participant(owner: SegmentOwner) -> Participant:
 
 
 def _no_subscriber(outcome: Outcome) -> None:
-    log.info("the trainer that saved step %d is gone and does not learn that it is %s", outcome.step, outcome.state)
+    log.info("the trainer that saved step %d is gone and cannot be notified that it is %s", outcome.step, outcome.state)

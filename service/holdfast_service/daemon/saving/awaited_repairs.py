@@ -55,7 +55,7 @@ class AwaitedRepairs:
         took_s = time.monotonic() - current.began
         what = "is being copied back from a replica" if error is None else "is damaged and is being repaired"
         if took_s > self._limit_s:
-            log.warning("%s@%s %s, for %.0f s: the restore continues without it", run, step, what, took_s)
+            log.warning("%s@%s %s for %.0f s already: the restore continues without it", run, step, what, took_s)
             return
         detail = f"step {step} of {run} {what}, for {took_s:.0f} s so far"
         raise DeadlineExceeded(detail, hint="ask again", repairing=step)

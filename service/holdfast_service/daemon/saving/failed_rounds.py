@@ -32,4 +32,4 @@ class FailedRounds:
         try:
             self._control.saves.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # ranks must get the outcome even without the catalog
-            log.error("cannot record the end of %s@%s attempt %s: %s", *key, failure.detail)
+            log.error("cannot record the failure of %s@%s attempt %s: %s", *key, failure.detail)

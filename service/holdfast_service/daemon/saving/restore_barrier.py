@@ -287,7 +287,7 @@ class RestoreBarrier:
         try:
             votes = self._ask(who.run, who.attempt, turn, done, problem)
         except CheckpointError as away:
-            log.info("other nodes cannot be asked how a restore of %s ended: %s", who.run, away.detail)
+            log.info("cannot ask other nodes how a restore of %s ended: %s", who.run, away.detail)
             votes = None
         with self._changed:
             current.end_vote(done, problem, votes)

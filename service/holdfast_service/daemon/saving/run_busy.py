@@ -21,11 +21,11 @@ from holdfast_service.daemon.saving.saver import Saver
 BUSY_SILENCE_MAX_S = 25.0  # a rank over HTTP polls for outcomes every 20 s at least
 DYING_S, POLL_S = 3.0, 0.05  # a killed process stays connected until its memory is freed
 HINT = (
-    "stop the other job, or use another run name; to read beside it, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes the "
+    "stop the other job, or use another run name; to read meanwhile, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes the "
     "run over and shuts the other job out. "
     "If these are ranks of one job, HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
 )
-ALONE_HINT = "; Checkpointer.alone() is for one rank of a job, and no other rank may construct one for this run"
+ALONE_HINT = "; with Checkpointer.alone(), only one rank of a job may construct a Checkpointer for this run"
 
 
 class ConnectedRank(Participant):
@@ -64,7 +64,7 @@ def check(hello: HelloFields) -> None:
     """`InvalidRequest` for a rank of another version, or outside its world."""
     if hello.protocol != PROTOCOL:
         raise InvalidRequest(
-            f"the trainer uses protocol {hello.protocol}, this daemon {PROTOCOL}",
+            f"the trainer uses protocol {hello.protocol}, but this daemon uses {PROTOCOL}",
             hint="use the same version of holdfast on both sides",
         )
     if not hello.rank < hello.world:

@@ -9,7 +9,7 @@ from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.saving.saver import Saver
 
-HINT = "stop its job first; ranks that were killed count as here for a minute, because they may find their daemon again"
+HINT = "stop its job first; killed ranks count as connected for a minute, in case they reconnect"
 
 
 def delete_run(
@@ -57,4 +57,4 @@ def rename_run(
 
 
 def _in_use(run: str) -> InUse:
-    return InUse(f"ranks of {run} are connected, or something of it is being saved", hint=HINT)
+    return InUse(f"ranks of {run} are connected, or a save of it is in progress", hint=HINT)

@@ -187,7 +187,7 @@ class Saver:
                     round_id = self._control.saves.begin(*key, who.world, intent, quiet=quiet)
                     self.history.begun(key)
                 if begun is not None and key in self._pending and not begun.complete:
-                    raise RoundAborted(f"step {step} is being saved by ranks of several nodes, this one's among them")
+                    raise RoundAborted(f"step {step} is being saved by ranks of several nodes, including this one")
                 current = begun or SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
                 if slot < 0:  # what cannot become complete takes no other's place
@@ -258,7 +258,7 @@ class Saver:
             committed = self._control.lineage_index.launch(who.run, step) == (who.attempt, awaited[step])
             key = RoundKey(who.run, step, who.attempt)
             lost = self._given_up.why(
-                key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
+                key, f"step {step} was not sealed by rank {who.rank} when the daemon stopped, or it was given up"
             )
             error = None if committed else refused.get(step, lost)
             groups = self._control.lineage_index.groups(who.run, step) if committed else ()

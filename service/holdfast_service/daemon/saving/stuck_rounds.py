@@ -86,7 +86,7 @@ class OpenSaves(NamedTuple):
         return RoundAborted(
             f"step {step} lacks {_ranks(self._missing(step))}, waiting for another save or closing; last saved "
             f"were {steps_text}",
-            hint="every rank must save the same steps; on a signal, let them agree on the step first",
+            hint="every rank must save the same steps; after a signal, agree on the step across ranks first",
         )
 
     def _missing(self, step: int) -> set[int]:

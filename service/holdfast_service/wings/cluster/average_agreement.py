@@ -137,10 +137,10 @@ class Agreement:
                 self.away, pause = False, 0.0
             except CatalogUnavailable as away:
                 if not self.away:
-                    log.info("updates of averages wait, because other nodes cannot be asked: %s", away.detail)
+                    log.info("updates of averages are paused, because other nodes cannot be reached: %s", away.detail)
                 self.away, pause = True, AWAY_S
             except Exception:
-                log.exception("other nodes could not be asked about averages")
+                log.exception("querying other nodes about averages failed")
                 self.away, pause = True, AWAY_S
 
     def _untold(self) -> bool:

@@ -48,7 +48,7 @@ class SharedHolds:
             with self._locks.session(deciding(run), shared=True, insists=True) as session:
                 self._put(session, run, step, opened)
         except CatalogUnavailable as away:
-            log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)
+            log.info("cannot tell other nodes that %s@%s is being read: %s", run, step, away.detail)
 
     def elsewhere(self, run: str, opened: bool = True) -> dict[int, float]:
         """The steps of a run that are being read through other nodes, with seconds that remain at least; without `opened`,

@@ -50,7 +50,7 @@ AWAY_S = 1.0  # between two tries, while the catalog is away
 FOLLOW_S = (0.1, 1.0)  # how often it is looked whether a check has ended: at first, and later
 
 
-CLOSES = "this daemon ends"
+CLOSES = "this daemon is stopping"
 
 
 class _Left(Exception):
@@ -125,10 +125,10 @@ class DistributedChecks:
                     pass
                 pause = LOOK_S if self._shared.any() else IDLE_LOOK_S
             except CheckpointError as away:
-                log.info("no portion of a check can be read: %s", away.detail)
+                log.info("cannot read the portions of checks: %s", away.detail)
                 pause = LOOK_S
             except Exception:
-                log.exception("portions of checks could not be read")
+                log.exception("reading the portions of checks failed")
                 pause = LOOK_S
             self._wake.wait(pause)
 
@@ -162,7 +162,7 @@ class DistributedChecks:
             return  # which is recorded
         except NotFound as gone:
             if self._believes(of):
-                log.info("%s@%s is not checked any further: %s", run, step, gone.detail)
+                log.info("the check of %s@%s stopped: %s", run, step, gone.detail)
                 self._shared.drop(of.of)
                 return
         except CatalogUnavailable:
@@ -242,7 +242,7 @@ class DistributedChecks:
         here yet.
         """
         if not self._believes(of) and not all(isinstance(damage, CorruptExtent) for damage in damages):
-            raise _Left(f"not all of it can be seen here yet: {damages[0].detail}")
+            raise _Left(f"some files are not visible here yet: {damages[0].detail}")
 
         def record(error: Damaged) -> None:
             if isinstance(of, Portion) and of.age_s < NAMES_S and self._shared.hand_over(of):
@@ -289,7 +289,7 @@ class DistributedChecks:
                 tell()
                 return
             except CatalogUnavailable as away:
-                log.info("the result of a check is recorded later: %s", away.detail)
+                log.info("the result of a check will be recorded later: %s", away.detail)
                 if self._closing.wait(AWAY_S):
                     raise _Left(CLOSES) from None
 
@@ -313,4 +313,4 @@ class _Reading:
             if not self._renew(done):
                 raise _Left("it took too long, or the check has ended")
         except CatalogUnavailable as away:
-            log.info("other nodes are not told that a portion is still being read: %s", away.detail)
+            log.info("cannot tell other nodes that a portion is still being read: %s", away.detail)

@@ -55,7 +55,7 @@ class Duties:
         try:
             return self._take(name)
         except CheckpointError as error:
-            log.info("cannot tell whose duty %s is: %s", name, error.detail)
+            log.info("cannot find which node has duty %s: %s", name, error.detail)
             return False
 
     def take_first(self, names: Sequence[str]) -> str | None:
@@ -151,7 +151,7 @@ class ClusterLocks:
         except CatalogUnavailable as lost:
             if not done:
                 raise
-            log.info("the lock %r was lost while what it was for was done: %s", name, lost.detail)
+            log.info("lock %r was lost before the work under it had finished: %s", name, lost.detail)
 
     def _check(self, session: Session) -> None:
         with translated():
@@ -182,8 +182,8 @@ class ClusterLocks:
         for pid, node, is_kept in session.execute(_HOLDERS, {"name": name, "holder": _HOLDER, "keeper": _KEEPER}).all():
             if is_kept or (node is not None and not insists):
                 raise CatalogUnavailable(
-                    f"{f'the daemon of node {node}' if node else 'another daemon'} has had the lock {name!r} for too long",
-                    hint="try again. If that stays, it is stopped, or its storage is slow: `holdfast nodes` lists them",
+                    f"{f'the daemon of node {node}' if node else 'another daemon'} has held lock {name!r} for too long",
+                    hint="try again; if it persists, that daemon is stopped or its storage is slow: see `holdfast nodes`",
                 )
-            log.warning("ending what the %s has begun under the lock %r", f"node {node}" if node else "lost node", name)
+            log.warning("ending what %s began under lock %r", f"node {node}" if node else "lost node", name)
             session.execute(select(func.pg_terminate_backend(pid)))

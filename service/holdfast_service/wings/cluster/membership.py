@@ -103,13 +103,13 @@ class Membership:
             while (other := self._joined_or_other()) is not None:
                 if time.monotonic() >= limit or self._closed:
                     raise RootBusy(
-                        f"another daemon of this cluster is called {self.me.name!r}: process {other.pid} on "
+                        f"another daemon of this cluster has the name {self.me.name!r}: process {other.pid} on "
                         f"{other.about.get('host', 'another machine')}",
                         hint="give every daemon its own name: --node NAME",
                         node=self.me.name,
                     )
                 if not is_reported:
-                    log.info("another daemon called %s has not said goodbye: waiting until its lease ends", self.me.name)
+                    log.info("another daemon named %s has not signed off: waiting until its lease ends", self.me.name)
                     is_reported = True
                 self._wake.wait(JOIN_POLL_S)
             self.joined = True
@@ -173,8 +173,8 @@ class Membership:
             if session.scalar(gone) is not None:
                 return
             if session.get(NodeRow, name) is None:
-                raise NoSuchResource(f"no node is called {name!r}", hint="`holdfast nodes` lists them")
-        raise InUse(f"the node {name!r} is live", hint="stop its daemon first: only nodes that are gone are forgotten")
+                raise NoSuchResource(f"there is no node {name!r}", hint="list nodes with `holdfast nodes`")
+        raise InUse(f"the node {name!r} is live", hint="stop its daemon first: only lost or stopped nodes can be forgotten")
 
     def newly_lost(self) -> list[ClusterNode]:
         """The nodes that were lost, each told once, whichever node asks."""
@@ -229,7 +229,7 @@ class Membership:
             except CheckpointError as error:
                 log.error("%s", error)
             except Exception:
-                log.exception("this node's membership could not be renewed")
+                log.exception("renewing this node's membership failed")
 
     def _joined_or_other(self) -> _Other | None:
         """Try to join; the other daemon of this name if there is one whose lease is in force."""

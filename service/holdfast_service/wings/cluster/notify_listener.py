@@ -52,7 +52,7 @@ class NotifyListener:
             except (SQLAlchemyError, OSError) as error:
                 log.debug("cannot listen to the catalog: %s", error)
             except Exception as error:  # of the driver, which is not imported where there is no PostgreSQL
-                log.info("listening to the catalog ended: %s", error)
+                log.info("stopped listening to the catalog: %s", error)
             self._closing.wait(AGAIN_S)
 
     def _listen(self) -> None:

@@ -67,7 +67,7 @@ class Rendezvous:
             parts = session.execute(of_round.where(PartRow.round_id == round_id)).all()
             brought = [rank for part, _ in parts for rank in part.ranks]
             if len(brought) != len(set(brought)):
-                why = RoundAborted(f"two nodes have brought the same ranks of step {row.step}")
+                why = RoundAborted(f"two nodes contributed the same ranks of step {row.step}")
                 _move(session, round_id, state="aborted", problem=why.problem())
             elif len(brought) == row.world:
                 found = [

@@ -63,7 +63,7 @@ class RootMaintenance:
         self._disagreed = disagreed
 
     def _end_saves(self) -> None:
-        why = "the node on which it was being saved is gone"
+        why = "the node saving it is gone"
         for ended in self._catalog.rounds.abort_of_lost_nodes(utc_now(), "round-aborted", why):
             text = f"step {ended.step} was not saved: {why}"
             log.warning("%s: %s (node %s)", ended.run, text, ended.node)
@@ -87,14 +87,14 @@ class RootMaintenance:
             return False
         if (stated.attempt, stated.created) <= (known.attempt, known.created):
             return False  # this node may still see the old one
-        log.warning("%s@%s was replaced by a node that is lost", run, step)
+        log.warning("%s@%s was replaced by a node that is now lost", run, step)
         self._catalog.record_checkpoint(stated, roots.stamp(self._store, run, step))
         replicas.removed(self._catalog.database, run, step)
         return True
 
     def _note_lost_nodes(self) -> None:
         for member in self._cluster.membership.newly_lost():
-            text = f"the node {member.name} is lost: it was last heard of {span(member.heard_s)} ago"
+            text = f"the node {member.name} is lost: last heard from {span(member.heard_s)} ago"
             log.warning("%s", text)
             self._events.add("node-lost", text, level="warning", name=member.name, host=member.about.get("host"))
 
@@ -105,6 +105,6 @@ class RootMaintenance:
         for run in missing & self._missing:
             attempt, at = noted[run][0], utc_now()
             self._catalog.note_life(run, attempt, "died", at)
-            text = f"attempt {attempt} died: its ranks disappeared with the node to which they were connected"
+            text = f"attempt {attempt} died: its ranks disappeared with their node"
             self._events.add("run-died", text, run, level="error", attempt=attempt)
         self._missing = missing

@@ -102,7 +102,7 @@ class RoundBodies:
         if row_found is None:
             raise RoundAborted(LOST)
         if row_found.joined is None:
-            raise RoundAborted(f"the round is {row_found.state}: its parts are not those of a sealed one")
+            raise RoundAborted(f"the round is {row_found.state}, so its parts are not final")
         return _Brought(row_found.state, row_found.created, row_found.world, joined.decode_parts(unpack(row_found.joined)))
 
     def _read_declarations(self, wanted: Collection[str], unknown: Collection[str]) -> dict[str, bytes]:
@@ -136,4 +136,4 @@ def unpack(packed: bytes) -> bytes:
         reader = zstandard.ZstdDecompressor(max_window_size=2**WINDOW_LOG)
         return reader.decompress(packed, max_output_size=BODY_BYTES_MAX)
     except zstandard.ZstdError as error:
-        raise InvalidRequest(f"what the catalog holds of a save cannot be read: {error}") from error
+        raise InvalidRequest(f"cannot read a save's entry in the catalog: {error}") from error

@@ -150,7 +150,7 @@ class RoundParts:
         session.execute(insert(JointRoundRow).values(values).on_conflict_do_nothing())
         row = session.scalar(newest)
         if row is None or row.state not in GOING:
-            raise RoundAborted(f"step {key.step} was given up on another node at this moment")
+            raise RoundAborted(f"step {key.step} was given up on another node at the same time")
         return row
 
     def _was_in(self, session: Session, last: JointRoundRow, packed: bytes) -> bool:

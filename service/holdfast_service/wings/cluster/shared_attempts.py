@@ -52,8 +52,8 @@ ANSWER_BYTES_MAX = 32
 SEEN_S, SEEN_POLL_S = 60.0, 0.5  # how long a name that another node has made may take to be seen on this machine
 SETTLE_POLL_S = 0.2
 BUSY_HINT = (
-    "stop the other job, or use another run name; to read beside it, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes the "
-    "run over and shuts the other job out"
+    "stop the other job, or use another run name; to read meanwhile, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes over "
+    "the run and shuts out the other job"
 )
 
 
@@ -89,7 +89,7 @@ class SharedAttempts(Attempts):
         try:
             attempt, new = self._declared(run, launch, member)
         except CatalogUnavailable as away:
-            log.warning("the attempt of a launch of %s is given out without the catalog: %s", run, away.detail)
+            log.warning("assigning an attempt number to a launch of %s without the catalog: %s", run, away.detail)
             attempt, new = self._claimed(run, launch, member)
         with self._writing:
             before = self._of(run)
@@ -112,7 +112,9 @@ class SharedAttempts(Attempts):
                 else:
                     step = row.step
         except CatalogUnavailable as away:
-            log.warning("what attempt %s of %s restores is stated in the root alone: %s", attempt, run, away.detail)
+            log.warning(
+                "the step that attempt %s of %s restores is recorded only in the root: %s", attempt, run, away.detail
+            )
         return super().answer(run, attempt, turn, self._stated(naming.answer_file(run, attempt, turn), step))
 
     def _stated(self, path: str, step: int | None) -> int | None:
@@ -161,12 +163,11 @@ class SharedAttempts(Attempts):
         try:
             newest = ask(answered)
         except CatalogUnavailable as away:
-            log.info("asking the other daemons' files about attempts of %s: %s", run, away.detail)
+            log.info("reading the attempts of %s from the other daemons' files: %s", run, away.detail)
             newest = self._answered_elsewhere(run, attempt)
         if newest is not None:
             raise StaleAttempt(
-                f"attempt {attempt} of {run} is shut out: attempt {newest} has started on another node, and continues from "
-                "an older step",
+                f"attempt {attempt} of {run} is shut out: attempt {newest} has started on another node from an older step",
                 hint="a newer launch of this run is active; stop this one",
                 newest=newest,
             )
@@ -261,7 +262,7 @@ class SharedAttempts(Attempts):
         try:
             return self._tier.read(naming.claim_file(run, attempt), 0, LAUNCH_LENGTH_MAX * 4).decode(errors="replace")
         except CheckpointError as error:
-            log.info("cannot read which launch was given attempt %s of %s: %s", attempt, run, error.detail)
+            log.info("cannot read which launch has attempt %s of %s: %s", attempt, run, error.detail)
             return None
 
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
@@ -287,7 +288,7 @@ class SharedAttempts(Attempts):
                 nodes = set(session.scalars(select(RoundRow.node).where(*going)))
                 return any(node in nodes for node in self._live(session))
         except CheckpointError as error:
-            log.info("cannot tell what other nodes are writing of %s: %s", run, error.detail)
+            log.info("cannot find what other nodes are writing of %s: %s", run, error.detail)
             return False
 
     def _live(self, session: Session) -> list[str]:

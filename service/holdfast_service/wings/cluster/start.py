@@ -77,8 +77,8 @@ class Listening:
         host, port = at or (address or LOOPBACK, 0)
         if host in EVERYWHERE:  # a wildcard address reaches the caller's own machine
             raise InvalidRequest(
-                f"--exchange: {host} is not an address at which other nodes reach this one",
-                hint="give the address or host name of this machine that other nodes reach: --exchange HOST:PORT",
+                f"--exchange: {host} is not an address by which other nodes can reach this one",
+                hint="give an address or host name of this machine that other nodes can reach: --exchange HOST:PORT",
             )
         self._cluster, self._is_known = cluster, at is not None or address is not None
         self.secrets: tuple[str, ...] = ()  # the newest one first
@@ -87,7 +87,7 @@ class Listening:
         except OSError as error:
             raise RootBusy(
                 f"cannot listen at {host}:{port} for other nodes: {error.strerror}",
-                hint="give an address of this machine that other nodes reach: --exchange HOST:PORT",
+                hint="give an address of this machine that other nodes can reach: --exchange HOST:PORT",
             ) from error
         stack.callback(self.exchange.close)
         with suppress(CatalogUnavailable):
@@ -205,7 +205,7 @@ def _address(catalog: URL) -> str | None:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        log.warning("cannot tell from which address %s is reached, until it answers: %s", host, error)
+        log.warning("cannot determine this machine's address towards %s until it replies: %s", host, error)
         return None
 
 
@@ -232,6 +232,6 @@ class DutyThread:
             if self._cluster.duties.has(UPKEEP):
                 look()
         except CheckpointError as error:  # the next time does what this one could not
-            log.warning("the root was not looked after: %s", error.detail)
+            log.warning("maintenance of the root is delayed: %s", error.detail)
         except Exception:
-            log.exception("the root was not looked after")
+            log.exception("maintenance of the root failed")

@@ -26,13 +26,13 @@ TITLES = {
     "checkpoint-missing": "A checkpoint is gone",
     "checkpoint-damaged": "Damaged checkpoints",
     "checkpoint-unhealthy": "NaN or infinite values",
-    "checkpoint-frozen": "Nothing was trained",
+    "checkpoint-frozen": "No training happened",
     "removal-waits": "Nothing is removed",
     "not-verified": "Not verified",
     "disk-nearly-full": "The disk is nearly full",
     "quota-nearly-full": "A quota is nearly used up",
-    "saves-too-seldom": "Saves come too seldom",
-    "saves-too-often": "Saves come too often",
+    "saves-too-seldom": "Saves are too rare",
+    "saves-too-often": "Saves are too frequent",
     "replica-behind": "A replica is behind",
     "replica-failing": "Copying fails",
     "replica-damaged": "Damaged copies",
@@ -76,7 +76,7 @@ def _form(label: str, address: str, **fields: str) -> Button:
 
 
 _LOOKS = {
-    "checkpoint-missing": ("Look at what is there", ""),
+    "checkpoint-missing": ("See what is there", ""),
     "removal-waits": ("Look at the policy", "/policy"),
     "saves-failing": ("See why", "#failed"),
     "checkpoint-unhealthy": ("Look at its layers", "/health"),

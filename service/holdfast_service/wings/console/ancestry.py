@@ -66,10 +66,10 @@ async def _ancestor(api: ViewerApi, model: Mapping[str, Any], weights: Mapping[s
     try:
         commit = (await api.request("GET", at(run, step, "files", naming.COMMIT))).content
         if digest(commit) != model.get("commit"):
-            return Ancestor(name, page, weight, "replaced since: it is another checkpoint now")
+            return Ancestor(name, page, weight, "replaced since by another checkpoint")
         inner = await ancestry_of(api, run, step, generation + 1) if generation + 1 < GENERATIONS_MAX else None
     except NoSuchRun:
-        return Ancestor("", "", weight, "a checkpoint of a run that is gone, or that you may not read")
+        return Ancestor("", "", weight, "a checkpoint of a run that was deleted or that your token cannot read")
     except CheckpointError as error:
         return Ancestor(name, "", weight, error.detail)
     return Ancestor(name, page, weight, "", *(() if inner is None else inner))

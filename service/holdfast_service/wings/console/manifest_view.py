@@ -155,7 +155,7 @@ async def statistics(api: ViewerApi, contents: ManifestView) -> PagePart[dict[tu
     if contents.measured is not None:
         return PagePart(contents.measured)
     if contents.tensors > STATISTICS_MAX:
-        return PagePart(None, LimitExceeded("there are too many tensors for this order: sort by a measured value"))
+        return PagePart(None, LimitExceeded("there are too many tensors to sort this way: sort by a measured value"))
     path = at(contents.manifest.run, contents.manifest.step, "statistics")
     try:
         items, _ = await api.walk(TensorStatistics, path, STATISTICS_MAX)

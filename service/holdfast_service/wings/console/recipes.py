@@ -75,8 +75,8 @@ def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snipp
 
 _NOTES: dict[How, str] = {
     "newest": "Start the script again, unchanged: `restore()` takes the newest sound step.",
-    "healthy": "A later start takes the newest healthy step again, so this line can stay.",
-    "step": "For this launch only: take the number out again, or the next start goes back again.",
+    "healthy": "A later start again takes the newest healthy step, so this line can stay.",
+    "step": "For this launch only: remove the number afterwards, or the next start goes back to this step.",
 }
 
 
@@ -87,7 +87,7 @@ def _torchrun(checkpoint: bodies.CheckpointInfo, how: How) -> list[Snippet]:
     if how != "step":
         return [Snippet("torchrun", "torchrun", command, f"Every rank runs the same lines. {ranks}")]
     read = 'wanted = os.environ.get("RESUME_STEP")\nfirst = checkpointer.restore(step=int(wanted) if wanted else None) + 1\n'
-    again = "Without `--max-restarts`: restarted ranks would go back again."
+    again = "Do not use `--max-restarts` here: restarted ranks would go back to this step."
     return [
         Snippet("torchrun", "torchrun", f"RESUME_STEP={checkpoint.step} {command}", f"{ranks} {again}"),
         Snippet("environment", "In train.py", f"import os\n\n{read}", "Without the variable, the newest step is taken."),

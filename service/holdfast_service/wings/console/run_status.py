@@ -101,7 +101,7 @@ def verdict(summary: RunSummary) -> Clause:
 def _safe(summary: RunSummary) -> str:
     good = summary.good
     if good is None:
-        return "No good checkpoint is there yet."
+        return "There is no good checkpoint yet."
     copies = f", also in {' and '.join(good.copies)}" if good.copies else ""
     checked = "verified" if good.verified else "not verified yet"
     return f"The last good checkpoint is step {good.step}, {ago_text(good.created)}, {checked}{copies}."

@@ -44,7 +44,7 @@ def plan_conversion(source: Files, wanted: ConvertArguments) -> Conversion:
     foreign_kind: ForeignKind = choose(watched, wanted.kind, KINDS)
     listing = foreign_kind.read(watched, wanted)
     if not listing.tensors:
-        raise StateMismatch(f"{foreign_kind.title} without a tensor cannot be converted", hint="check the directory's path")
+        raise StateMismatch(f"{foreign_kind.title} has no tensors to convert", hint="check the directory's path")
     return Conversion(foreign_export.planned_of(of_listing(watched, listing), watched, wanted), watched, listing)
 
 

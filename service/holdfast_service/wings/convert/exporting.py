@@ -63,7 +63,7 @@ def is_taken(target: Tier, wanted: str) -> bool:
 
 def taken(wanted: str) -> AlreadyCommitted:
     """The error for a name that is taken."""
-    return AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove it")
+    return AlreadyCommitted(f"{wanted} already exists", hint="choose another name, or remove the existing one")
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def check_name(name: str) -> None:
     """`InvalidRequest` for a hidden name of an export, or one of several lines."""
     if not name.isprintable():
         raise InvalidRequest(
-            f"{name!r} has a character that does not print", hint="choose a name without line breaks and control characters"
+            f"{name!r} contains a non-printing character", hint="choose a name without line breaks and control characters"
         )
     if name.startswith("."):
         raise InvalidRequest(f"{name!r} is a hidden name", hint="choose a name that does not begin with a dot")

@@ -70,8 +70,8 @@ def write(planned: PlannedExport, target: Tier, staging: str, going: CopyControl
     files, written = planned.plan.files, sum(target.size(f"{staging}/{file.name}") or 0 for file in planned.plan.files)
     if planned.bytes - written > target.free_bytes():
         raise NoSpace(
-            f"the export needs {planned.bytes} bytes, and {target.free_bytes()} are free",
-            hint="free some space, or go elsewhere",
+            f"the export needs {planned.bytes} bytes, but only {target.free_bytes()} are free",
+            hint="free some space, or export to another disk",
         )
     finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, staging, going)
     streaming.prove(target, staging, finished, going)

@@ -94,17 +94,19 @@ def is_ours(source: Files, kind: str | None, chosen: Mapping[str, Any]) -> bool:
         return False
     present = [source.size(name) is not None for name in (naming.MANIFEST, naming.STATE, naming.COMMIT)]
     if not present[2] and kind == OURS:
-        raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or name another kind")
+        raise InvalidRequest(f"the source has no {naming.COMMIT}", hint="leave --from out, or choose another kind")
     if present == [True, True, False]:
         raise StateMismatch(
-            f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed, or not "
-            "copied as a whole, and other kinds of import would leave its state.json out",
+            f"the source has the files of a Holdfast checkpoint, but no {naming.COMMIT}: it was not committed or not "
+            "copied completely, and other kinds of import would drop its state.json",
             hint="copy the whole directory of a committed checkpoint",
             file=naming.COMMIT,
         )
     if present[2] and chosen:
         options = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        raise InvalidRequest("a Holdfast checkpoint is read as it is", hint=f"leave {options} out")
+        raise InvalidRequest(
+            "these options do not apply to a Holdfast checkpoint, which is imported unchanged", hint=f"leave {options} out"
+        )
     return present[2]
 
 
@@ -118,7 +120,7 @@ def plan_import(source: Files, goal: Goal, options: ImportArguments) -> PlannedI
     listing = kind.read(watched, options)
     wanted = mapping.mapped(watched, listing, options.program)
     if not wanted.tensors:
-        raise StateMismatch(f"{kind.title} without a tensor cannot be a checkpoint", hint="check the directory's path")
+        raise StateMismatch(f"{kind.title} has no tensors to import", hint="check the directory's path")
     return planned(watched, listing, wanted, goal)._replace(chosen=options.chosen)
 
 
@@ -157,8 +159,8 @@ def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
     for key, one in targets.items():
         if one.spec.dtype in dtypes.UNREAD:
             raise StateMismatch(
-                f"tensor {key.name!r} is {one.spec.dtype}, which no reader of safetensors files has a type for",
-                hint="convert it with the program that wrote it: to a type of 8 bits, or its bytes to U8",
+                f"tensor {key.name!r} is {one.spec.dtype}, which safetensors readers do not support",
+                hint="convert it to an 8-bit type, or its bytes to U8, with the program that wrote it",
                 tensor=key.name,
             )
 
@@ -219,7 +221,7 @@ def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: CopyCont
             going.check()
             part = np.empty(min(EXTENT_BYTES_MAX, blob.length - at), np.uint8)
             if planned.source.read_into(blob.name, at, part) != part.nbytes:
-                raise CorruptManifest(f"{blob.name} became shorter while it was read", file=blob.name)
+                raise CorruptManifest(f"{blob.name} was truncated while being read", file=blob.name)
             running_digest.update(part.data)
             writer.write(at, [part])
             going.moved(part.nbytes)

@@ -48,7 +48,7 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
         if wanted.arguments.form is not None:
             check_terms(wanted.arguments)
         if not tier.list(naming.checkpoint_path(wanted.run, wanted.step)):
-            hint = f"holdfast ls {wanted.run} lists them"
+            hint = f"list its checkpoints with `holdfast ls {wanted.run}`"
             raise NoSuchCheckpoint(f"{wanted.run} has no checkpoint of step {wanted.step}", hint=hint)
 
     def export(job: Job, progress: Progress) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def check_idle(trains: Callable[[str], bool], wanted: ImportJob | MergeJob) -> N
     """`InUse` if ranks of the run are connected, which could restore the new checkpoint, or take it for theirs."""
     if not wanted.arguments.dry_run and trains(wanted.run):
         raise InUse(
-            f"ranks of {wanted.run} are connected, and a restore of theirs could take {wanted.run}@{wanted.step}",
-            hint="choose another run for it, or stop the training first",
+            f"ranks of {wanted.run} are connected and might restore {wanted.run}@{wanted.step}",
+            hint="import into another run, or stop the training first",
         )
 
 
@@ -98,15 +98,13 @@ class JobDirectories:
         """The directory `place`, or one with files below it; `InvalidRequest` if it does not exist."""
         if self._place is None:
             raise InvalidRequest(
-                "this service exports to no directory and imports from none, for callers over HTTP",
-                hint="run the command as the daemon's user on its machine, which may name any path; or start the daemon "
+                "this daemon neither exports nor imports directories for HTTP callers",
+                hint="run the command as the daemon's user on its machine, where any path works, or start the daemon "
                 "with --export-root DIR",
             )
         place = PosixTier(self._place)
         if below and not place.list(below):
-            raise InvalidRequest(
-                f"the directory {below!r} with files does not exist below the export root", hint="check its path"
-            )
+            raise InvalidRequest(f"there is no directory {below!r} with files below the export root", hint="check the path")
         return PosixTier(self._place / below) if below else place
 
 
@@ -116,8 +114,10 @@ def check_directory(path: Path) -> None:
         return
     if not path.exists():
         raise InvalidRequest(f"there is no directory {path}", hint="check the path")
-    hint = file_signs.archive(path.name) or "put it into a directory with its config.json and tokenizer, and pass that"
-    raise InvalidRequest(f"{path} is not a directory, but a file", hint=hint)
+    hint = (
+        file_signs.archive(path.name) or "put it into a directory with its config.json and tokenizer, and pass the directory"
+    )
+    raise InvalidRequest(f"{path} is a file, not a directory", hint=hint)
 
 
 def open_source(path: Path) -> Files:

@@ -50,7 +50,7 @@ def _renamed(documents: Documents, names: Mapping[str, Sequence[str]]) -> Docume
     kept = [held.get(key) for held in optim.values() if optimizer_state.is_document(held) for key in _OF_PARAMETERS]
     if any(kept):
         raise StateMismatch(
-            "the optimizer has values of parameters, which no program maps", hint="import it without a program"
+            "the optimizer has per-parameter values, which programs cannot map", hint="import it without a program"
         )
     renamed = {key: optimizer_state.renamed(held, lambda name: names.get(name, ())) for key, held in optim.items()}
     return {**documents, optimizer_state.GROUP: renamed} if renamed else documents
@@ -60,10 +60,10 @@ def _notes(compiled_program: CompiledProgram) -> list[str]:
     notes = [f"the tensors were mapped by the program {compiled_program.program!r}", *compiled_program.notes]
     notes += [f"{lost.elements} elements of {lost.key.name!r} are left out: {lost.why}" for lost in compiled_program.lost]
     if compiled_program.added:
-        notes.append(f"made of nothing, as zeros: {_some(key.name for key in compiled_program.added)}")
+        notes.append(f"created as zeros: {_some(key.name for key in compiled_program.added)}")
     rounded = [cast.key.name for cast in compiled_program.casts if not cast.lossless]
     if rounded:
-        notes.append(f"rounded to another type, which loses digits: {_some(rounded)}")
+        notes.append(f"rounded to another dtype, which loses precision: {_some(rounded)}")
     return notes
 
 

@@ -53,7 +53,7 @@ def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
     check_directory(Path(wanted.source))
     source, target = Path(wanted.source).resolve(), Path(wanted.to).absolute()
     if target.resolve().is_relative_to(source):
-        raise InvalidRequest(f"{wanted.to} is inside of the checkpoint", hint="choose another directory")
+        raise InvalidRequest(f"{wanted.to} is inside the checkpoint", hint="choose another directory")
     exporting.check_name(target.name)
     check_output_place(target)
     check_terms(wanted)

@@ -37,6 +37,6 @@ class AcknowledgementWatch:
             try:
                 self._acknowledgements.forget_ended(self._still)
             except CheckpointError as error:  # the catalog's outage is reported already; retried at the next look
-                log.debug("acknowledgements are not looked at: %s", error.detail)
+                log.debug("cannot read acknowledgements: %s", error.detail)
             except Exception:
-                log.exception("acknowledgements are not looked at")
+                log.exception("reading acknowledgements failed")

@@ -55,8 +55,8 @@ def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
             yield Alert(
                 level="warning",
                 code="node-lost",  # in the words of the rule for Prometheus
-                text=f"the node {node.name} is lost: its daemon has ended without a goodbye, or its machine has",
-                hint="Other nodes have its duties, and its runs can be started elsewhere. Start its daemon again, or if it "
+                text=f"the node {node.name} is lost: its daemon or its machine stopped without signing off",
+                hint="Other nodes took over its duties, and its runs can start elsewhere. Start its daemon again, or if it "
                 f"is gone for good: `holdfast nodes --forget {node.name}`.",
                 subject=node.name,
                 remedy="forget-node",
@@ -67,7 +67,7 @@ def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
                     level="error",
                     code="replica-lost",
                     text=f"the replica {tier} cannot be reached: {problem}",
-                    hint="nothing in the root is in danger, but nothing new is copied: mend that storage, then copy again",
+                    hint="the root is safe, but nothing new is copied: repair that storage, then copy again",
                     subject=tier,
                     remedy="retry-replicas",
                 )

@@ -45,9 +45,9 @@ def _change(services: Services, viewer: Principal, summaries: Summaries, summary
 def _alert(summary: RunSummary) -> Attention:
     item = next((item for item in summary.attention if item.code == DEATH), None)
     if item is None:
-        raise NoSuchResource(f"there is no alert {DEATH!r} now", hint="`GET /v1/alerts` lists those that there are")
+        raise NoSuchResource(f"there is currently no alert {DEATH!r}", hint="list alerts with `GET /v1/alerts`")
     return item
 
 
 def _none() -> NoSuchResource:
-    return NoSuchResource(f"the alert {DEATH!r} is not acknowledged", hint="`GET /v1/alerts` says which are")
+    return NoSuchResource(f"the alert {DEATH!r} is not acknowledged", hint="list acknowledged alerts with `GET /v1/alerts`")

@@ -50,7 +50,7 @@ def deliver(target: HttpTarget | MailTarget, notice: Notice) -> None:
         else:
             _mail(target, notice)
     except InvalidRequest as error:  # a secret's file
-        raise NotDelivered(error.detail, error.hint or "correct the file of --notify") from None
+        raise NotDelivered(error.detail, error.hint or "correct the file given by --notify") from None
 
 
 def signature(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
@@ -59,7 +59,7 @@ def signature(secret: bytes, message_id: str, timestamp: int, body: bytes) -> st
         try:
             key = base64.b64decode(secret.removeprefix(STANDARD_PREFIX), validate=True)
         except binascii.Error:
-            raise InvalidRequest("the secret begins with whsec_ and is not base64 behind it") from None
+            raise InvalidRequest("the secret begins with whsec_, but the rest is not base64") from None
     else:
         key = secret
     signed = b".".join([message_id.encode(), str(timestamp).encode(), body])
@@ -91,13 +91,13 @@ def _post(target: HttpTarget, notice: Notice) -> None:
     try:
         status, again = within(WHOLE_S, posted())
     except (httpx.TimeoutException, TimeoutError):
-        raise NotDelivered("no answer in time", "check that it can be reached from this machine") from None
+        raise NotDelivered("no reply in time", "check that this machine can reach it") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise NotDelivered(
-            f"no connection: {cause(error)}", "check address, network and certificates from this machine"
+            f"no connection: {cause(error)}", "check its address, network and certificates from this machine"
         ) from None
     if not 200 <= status < 300:
-        raise NotDelivered(f"it answered with status {status}", _advice(status), _seconds(again))
+        raise NotDelivered(f"it replied with status {status}", _advice(status), _seconds(again))
 
 
 def _mail(target: MailTarget, notice: Notice) -> None:
@@ -116,13 +116,13 @@ def _mail(target: MailTarget, notice: Notice) -> None:
     except smtplib.SMTPResponseException as error:
         raise NotDelivered(f"the server answered {error.smtp_code}", "see the mail server's log") from None
     except smtplib.SMTPNotSupportedError as error:  # STARTTLS or a login
-        raise NotDelivered(f"the server cannot do this: {error}", "check server, tls and user") from None
+        raise NotDelivered(f"the server does not support it: {error}", "check server, tls and user") from None
     except smtplib.SMTPException as error:
-        raise NotDelivered(f"the server did not take it: {type(error).__name__}", "see the mail server's log") from None
+        raise NotDelivered(f"the server rejected it: {type(error).__name__}", "see the mail server's log") from None
     except (OSError, UnicodeError) as error:
         raise NotDelivered(f"no connection: {cause(error)}", "check server, tls and certificates") from None
     if refused:  # the others have got it, and would get it once more
-        log.warning("%d of %d addressees of the target %s were refused", len(refused), len(target.to), target.name)
+        log.warning("%d of %d recipients of target %s were rejected", len(refused), len(target.to), target.name)
 
 
 def _message(target: MailTarget, notice: Notice) -> EmailMessage:
@@ -138,12 +138,12 @@ def _message(target: MailTarget, notice: Notice) -> EmailMessage:
 
 def _advice(status: int) -> str:
     if 300 <= status < 400:
-        return "redirects are not followed: give the address to which it leads"
+        return "redirects are not followed: configure the address that it redirects to"
     if status in (401, 403, 404, 410):
-        return "check the address, which may be revoked, and the secret"
+        return "check the secret, and whether the address was revoked"
     if status == 413:
-        return "it takes no message of this length"
-    return "see the log of what receives it; it is tried again"
+        return "the message is too long for it"
+    return "see the receiver's log; sending is retried"
 
 
 def _seconds(again: str) -> float:

@@ -124,7 +124,7 @@ class Notifier:
         """Send a test message now, from this node. `NoSuchResource`; `InUse` while another one is being sent."""
         target = next((one for one in self.file.target if one.name == name), None)
         if target is None:
-            raise NoSuchResource(f"no target is called {name!r}", hint="`holdfast notify ls` lists them")
+            raise NoSuchResource(f"there is no target {name!r}", hint="list targets with `holdfast notify ls`")
         with self._lock:
             if name in self._testing:
                 raise InUse(f"a test message to {name} is being sent", hint="wait for it")
@@ -188,7 +188,7 @@ class Notifier:
     def not_sent(self, target: AnyTarget, error: NotDelivered) -> None:
         """A message was not accepted: recorded once until one is accepted again."""
         self.counts["failed"] += 1
-        text = f"{target.name} ({target.kind}) was not reached: {error.problem}"
+        text = f"{target.name} ({target.kind}) could not be reached: {error.problem}"
         log.warning("%s; %s", text, error.hint)
         if self._notices.failed(target.name, error.problem):
             self._news.add("notification-failed", text, level="warning")
@@ -229,13 +229,13 @@ class Notifier:
             notify_file = read_targets(self._path)
         except InvalidRequest as error:
             self._stamp = stamp
-            log.error("%s; the targets stay as they were", error.detail)
-            self._news.add("notification-failed", f"{error.detail}; the targets stay as they were", level="error")
+            log.error("%s; keeping the previous targets", error.detail)
+            self._news.add("notification-failed", f"{error.detail}; keeping the previous targets", level="error")
             return
         if _stamp(self._path) != stamp:
             return
         self._stamp = stamp
-        log.info("%s has %d targets now", self._path, len(notify_file.target))
+        log.info("%s now lists %d targets", self._path, len(notify_file.target))
         self._take_over(notify_file)
 
     def _take_over(self, notify_file: NotifyFile) -> None:
@@ -297,10 +297,10 @@ class _Sender:
                 tries += 1
                 self._wait(error, max(min(RETRY_S * 2 ** min(tries - 1, 20), RETRY_MAX_S), error.again_s))
             except CheckpointError as away:
-                log.info("%s cannot be sent alerts: %s", self.target.name, away.detail)
+                log.info("cannot send alerts to %s: %s", self.target.name, away.detail)
             except Exception as error:
-                log.exception("%s cannot be sent alerts", self.target.name)
-                self._wait(NotDelivered(f"a fault of the daemon: {type(error).__name__}", "see its log"), RETRY_MAX_S)
+                log.exception("sending alerts to %s failed", self.target.name)
+                self._wait(NotDelivered(f"internal error in the daemon: {type(error).__name__}", "see its log"), RETRY_MAX_S)
 
     def _wait(self, error: NotDelivered, seconds: float) -> None:
         with self._changed:
@@ -308,9 +308,9 @@ class _Sender:
         try:
             self._notifier.not_sent(self.target, error)
         except CheckpointError as away:
-            log.info("it is not recorded that %s was not reached: %s", self.target.name, away.detail)
+            log.info("cannot record that %s was not reached: %s", self.target.name, away.detail)
         except Exception:  # whatever it is, this thread goes on
-            log.exception("it is not recorded that %s was not told", self.target.name)
+            log.exception("recording that %s was not reached failed", self.target.name)
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._hurried, seconds * random.uniform(0.8, 1.2))
 

@@ -28,7 +28,7 @@ class _Answers(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         left_s = self._ends - time.monotonic()
         if left_s <= 0 or self._left <= 0:
-            raise TimeoutError("its answers do not end")
+            raise TimeoutError("its replies do not end")
         self._connection.settimeout(min(STEP_S, left_s))
         count = self._connection.recv_into(buffer)
         self._left -= count

@@ -54,6 +54,6 @@ class TargetState:
         try:
             self._notices.note(self._target, self._changes)
         except CheckpointError as away:
-            log.info("what %s was sent cannot be recorded yet: %s", self._target, away.detail)
+            log.info("cannot record yet what was sent to %s: %s", self._target, away.detail)
         else:
             self._changes = TargetChanges()

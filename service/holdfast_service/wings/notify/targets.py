@@ -73,7 +73,7 @@ class HttpTarget(_Target):
         try:
             return check_url(read_secret(self.url_file, 1).decode("ascii"))
         except ValueError:  # no cause: it would show the address
-            raise InvalidRequest(f"{self.url_file} has no http:// or https:// address in it", hint=_HINT) from None
+            raise InvalidRequest(f"{self.url_file} does not contain an http:// or https:// address", hint=_HINT) from None
 
     @property
     def shown(self) -> str:
@@ -159,7 +159,7 @@ def check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("it is not an http:// or https:// address")
     if " " in url or "#" in url or "@" in parts.netloc:
-        raise ValueError("an address with a space, a user or a fragment is not taken")
+        raise ValueError("an address cannot contain a space, a user or a fragment")
     return url
 
 
@@ -200,12 +200,14 @@ def read_secret(path: Path, bytes_min: int = SECRET_BYTES_MIN) -> bytes:
             if not stat.S_ISREG(mode):
                 raise InvalidRequest(f"{path} is not a file", hint=_HINT)
             if stat.S_IMODE(mode) & 0o007:
-                raise InvalidRequest(f"everybody can read {path}", hint=f"chmod 600 {path}")
+                raise InvalidRequest(f"every user can read {path}", hint=f"chmod 600 {path}")
             secret = os.read(descriptor, SECRET_BYTES_MAX + 1).strip()
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}", hint="the daemon's user has to be able to") from error
+        raise InvalidRequest(
+            f"cannot read {path}: {error.strerror}", hint="make it readable by the daemon's user"
+        ) from error
     if not bytes_min <= len(secret) <= SECRET_BYTES_MAX:
-        raise InvalidRequest(f"{path} has to have {bytes_min} to {SECRET_BYTES_MAX} bytes", hint=_HINT)
+        raise InvalidRequest(f"{path} must have {bytes_min} to {SECRET_BYTES_MAX} bytes", hint=_HINT)
     return secret

@@ -78,7 +78,7 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
         assert raw(exchange, "/rounds/7/bytes", asked, headers) == (401, b"")
     for secrets in (["x"], [""], [], [SECRET + "x", SECRET[:-1]]):
         connection = NodeConnection(exchange.url, secrets, 10, 10)
-        with closing(connection), pytest.raises(Unproven, match="does not know any secret"):
+        with closing(connection), pytest.raises(Unproven, match="shares no secret"):
             connection.request("/rounds/7/bytes", asked)
     exchange.secrets = tuple
     with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):

@@ -83,7 +83,7 @@ def test_a_mixture_is_left_out_by_name(other: SlotTable, caplog: pytest.LogCaptu
     """Whatever differs: the save is whole without the average, as if it had never been staged."""
     tables = [table(0), table(1), table(2), other]
     assert saved(tables) == (("model",), {"model"})
-    assert "rank 0 has one of 5 updates, the last at step 50, rank 3 " in caplog.text
+    assert "rank 0 has an average of 5 updates, the last at step 50, but rank 3 " in caplog.text
     bare = settled(parts([table(rank, None) for rank in range(WORLD)]))
     for (_, found), (_, want) in zip(settled(parts(tables)), bare, strict=True):
         assert [found.declaration.fragments(at) for at in range(2)] == [want.declaration.fragments(at) for at in range(2)]

@@ -263,6 +263,6 @@ def test_a_receipt_of_another_save_publishes_nothing() -> None:
     receipts = [site.write(tier, node) for node in range(3)]
     for other in ({"step": 8}, {"attempt": 2}, {"run": "another"}):
         wrong = msgspec.structs.replace(receipts[1], **other)
-        with pytest.raises(StateMismatch, match="not of this save"):
+        with pytest.raises(StateMismatch, match="belongs to another save"):
             commit.publish_joint(tier, site.plan, JointlyStaged(STAGED, [receipts[0], wrong, receipts[2]], CREATED))
     assert tier.list(naming.checkpoint_path("r", 7)) == []

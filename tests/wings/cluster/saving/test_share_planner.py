@@ -304,6 +304,6 @@ def test_a_world_that_nobody_can_plan_for_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worlds_planned, "BOXES_MAX", 3)
     spec = TensorSpec("model", "w", "F32", (4, 6))
     tables = [table(rank, 4, _rows(rank, rank + 1, spec)) for rank in range(4)]
-    with pytest.raises(LimitExceeded, match="hold 4 parts of tensors in all, more than the 3") as refused:
+    with pytest.raises(LimitExceeded, match="hold 4 tensor parts in total, over the limit of 3") as refused:
         MadeWorld(tables, [0, 0, 1, 1]).shares()
     assert "HSDP" in (refused.value.hint or "")

@@ -55,8 +55,8 @@ def change_the_life_of_a_run(hand: Hand) -> None:
     hand.button("Archive")
     hand.says("Archived")
     assert hand.at.ask(f"/v1/runs/{hand.own('care')}")["life"] == "archived"
-    hand.button("Take back")
-    hand.says("Taken back from the archive")
+    hand.button("Unarchive")
+    hand.says("Unarchived")
     expect(page.get_by_role("button", name="Archive", exact=True)).to_be_visible()
 
 
@@ -95,7 +95,7 @@ def delete_and_bring_back_runs(hand: Hand) -> None:
     hand.button("Delete the run")
     hand.says("The run was deleted")
     hand.button(f"Bring {hand.own('back')} back")
-    hand.says("The run was brought back")
+    hand.says("The run was brought back from the trash")
     hand.heads(hand.own("back"))
     hand.go("/trash")
     hand.press(page.get_by_role("link", name=f"Remove {hand.own('gone')} for good"))

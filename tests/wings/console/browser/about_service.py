@@ -20,7 +20,7 @@ def answer_alerts_of_the_service(hand: Hand) -> None:
     page = hand.go("/")
     alert = page.locator("[id='alert-.replica-lost.far']")
     hand.press(alert.get_by_role("button", name="Copy again now"))
-    hand.says("tried again now")
+    hand.says("being retried")
     for button, says in (("Snooze 1 h", "Snoozed for an hour"), ("Acknowledge", "Acknowledged")):
         hand.press(alert.get_by_role("button", name=button))
         hand.says(says)

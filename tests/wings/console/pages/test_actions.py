@@ -213,7 +213,7 @@ def test_archive_and_take_back(browser: httpx.Client) -> None:
     """By buttons of the run's page, which say what they did; what is no action is refused."""
     page = Page(browser.post("/runs/tiny/life", data={"what": "archive"}).text)
     assert browser.get("/v1/runs/tiny").json()["life"] == "archived"
-    assert "Archived. A new launch takes the run back." in page.text and "Take back" in page.text
+    assert "Archived. A new launch unarchives the run." in page.text and "Unarchive" in page.text
     page = Page(browser.post("/runs/tiny/life", data={"what": "unarchive"}).text)
     assert browser.get("/v1/runs/tiny").json()["life"] == "idle" and "Archive" in page.text
     assert browser.post("/runs/tiny/life", data={"what": "acknowledge"}).status_code == 400
@@ -228,7 +228,7 @@ def test_acknowledge(service: Served, browser: httpx.Client) -> None:
     service.services.summaries._lives = lambda runs: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
     page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)
-    assert "raises no alert until it dies again" in page.text and "It died, and anybody here has seen that" in page.text
+    assert "raises no alert until it dies again" in page.text and "It died, and anybody here acknowledged that" in page.text
     assert "acknowledge" not in [e.attributes.get("value") for e in page.all("input")]
     assert "c0ffee" in Page(browser.get("/runs/tiny/about").text).text
     odd = {"git": "v1", "command": {"a": [1]}, "host": ["<b>"], "items": {"keys": None}, "config": {"lr": 1}}
@@ -252,7 +252,7 @@ def test_delete_bring_back_and_remove_for_good(service: Served, browser: httpx.C
     assert "marked" in [e.attributes.get("name") for e in Page(browser.get("/runs/tiny/delete").text).all("input")]
     assert browser.post("/runs/tiny/delete", data={"confirm": "tiny"}).status_code == 409
     done = browser.post("/runs/tiny/delete", data={"confirm": "tiny", "marked": "yes"})
-    assert done.url.path == "/trash" and "It can be brought back" in Page(done.text).text
+    assert done.url.path == "/trash" and "You can bring it back" in Page(done.text).text
     assert browser.get("/runs/tiny").status_code == 404 and not (service.root / "tiny").exists()
     back = browser.post("/runs/tiny/undelete", data={"entry": field(Page(done.text), "entry")})
     assert back.url.path == "/runs/tiny" and verdict(browser, 5)["pinned"]

@@ -88,7 +88,7 @@ def test_what_is_missing_or_cannot_be_is_said(browser: httpx.Client) -> None:
         ({"recipe": ""}, "'recipe' is empty"),
         ({"run": ""}, "'run' is empty"),
         ({"step": "one"}, "not a whole number"),
-        ({"averaged": "math", "last": "1"}, "give one of them"),
+        ({"averaged": "math", "last": "1"}, "give only one of them"),
         ({"recipe": "", "averaged": "math", "last": "9"}, "2 sound checkpoints"),
         ({"recipe": RECIPE.replace("linear", "liner")}, "did you mean linear"),
         ({"recipe": RECIPE.replace("secret@1", "secret@7")}, "no checkpoint secret@7"),

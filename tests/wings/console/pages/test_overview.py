@@ -94,7 +94,7 @@ def test_the_header_has_what_is_configured(browser: httpx.Client) -> None:
 def test_an_alert_is_acknowledged_snoozed_and_taken_back(browser: httpx.Client) -> None:
     """By forms alone; what is acknowledged is still there, with who has done it."""
     page = Page(browser.post("/runs/tiny/alerts/quota-nearly-full", data={"do": "acknowledge"}).text)
-    assert "Acknowledged. It counts again" in page.text and "1 acknowledged" in page.text
+    assert "Acknowledged. If the alert clears" in page.text and "1 acknowledged" in page.text
     assert "<title>(2) " in browser.get("/").text
     browser.post("/alerts/replica-lost/far", data={"do": "snooze"})
     shown = Page(browser.get("/").text).text
@@ -109,9 +109,9 @@ def test_buttons_mend(service: Served, browser: httpx.Client) -> None:
     """The quota is raised by half, a replica is copied to again, a checkpoint is verified or repaired as a job."""
     browser.post("/runs/tiny/mend", data={"remedy": "raise-quota"})
     assert browser.get("/v1/runs/tiny/policy").json()["quota_bytes"] == 10**6
-    assert "tried again now" in Page(browser.post("/alerts/replica-lost/far", data={"do": "retry"}).text).text
+    assert "being retried" in Page(browser.post("/alerts/replica-lost/far", data={"do": "retry"}).text).text
     assert (
-        "tried again now"
+        "being retried"
         in Page(browser.post("/runs/tiny/mend", data={"remedy": "retry-replicas", "subject": "far"}).text).text
     )
     for remedy in ("verify", "repair"):

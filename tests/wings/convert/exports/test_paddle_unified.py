@@ -137,12 +137,22 @@ PARTLY = {name: array for name, array in GROUPS["optim"].items() if name != f"{Q
 @pytest.mark.parametrize(
     ("groups", "how", "error", "says"),
     [
-        ({"optim": OTHER}, {}, StateMismatch, "no place for .*max_exp_avg_sq"),
+        ({"optim": OTHER}, {}, StateMismatch, "cannot store .*max_exp_avg_sq"),
         ({"optim": PARTLY}, {}, StateMismatch, "lacks 'exp_avg_sq'"),
-        ({"optim": {**GROUPS["optim"], f"{Q}/step": np.array(1.5, np.float32)}}, {}, StateMismatch, "number of steps"),
+        (
+            {"optim": {**GROUPS["optim"], f"{Q}/step": np.array(1.5, np.float32)}},
+            {},
+            StateMismatch,
+            "not a valid step count",
+        ),
         ({"optim": {**GROUPS["optim"], "x/exp_avg": np.zeros(2, np.float32)}}, {}, StateMismatch, "'x'"),
         ({"master": {**GROUPS["master"], Q: GROUPS["master"][Q].astype(np.float64)}}, {}, StateMismatch, "F64"),
-        ({"master": {**GROUPS["master"], "x": np.zeros(2, np.float32)}}, {}, StateMismatch, "master has 'x'"),
+        (
+            {"master": {**GROUPS["master"], "x": np.zeros(2, np.float32)}},
+            {},
+            StateMismatch,
+            "group master has state for 'x'",
+        ),
         ({"optim": {**GROUPS["optim"], f"{Q}/exp_avg": np.zeros((2, 2), np.float32)}}, {}, StateMismatch, "its weight"),
         ({}, {"ranks": {}}, StateMismatch, "betas"),
         ({}, {"ranks": values_of(list(WEIGHTS)[1:])}, StateMismatch, "betas for 'model.embed_tokens.weight'"),

@@ -41,10 +41,12 @@ def test_what_is_of_no_matter(tmp_path: Path) -> None:
     (tmp_path / "deep/1/2/3/4/model.bin").write_bytes(b"x")
     assert LEVELS_MAX == 3
     files = OnDisk(tmp_path)
-    assert "another checkpoint" in why_unused(files, "checkpoint-500")
+    assert "separate checkpoint" in why_unused(files, "checkpoint-500")
     assert "again" in why_unused(files, "original")
     assert "hidden" in why_unused(files, ".cache")
-    assert "no directory with tensors" in why_unused(files, "runs") == why_unused(files, "deep") == why_unused(files, "link")
+    assert (
+        "nor a directory with tensors" in why_unused(files, "runs") == why_unused(files, "deep") == why_unused(files, "link")
+    )
 
 
 def test_a_link_in_place_of_tensors(tmp_path: Path) -> None:

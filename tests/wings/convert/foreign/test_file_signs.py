@@ -57,10 +57,10 @@ def test_archives_and_files_in_place_of_a_directory(tmp_path: Path) -> None:
     """What to do with an archive in a directory, and with a file that was named in place of one."""
     (tmp_path / "model.nemo").write_bytes(b"x")
     (tmp_path / "last.ckpt").write_bytes(b"x")
-    with pytest.raises(InvalidRequest, match=r"model\.nemo is not a directory, but a file") as caught:
+    with pytest.raises(InvalidRequest, match=r"model\.nemo is a file, not a directory") as caught:
         check_directory(tmp_path / "model.nemo")
-    assert "NeMo: unpack it" in caught.value.hint
-    with pytest.raises(InvalidRequest, match=r"last\.ckpt is not a directory, but a file") as caught:
+    assert "unpack it" in caught.value.hint
+    with pytest.raises(InvalidRequest, match=r"last\.ckpt is a file, not a directory") as caught:
         check_directory(tmp_path / "last.ckpt")
     assert "put it into a directory" in caught.value.hint
     with pytest.raises(InvalidRequest, match="there is no directory"):

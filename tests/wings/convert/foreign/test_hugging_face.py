@@ -62,7 +62,7 @@ def test_every_file_has_a_use(tmp_path: Path) -> None:
     uses = {use.file: (use.use, use.reason) for use in read(directory).files}
     assert uses["model.safetensors"] == ("tensors", "") and uses["config.json"] == ("asset", "")
     assert "headers" in uses["model.safetensors.index.json"][1] and "directory" in uses[".cache"][1]
-    assert uses["tf_model.h5"] == ("unused", "the weights again, as another program stores them")
+    assert uses["tf_model.h5"] == ("unused", "the same weights in another program's format")
 
 
 @pytest.mark.parametrize(

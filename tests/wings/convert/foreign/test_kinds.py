@@ -46,10 +46,10 @@ def test_a_last_choice() -> None:
 
 def test_none_and_two_are_refused() -> None:
     """With what was found, and what to do."""
-    with pytest.raises(StateMismatch, match=r"no known checkpoint has these files: x\.c"):
+    with pytest.raises(StateMismatch, match=r"no known kind of checkpoint has these files: x\.c"):
         choose(FilesInMemory({"x.c": b""}), None, (A, B))
     with pytest.raises(StateMismatch, match="may be A or B") as caught:
         choose(FilesInMemory({"x.a": b"", "x.b": b""}), None, (A, B))
-    assert caught.value.hint == "say which: --from a, or --from b"
-    with pytest.raises(InvalidRequest, match="there is no kind 'c'"):
+    assert caught.value.hint == "choose one: --from a, or --from b"
+    with pytest.raises(InvalidRequest, match="unknown kind 'c'"):
         choose(FilesInMemory({}), "c", (A, B))

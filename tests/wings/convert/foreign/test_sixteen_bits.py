@@ -48,7 +48,7 @@ def test_a_table_of_integers_is_never_taken_for_other_numbers(tmp_path: Path, dt
     assert fetched(hub_snapshot.opened(tmp_path), kept.tensors[IDS]).tolist() == NUMBERS
     taken = read(tmp_path, "bfloat16")
     assert taken.tensors[IDS].spec.dtype == "BF16"
-    assert taken.notes == ("bfloat16 was stored as U16, its bits",)
+    assert taken.notes == ("U16 values were read as bfloat16",)
 
 
 def test_signed_ones_of_a_bfloat16_model(tmp_path: Path) -> None:

@@ -118,14 +118,14 @@ _HALF = [{"params": [0]}, {"params": [1]}]
         ({**_state(2), "state": {0: {"exp_avg": torch.ones(2)}}}, "which parameter each"),
         ({**_state(2), "state": {n: {"exp_avg": torch.ones(3)} for n in (0, 1)}}, "which parameter each"),
         ({**_state(2), "state": {n: {"step": torch.tensor(1.0)} for n in (0, 1)}}, "which parameter each"),
-        (_state(2, param_names=["a", "c"]), "not the model's"),
-        (_state(2, param_names=["a", "a"]), "parameters twice"),
-        (_state(2, param_names=["a", ["b"]]), "not the model's"),
+        (_state(2, param_names=["a", "c"]), "duplicate parameters, or some that the model lacks"),
+        (_state(2, param_names=["a", "a"]), "duplicate parameters"),
+        (_state(2, param_names=["a", ["b"]]), "duplicate parameters, or some that the model lacks"),
         (_state(2, param_names=["a"]), "which parameter each"),
         ({**_state(2), "state": {5: {}}}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"params": [1, 0]}]}, "neither names its parameters nor number"),
         ({**_state(2), "param_groups": [{"lr": 1}]}, "not a state dict that torch writes"),
-        ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "no checkpoint can call"),
+        ({**_state(2), "state": {n: {"a/b": torch.ones(2)} for n in (0, 1)}}, "a name that a checkpoint cannot store"),
         ({**_state(2), "state": {n: {"x": torch.ones(2), "y": [torch.ones(1)]} for n in (0, 1)}}, "only tensors and plain"),
     ],
 )
@@ -141,7 +141,7 @@ def test_what_is_not_certain(tmp_path: Path, optimizer: dict[str, Any], said: st
 def test_two_of_them(tmp_path: Path) -> None:
     """Which of two is meant cannot be known."""
     weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    with pytest.raises(StateMismatch, match="several optimizers, 'second'"):
+    with pytest.raises(StateMismatch, match="more than one optimizer: 'second'"):
         _read(tmp_path, {"model": weights, "first": _state(2), "second": _state(2)})
 
 

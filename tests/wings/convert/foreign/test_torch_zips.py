@@ -52,5 +52,5 @@ def test_values() -> None:
     """A value without tensors."""
     made = torch_zips.of_value({"a": (1, 2.5, None), "b": [True, b"x", {3}]})
     assert torch.load(io.BytesIO(made), weights_only=False) == {"a": (1, 2.5, None), "b": [True, b"x", {3}]}
-    with pytest.raises(InvalidRequest, match="'y' is F4, which torch has no dtype for"):
+    with pytest.raises(InvalidRequest, match="'y' is F4, for which torch has no dtype"):
         torch_zips.of_tensor(TensorSpec("model", "y", "F4", (2,)))

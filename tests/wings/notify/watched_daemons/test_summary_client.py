@@ -42,7 +42,7 @@ def test_an_answer_that_never_ends(begin: bytes, piece: bytes, monkeypatch: pyte
     """Each step of it is quick. Such a daemon must not be shown as one that answers for as long as it likes."""
     monkeypatch.setattr(watched, "ANSWER_S", 0.5)
     with endless(begin, piece) as server, watching(server.url) as watch:
-        wait_until(lambda: watch.daemons()[0].problem == "no answer in time")
+        wait_until(lambda: watch.daemons()[0].problem == "no reply in time")
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def lying(tmp_path: Path) -> Iterator[Callable[[Callable[[dict[str, Any]], None]
 def test_what_no_daemon_says_is_refused(lying: Any, name: str, value: Any) -> None:
     """A page that shows it would fail, or be as long as somebody elsewhere likes."""
     with lying(lambda about: about["summary"].__setitem__(name, value)) as watch:
-        wait_until(lambda: "not that of a Holdfast daemon" in (watch.daemons()[0].problem or ""))
+        wait_until(lambda: "does not come from a Holdfast daemon" in (watch.daemons()[0].problem or ""))
         assert watch.runs() == []
 
 
 def test_a_version_without_end(lying: Any) -> None:
     with lying(lambda about: about["health"].__setitem__("version", "9" * 1000)) as watch:
-        wait_until(lambda: "not that of a Holdfast daemon" in (watch.daemons()[0].problem or ""))
+        wait_until(lambda: "does not come from a Holdfast daemon" in (watch.daemons()[0].problem or ""))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_nonsense_is_not_explained(body: str) -> None:
         proxy.answers = {"/healthz": b"{}", "/v1/nodes": b'{"items": []}', "/v1/summaries": nothing.encode()}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with watching(proxy.url) as watch:
-            wait_until(lambda: "not that of a Holdfast daemon" in (watch.daemons()[0].problem or ""))
+            wait_until(lambda: "does not come from a Holdfast daemon" in (watch.daemons()[0].problem or ""))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024  # KiB
 
 

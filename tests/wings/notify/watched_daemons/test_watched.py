@@ -66,7 +66,7 @@ def test_a_daemon_that_goes_and_comes_back(tmp_path: Path) -> None:
         asked = proxy.asked
         wait_until(lambda: proxy.asked > asked + 3)
         one = watch.daemons()[0]
-        assert one.unreachable_since == since and one.runs == 1 and one.problem == "it answered with status 500"
+        assert one.unreachable_since == since and one.runs == 1 and one.problem == "it replied with status 500"
         assert [run.reachable for run in watch.runs()] == [False]
         ((run, alert),) = watch.alerts(0.0)
         assert (run, alert.code, alert.level) == ("", "daemon-unreachable", "error") and str(since) in alert.text
@@ -131,11 +131,11 @@ def test_a_token_goes_to_its_own_address_alone(tmp_path: Path) -> None:
         assert set(thief.seen) == {None}
         with closing_proxy(a.url) as moved, watching(moved.url, tokens={moved.url: token}) as watch:
             moved.answer = (302, {"Location": f"{thief.url}/healthz"}, b"")
-            wait_until(lambda: watch.daemons()[0].problem == "it answered with status 302")
+            wait_until(lambda: watch.daemons()[0].problem == "it replied with status 302")
         assert set(thief.seen) == {None}
 
 
-NONE = "is not that of a Holdfast daemon"
+NONE = "does not come from a Holdfast daemon"
 
 
 @pytest.mark.parametrize(

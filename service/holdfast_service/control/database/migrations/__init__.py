@@ -45,7 +45,7 @@ def migrate(engine: Engine) -> None:
         except CommandError as error:
             raise StateMismatch(
                 f"the catalog has version {_version(connection)}, which this version of holdfast does not know",
-                hint="use the newer version of holdfast; or move the catalog away, and it is rebuilt from the directories",
+                hint="use the newer version of holdfast, or move the catalog away: it is then rebuilt from the directories",
             ) from error
 
 

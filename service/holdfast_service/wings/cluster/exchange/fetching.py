@@ -52,10 +52,10 @@ class Peer:
                     if not go_on(RETRY_S):
                         raise RoundAborted(
                             f"node {self._node} did not send its part of the save: {why}",
-                            hint="look at that node's daemon and at the network between the two; the next save continues",
+                            hint="check that node's daemon and the network between the nodes; the next save tries again",
                             node=self._node,
                         ) from error
-                    log.info("asking node %s again: %s", self._node, why)
+                    log.info("querying node %s again: %s", self._node, why)
 
     def close(self) -> None:
         self._connection.close()
@@ -63,7 +63,7 @@ class Peer:
     def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
         url = self._url
         if not url:
-            raise _Busy("its address is not known")
+            raise _Busy("its address is unknown")
         if url != self._connection.url:
             self._connection.close()
             self._connection = NodeConnection(url, self._secrets, TIMEOUT_S, TIMEOUT_S)
@@ -71,7 +71,7 @@ class Peer:
         if answer.status == http.HTTPStatus.CONFLICT:
             raise _Busy("it does not offer the round")
         if answer.status != http.HTTPStatus.OK or answer.length != wanted.answer_bytes(ranges):
-            raise http.client.HTTPException(f"it answered {answer.status} with {answer.length} bytes")
+            raise http.client.HTTPException(f"it replied {answer.status} with {answer.length} bytes")
         read_ranges(answer, ranges, into)
 
 

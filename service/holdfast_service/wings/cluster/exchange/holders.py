@@ -36,7 +36,7 @@ class HoldingNode(NamedTuple):
         with self._answer(memory_requests.SLOTS_PATH, memory_requests.encode_slots_asked(of), limit_s) as answer:
             said = memory_requests.decode_slots(answer.read_whole(memory_requests.SLOTS_BYTES_MAX)).slots
             if not all(one.is_possible(of) for one in said):
-                raise HolderLost(f"node {self.node} describes slots that cannot be")
+                raise HolderLost(f"node {self.node} describes invalid slots")
             return list(said)
 
     def fetch(
@@ -51,7 +51,7 @@ class HoldingNode(NamedTuple):
         asked = memory_requests.encode_ranges_asked(of, {one.rank: one.table_digest for one in slots}, ranges)
         with self._answer(memory_requests.BYTES_PATH, asked, limit_s) as answer:
             if answer.length != wanted.answer_bytes(ranges):
-                raise HolderLost(f"node {self.node} answered with {answer.length} bytes")
+                raise HolderLost(f"node {self.node} replied with {answer.length} bytes")
             read_ranges(answer, ranges, into)
 
     @contextmanager
@@ -66,10 +66,10 @@ class HoldingNode(NamedTuple):
         try:
             answer = connection.request(path, body)
             if answer.status != http.HTTPStatus.OK:
-                raise HolderLost(f"node {self.node} answered {answer.status}")
+                raise HolderLost(f"node {self.node} replied {answer.status}")
             yield answer
         except (OSError, http.client.HTTPException, msgspec.DecodeError, ValueError) as error:
-            raise HolderLost(f"node {self.node} did not send what it holds: {error or type(error).__name__}") from error
+            raise HolderLost(f"node {self.node} did not send its contents: {error or type(error).__name__}") from error
         finally:
             over.cancel()
             connection.close()

@@ -55,7 +55,7 @@ class Mirror:
         """The table is there: from now on ranks can read the slot. `HolderLost` if it is another table."""
         report = self.report
         if digest(self.slot[self.table.begin : self.table.end]) != report.table_digest:
-            raise HolderLost(f"node {self.holder.node} sent another table of rank {report.rank} than it had named")
+            raise HolderLost(f"node {self.holder.node} sent a different table for rank {report.rank} than it had announced")
         seal = int(report.table_digest, 16)
         header = SlotHeader(SlotState.FREE, self.of.step, self.of.attempt, report.data_bytes, report.table_bytes, seal)
         arena.write_header(self._memory, self._geometry, 0, header)

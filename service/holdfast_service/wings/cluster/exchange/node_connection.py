@@ -34,7 +34,7 @@ class ProvenAnswer(NamedTuple):
     def read_whole(self, bytes_max: int) -> bytes:
         """A response of one chunk."""
         if not DIGITS <= self.length <= bytes_max + DIGITS:
-            raise http.client.HTTPException(f"it answered with {self.length} bytes")
+            raise http.client.HTTPException(f"it replied with {self.length} bytes")
         body = self.response.read(self.length - DIGITS)
         self.check(digest(body))
         return body
@@ -43,7 +43,7 @@ class ProvenAnswer(NamedTuple):
         """Read the proof of a chunk with this digest. `HTTPException` if the chunk was changed."""
         stated = self.response.read(DIGITS)
         if not hmac.compare_digest(stated, self.proof.chunk(text).encode()):
-            raise http.client.HTTPException("bytes were changed on their way")
+            raise http.client.HTTPException("bytes were changed in transit")
 
 
 class NodeConnection:
@@ -88,7 +88,7 @@ class NodeConnection:
                 self._secrets = [secret, *(one for one in self._secrets if one != secret)]
                 return answer
             self.close()  # the server closes it after a refusal, too
-        raise Unproven("it does not know any secret that this node knows")
+        raise Unproven("it shares no secret with this node")
 
     def _once(self, secret: str, path: str, body: bytes) -> ProvenAnswer | None:
         """Try one secret; None if the server does not know it."""

@@ -114,7 +114,7 @@ class PeerMemory:
         try:
             holders = self._find(lent.of)
         except CatalogUnavailable as away:
-            log.info("cannot tell which nodes hold %s@%s in memory: %s", lent.of.run, lent.of.step, away.detail)
+            log.info("cannot find which nodes hold %s@%s in memory: %s", lent.of.run, lent.of.step, away.detail)
             return
         began = time.monotonic()
         _each([partial(self._open, lent, holder, began + LOOK_S) for holder in holders])
@@ -140,7 +140,7 @@ class PeerMemory:
             for mirror in mirrors:
                 mirror.open()
         except (HolderLost, CheckpointError) as error:
-            log.info("the memory of node %s is not read: %s", holder.node, error)
+            log.info("cannot read the memory of node %s: %s", holder.node, error)
             for mirror in mirrors:
                 mirror.close()
             return

@@ -159,7 +159,7 @@ class _Server(ThreadingHTTPServer):
         if isinstance(sys.exc_info()[1], _Gone):
             log.info("stopped answering a node at %s: %s was reused", client_address, sys.exc_info()[1])
             return
-        log.info("a node at %s was not answered to the end", client_address, exc_info=True)
+        log.info("the reply to a node at %s was cut off", client_address, exc_info=True)
 
 
 class _Server6(_Server):

@@ -54,13 +54,17 @@ class AwaitedNodes:
         for one in seen.missing:
             if joint.is_gone(one.node, not one.live and one.node != self._node, DEAD_S):
                 if handover is not None and handover.node == one.node:
-                    return failed(handover, "it was lost before another node had written its share of the save")
+                    return failed(handover, "it was lost, and no other node has written its share of the save yet")
                 return RoundAborted(f"node {one.node} was lost while it wrote its share of the save")
         if handover is None:
             return None
         at_work = any(one.live and one.node != handover.node for one in seen.missing)  # candidates for helping
         if joint.is_gone(_HELPERS, handover.overdue and (handover.helper is not None or not at_work), DEAD_S):
-            silent = "no other node has begun" if handover.helper is None else f"node {handover.helper} has not gone on"
+            silent = (
+                "no other node has started"
+                if handover.helper is None
+                else f"node {handover.helper} has stopped making progress"
+            )
             return failed(handover, f"{silent} to write its share of the save")
         return None
 
@@ -73,7 +77,7 @@ class AwaitedNodes:
             return None
         others_live = any(one.live for one in seen.parts if one.node != self._node)
         if joint.is_gone(_OTHERS, not others_live, DEAD_S):
-            return RoundAborted("the other nodes of the save were lost before one of them had committed it")
+            return RoundAborted("all other nodes of the save were lost before it was committed")
         return None
 
     def _seen(self, joint: JoinedRound) -> JointRound | None:
@@ -96,7 +100,9 @@ class AwaitedNodes:
         coming = sum(max(count - brought.get(node, 0), 0) for node, count in node_ranks.items())
         if joint.is_gone(_RANKS, coming < len(seen.absent & spoken), ABSENT_S):
             gone = ", ".join(map(str, sorted(seen.absent & spoken)[:8]))
-            return RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are gone from all nodes")
+            return RoundAborted(
+                f"ranks {gone} did not contribute to step {key.step} and are no longer connected to any node"
+            )
         return None
 
 
@@ -119,7 +125,7 @@ class ShareHandovers:
         problem = on_node(error, self._node).problem()
         asked = self._rendezvous.hand_over(joint.id, problem)
         if asked:
-            what = "%s@%s attempt %s: another node is asked to write the share of this one, which cannot: %s"
+            what = "%s@%s attempt %s: this node cannot write its share and asks another node to: %s"
             log.warning(what, *joint.current.key, error)
         return asked
 
@@ -137,7 +143,7 @@ class ShareHandovers:
         else:
             error = joint.end_helping()
             if error is not None:
-                return failed(handover, f"{on_node(error, self._node).detail}, which was to write that share instead")
+                return failed(handover, f"{on_node(error, self._node).detail}, while it wrote that share instead")
         return None
 
     def alone(self, joint: JoinedRound, error: BaseException) -> CheckpointError:
@@ -160,7 +166,7 @@ def failed(handover: ShareHandover, why: str) -> CheckpointError:
 def on_node(error: BaseException, node: str) -> CheckpointError:
     """Add the node's name to an error of its machine: its paths are on that machine's disks."""
     if not isinstance(error, CheckpointError):
-        log.error("a save with other nodes failed", exc_info=error)
+        log.error("a save across nodes failed", exc_info=error)
         return RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {node}", hint="see the daemon's log")
     if "node" in error.members or error.code not in _OF_A_MACHINE:
         return error

@@ -60,15 +60,15 @@ def _check(tables: Sequence[SlotTable]) -> None:
     own = [table.rank for table in tables if table.average is None and GROUP in table.groups]
     if own:
         raise StateMismatch(
-            f"rank {own[0]} saves its own average, and on other ranks the daemon keeps one",
-            hint="construct the Checkpointer of every rank with the same ema=",
+            f"rank {own[0]} saves its own average, but on other ranks the daemon computes it",
+            hint="pass the same ema= to Checkpointer on every rank",
         )
     first = next(table for table in tables if table.average is not None)
     for table in tables:
         if table.average is not None and first.average is not None and table.average.after != first.average.after:
             raise CheckpointError(
                 f"rank {table.rank} had {table.average.after} updates of its average before this save, "
-                f"rank {first.rank} {first.average.after}",
+                f"but rank {first.rank} had {first.average.after}",
                 hint="every rank must take the same optimizer steps, or call ema.update() equally often",
             )
 
@@ -91,12 +91,12 @@ def _differences(tables: Sequence[SlotTable]) -> str:
     """Describe the first rank's counts and the first different ones."""
     first = tables[0]
     other = next(table for table in tables if _kind(table) != _kind(first))
-    return f"rank {first.rank} has {_words(first)}, rank {other.rank} {_words(other)}"
+    return f"rank {first.rank} has {_words(first)}, but rank {other.rank} has {_words(other)}"
 
 
 def _words(table: SlotTable) -> str:
     state = _state(table)
-    return "none" if state is None else f"one of {state.n} updates, the last at step {state.step}"
+    return "none" if state is None else f"an average of {state.n} updates, the last at step {state.step}"
 
 
 def _saying(table: SlotTable, text: str) -> SlotTable:

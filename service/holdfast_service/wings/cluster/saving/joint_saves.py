@@ -107,11 +107,11 @@ class JointSaves:
                 self._meet()
                 pause = self._pause()
             except CatalogUnavailable as away:
-                log.info("other nodes cannot be met: %s", away.detail)
+                log.info("cannot reach other nodes: %s", away.detail)
                 self._host.wait_on()
                 pause = AWAY_S
             except Exception:
-                log.exception("saves with other nodes could not go on")
+                log.exception("saves across nodes failed")
                 pause = AWAY_S
             self._wake.wait(pause)
             self._wake.clear()
@@ -125,14 +125,14 @@ class JointSaves:
     def _leave(self, joint: JoinedRound) -> None:
         """The daemon ends. Staged files stay: other nodes may still commit them, if this node's share is complete."""
         error = RoundAborted(
-            f"the daemon of node {self._node} ended before the save of all nodes did",
-            hint="the next launch restores it if it stands",
+            f"the daemon of node {self._node} stopped before all nodes had finished the save",
+            hint="the next launch restores it if it was committed",
         )
         try:
             if not (joint.delivered or joint.written):
                 self._party.rendezvous.abort(joint.id, error.problem())
         except CheckpointError as away:
-            log.warning("other nodes are not told that this one ends: %s", away.detail)
+            log.warning("cannot tell other nodes that this one is stopping: %s", away.detail)
         self._end(joint, error, left=True)
 
     def _is_over(self) -> bool:
@@ -328,7 +328,7 @@ class JointSaves:
             try:
                 self._control.saves.joined(joint.current.id, *joint.current.key, measured)
             except Exception:  # the checkpoint exists: ranks get the outcome even if the rest cannot be recorded
-                log.exception("what came of the save of %s@%s attempt %s cannot be noted", *joint.current.key)
+                log.exception("cannot record the result of the save of %s@%s attempt %s", *joint.current.key)
         written: Sequence[WrittenSpan] = ()
         if isinstance(joint.ended.result, Manifest) and joint.writing is not None and joint.seen is not None:
             written = joint.writing.result().spans(joint.writers)

@@ -135,7 +135,7 @@ class ShareWriter:
             except CatalogUnavailable as away:
                 if is_over():
                     raise
-                log.info("the catalog is asked again: %s", away.detail)
+                log.info("querying the catalog again: %s", away.detail)
                 time.sleep(AWAY_S)
 
     def _planned(self, seen: JointRound, node: str, is_over: Callable[[], bool]) -> SharePlan:
@@ -198,7 +198,7 @@ class Peers:
             try:
                 state = self._look()
             except CatalogUnavailable as away:
-                log.info("cannot tell where other nodes are now: %s", away.detail)
+                log.info("cannot find the addresses of other nodes: %s", away.detail)
                 return
             for one in state.parts:
                 if one.node in self._peers:

@@ -51,11 +51,11 @@ class RankReportExchange:
             try:
                 pause = POLL_S if self._meet() else None
             except CatalogUnavailable as away:
-                log.info("other nodes are not told what ranks have said: %s", away.detail)
+                log.info("cannot send the ranks' reports to other nodes: %s", away.detail)
                 self._stops.apart()
                 pause = AWAY_S
             except Exception:
-                log.exception("what ranks have said could not be agreed on with other nodes")
+                log.exception("agreeing on the ranks' reports with other nodes failed")
                 pause = AWAY_S
 
     def _meet(self) -> bool:

@@ -93,8 +93,8 @@ def gather(parts: Sequence[Declaration]) -> World:
     many = sum(len(part.box) for part in parts)
     if many > BOXES_MAX:
         raise LimitExceeded(
-            f"the ranks of this save hold {many} parts of tensors in all, more than the {BOXES_MAX} that a node plans for",
-            hint="cut each tensor over fewer ranks, for example with HSDP, or keep less of the state on every rank",
+            f"the ranks of this save hold {many} tensor parts in total, over the limit of {BOXES_MAX} for one node's plan",
+            hint="shard each tensor over fewer ranks, for example with HSDP, or hold less state per rank",
         )
     tensors, known = _Tensors(), dict[Box, int]()
     segments: list[_Segment] = []
@@ -185,7 +185,7 @@ def rounded(world: World) -> World:
         master_spec = None if master < 0 or master in world.rounded_from else world.specs[master]
         rounding.check(spec, group, master_spec, copied=bool(copied[number]))
         if rounded_to[master] >= 0:
-            raise StateMismatch(f"two tensors are to be rounded from {group}/{spec.name}", hint=rounding.HINT)
+            raise StateMismatch(f"two tensors would be rounded from {group}/{spec.name}", hint=rounding.HINT)
         rounded_to[master] = number
     of = rounded_to[world.tensor]
     more = np.flatnonzero(of >= 0)

@@ -71,7 +71,7 @@ async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
     """Submit a job that verifies, replicates or exports it; the page of jobs shows the progress."""
     kind = form.text("kind")
     if kind not in ("verify", "export"):
-        raise InvalidRequest(f"{kind!r} jobs cannot be submitted here for one checkpoint")
+        raise InvalidRequest(f"{kind!r} jobs cannot be submitted here for a single checkpoint")
     arguments = form.arguments(ExportArguments) if kind == "export" else {}
     return see(await api.submit(parse({"kind": kind, "run": run, "step": step, "arguments": arguments})), "job")
 

@@ -60,7 +60,7 @@ async def _answer(api: ViewerApi, path: str, form: Form, **params: Any) -> str:
         await api.request("DELETE", path, **params)
         return "alert-back"
     if do not in ("acknowledge", "snooze"):
-        raise InvalidRequest(f"{do!r} is nothing that can be done about an alert", hint="go back and load the page again")
+        raise InvalidRequest(f"{do!r} is not an action for an alert", hint="go back and load the page again")
     body = AcknowledgeRequest(for_s=SNOOZE_S if do == "snooze" else None)
     await api.request("PUT", path, body=body, **params)
     return "snoozed" if do == "snooze" else "acknowledged"
@@ -71,7 +71,7 @@ async def _raise_quota(api: ViewerApi, run: str) -> None:
     answer = await api.request("GET", at(run) + "/policy")
     policy = RetentionPolicy.model_validate_json(answer.content)
     if policy.quota_bytes is None:
-        raise InvalidRequest(f"{run} has no quota", hint="it was lifted in the meantime: go back and load the page again")
+        raise InvalidRequest(f"{run} has no quota", hint="it was removed in the meantime: go back and load the page again")
     raised = math.ceil(policy.quota_bytes * 1.5 / QUOTA_STEP_BYTES) * QUOTA_STEP_BYTES
     await api.request(
         "PUT",

@@ -99,7 +99,7 @@ async def show_map(request: Request, api: Asked, run: str, step: str, name: str,
     held = await manifest_view.held(api, run, checkpoint.step)
     entry = held.manifest.file(name)
     if entry is None:
-        raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="see the list of files on the checkpoint's page")
+        raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="see the list of files on the checkpoint page")
     lines = await asyncio.to_thread(held.of_file, name)
     part = lines[max(first, 0) : max(first, 0) + TENSORS_DRAWN]
     shades = manifest_view.numbered(line.entry.placement for line in lines)

@@ -36,7 +36,7 @@ async def _recipe(api: ViewerApi, form: Form) -> str:
     """The pasted recipe, or one for the mean of a run's newest checkpoints."""
     recipe, averaged, count = form.text("recipe"), form.text("averaged"), form.number("last")
     if recipe and (averaged or count is not None):
-        raise InvalidRequest("there is a recipe, and a run to average", hint="go back and give one of them")
+        raise InvalidRequest("both a recipe and a run to average were given", hint="go back and give only one of them")
     if recipe:
         return recipe.replace("\r\n", "\n") + "\n"
     if not averaged or not count:

@@ -36,7 +36,7 @@ SORTS = {
     TRAINING_FIRST: "training first",
     "attention": "attention first",
     "name": "by name",
-    "state": "by state, died first",
+    "state": "by status, died first",
     "age": "newest checkpoint first",
     "-age": "oldest checkpoint first",
     "-exposed": "costliest crash first",

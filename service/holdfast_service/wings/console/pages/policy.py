@@ -68,7 +68,7 @@ def as_policy(form: Form) -> RetentionPolicy:
     fields["quota_bytes"] = None if gigabytes is None else round(gigabytes * 1e9)
     steps = [part for part in form.text("steps").replace(",", " ").split() if part]
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in steps):
-        raise InvalidRequest("steps: whole numbers, with spaces between them", hint="go back and change the field")
+        raise InvalidRequest("steps: not whole numbers separated by spaces", hint="go back and change the field")
     return filled(RetentionPolicy, {**fields, "best": tuple(best), "steps": tuple(map(int, steps))})
 
 
@@ -87,7 +87,7 @@ def _stated_tag(form: Form) -> str:
     """The tag that the page came with."""
     tag = form.text("tag")
     if not (tag.isascii() and tag.isprintable()):
-        raise InvalidRequest("tag: the page has not made this", hint="open the page again")
+        raise InvalidRequest("tag: it does not come from this page", hint="open the page again")
     return tag
 
 

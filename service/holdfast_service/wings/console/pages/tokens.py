@@ -55,7 +55,7 @@ def _wanted(form: Form) -> TokenRequest:
     limits = {name: form.number(name) for name in ("requests_per_s", "bytes_per_s")}
     fields = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
     wanted = {**fields, **limits, "expires_s": None if days is None else days * DAY_S}
-    return filled(TokenRequest, wanted, hint="names are letters, digits, dots and dashes")
+    return filled(TokenRequest, wanted, hint="a name has letters, digits, dots and dashes")
 
 
 async def _page(request: Request, api: ViewerApi, cursor: str | None, new_token: NewToken | None) -> Response:

@@ -21,7 +21,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     `options.dtype` converts the model's weights only.
     """
     if options.weights != "model":
-        raise InvalidRequest("a directory of torch.distributed.checkpoint holds all groups", hint="leave --weights out")
+        raise InvalidRequest("a torch.distributed.checkpoint directory always holds all groups", hint="leave --weights out")
     arranged = arrange(source, options.program)
     chosen = weights.choose(source, arranged, options) if arranged.group("model") else None
     groups = {group: dict(held) for group, held in arranged.groups.items()}

@@ -38,7 +38,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     is set in config.json, too.
     """
     if options.layout is not None:
-        raise InvalidRequest("a Hugging Face directory has no layouts", hint="leave --layout out")
+        raise InvalidRequest("--layout does not apply to a Hugging Face directory", hint="leave --layout out")
     chosen = weights.choose(source, arrange(source, options.program), options)
     again, tie_notes = ({}, []) if options.program is not None else _ties(source)
     files = shard_set(weights.GROUP, tied(chosen.tensors, again).values(), "pt")

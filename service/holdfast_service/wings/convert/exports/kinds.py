@@ -14,4 +14,4 @@ def kind_named(name: str) -> ExportKind:
     for kind in KINDS:
         if kind.name == name:
             return kind
-    raise InvalidRequest(f"there is no way to export as {name!r}", hint=f"one of {', '.join(NAMES)}")
+    raise InvalidRequest(f"cannot export as {name!r}: unknown format", hint=f"one of {', '.join(NAMES)}")

@@ -51,9 +51,9 @@ def arrange(source: ExportSource, program: CompiledProgram | None) -> Arranged:
     refuse_sub_byte({key.name: source.listing.tensors[key] for key in used})
     for key, mapped in program.tensors.items():
         groups[key.group][key.name] = mapped
-    notes = [f"names and layouts are those that program {program.program!r} makes", *program.notes]
+    notes = [f"names and layouts come from program {program.program!r}", *program.notes]
     notes += [f"program {program.program!r} drops {loss.key.group}/{loss.key.name}: {loss.why}" for loss in program.lost]
-    notes += said(source.ties("model"), "the program makes of tied weights one")
+    notes += said(source.ties("model"), "the program merges tied weights")
     return Arranged(groups, program.names, tuple(notes))
 
 

@@ -98,7 +98,7 @@ def _around(tensor: Held) -> tuple[bytes, bytes]:
     """The opcodes before and after the bytes of an array, which becomes an item of the dict on the stack."""
     spec = tensor.spec
     if spec.dtype not in _CODES:
-        raise StateMismatch(f"Paddle has no arrays of {spec.dtype}, as {spec.name!r} is", tensor=spec.name)
+        raise StateMismatch(f"{spec.name!r} is {spec.dtype}, which Paddle does not support", tensor=spec.name)
     code = _CODES[spec.dtype]
     order = "|" if code.endswith("1") else "<"
     kind = _opcodes(GlobalCall(NamedGlobal("numpy.dtype"), (code, False, True)))

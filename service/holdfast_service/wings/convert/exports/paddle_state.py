@@ -35,11 +35,11 @@ POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 STEP_MAX = 2**24  # F32 counts exactly up to here
 MASTER = optimizer_state.MASTER_GROUP
 _USED = frozenset({"model", MASTER, optimizer_state.GROUP})
-_HINT = "`--as hf` exports the model alone, which PaddleFormers loads as well"
+_HINT = "export only the model with `--as hf`, which PaddleFormers can load"
 # What an import from Paddle keeps of its trainer, which goes back as it came.
 TRAINER_KEYS = ("paddle_trainer_state", "paddle_scheduler")
 _KEPT = frozenset(f"extra/{key}" for key in TRAINER_KEYS)
-_NO_PLACE = "PaddleFormers' trainer has no place for it"
+_NO_PLACE = "PaddleFormers' trainer cannot store it"
 
 Known = TypeVar("Known")
 
@@ -91,7 +91,7 @@ class PaddleLayout(NamedTuple):
         table = linears(self.config, ())
         if table.pattern is None:
             raise StateMismatch(
-                f"it is not known which weights of {table.model!r} PaddleFormers holds transposed",
+                f"Holdfast does not know which weights of {table.model!r} PaddleFormers stores transposed",
                 hint="pass --program with statements for this model, such as `(.*)q_proj.weight^T -> …`",
                 tensor=name,
             )
@@ -105,7 +105,7 @@ def collect(source: ExportSource, options: ExportOptions, model_too: bool) -> Pa
     not belong together; `InvalidRequest` for unsupported options.
     """
     if options.layout is not None or options.weights != "model":
-        raise InvalidRequest("--layout and --weights are not for Paddle's checkpoints", hint=_HINT)
+        raise InvalidRequest("--layout and --weights do not apply to Paddle checkpoints", hint=_HINT)
     arranged = arrange(source, options.program)
     plain = arranged if model_too or options.program is None else arrange(source, None)
     chosen = weights.choose(source, plain, options)
@@ -180,7 +180,7 @@ def _optimizer(
     for name, tensor in state.items():
         parameter, _, key = name.rpartition("/")
         if key not in MOMENTS and key != STEP:
-            raise StateMismatch(f"Paddle's AdamW has no place for {name!r}", hint=_HINT, tensor=name)
+            raise StateMismatch(f"Paddle's AdamW cannot store {name!r}", hint=_HINT, tensor=name)
         _check_fits(tensor, parameter, arranged.group("model"), optimizer_state.GROUP)
         by_parameter.setdefault(parameter, {})[key] = tensor
     documents = source.listing.documents if by_parameter else {}
@@ -203,11 +203,13 @@ def _optimizer(
 def _check_fits(mapped: MappedTensor, parameter: str, model: Mapping[str, MappedTensor], group: str) -> None:
     """`StateMismatch` for state that belongs to no weight, or has another shape; step counts have none."""
     if parameter not in model:
-        raise StateMismatch(f"{group} has {parameter!r}, which the model does not have", hint=_HINT, tensor=parameter)
+        raise StateMismatch(
+            f"group {group} has state for {parameter!r}, which the model does not have", hint=_HINT, tensor=parameter
+        )
     name, shape = mapped.spec.name, model[parameter].spec.shape
     if mapped.spec.shape != shape and not name.endswith(f"/{STEP}"):
         raise StateMismatch(
-            f"{name!r} of group {group} has shape {list(mapped.spec.shape)}, its weight {list(shape)}",
+            f"{name!r} of group {group} has shape {list(mapped.spec.shape)}, but its weight has {list(shape)}",
             hint=_HINT,
             tensor=name,
         )
@@ -231,7 +233,7 @@ def _step(source: ExportSource, mapped: MappedTensor) -> int:
         value = float(elements(source.files, source.listing.tensors, mapped, 0, 1)[0])
         if 0 <= value <= STEP_MAX and value == int(value):
             return int(value)
-    raise StateMismatch(f"{mapped.spec.name!r} is not a number of steps", hint=_HINT, tensor=mapped.spec.name)
+    raise StateMismatch(f"{mapped.spec.name!r} is not a valid step count", hint=_HINT, tensor=mapped.spec.name)
 
 
 def _of_groups(
@@ -247,7 +249,7 @@ def _of_groups(
             continue
         for name in (new for old in params if isinstance(old, str) for new in arranged.became(old)):
             if knowns.setdefault(name, value) != value:
-                raise StateMismatch(f"{name!r} is made of parameters with different betas or steps", tensor=name)
+                raise StateMismatch(f"{name!r} is made from parameters whose betas or steps differ", tensor=name)
     return knowns
 
 

@@ -45,14 +45,16 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
     Files kept by an import from Paddle are written back unchanged, if they are of the same step.
     """
     if not state.optimizer:
-        return TrainerFiles((), ("there is no optimizer state, so PaddleFormers can start from it, but not resume",))
+        return TrainerFiles(
+            (), ("there is no optimizer state: PaddleFormers can start from this checkpoint, but not resume",)
+        )
     step = source.listing.step if state.step is None else state.step
     if step is None:
-        raise StateMismatch("parameters differ in their steps, and the source does not contain the step of its training")
+        raise StateMismatch("parameters have different step counts, and the source does not record the training step")
     kept = source.listing.documents.get("extra", {})
     trainer, scheduler = (kept.get(key) for key in TRAINER_KEYS)
     same = isinstance(trainer, dict) and trainer.get("global_step") == step
-    notes = [] if state.step is not None else [f"parameters differ in their steps; the trainer's global_step is {step}"]
+    notes = [] if state.step is not None else [f"parameters have different step counts; the trainer's global_step is {step}"]
     attributes = (
         {key: value for key, value in trainer.items() if key != "$keys"} if same and isinstance(trainer, dict) else {}
     )
@@ -62,7 +64,7 @@ def trainer_files(source: ExportSource, state: PaddleState) -> TrainerFiles:
     else:
         rate = _rate(source)
         if rate is None:
-            notes.append(f"the learning rate is not known, so there is no {SCHEDULER_FILE}, which PaddleFormers needs")
+            notes.append(f"{SCHEDULER_FILE}, which PaddleFormers needs, was not written: the learning rate is unknown")
             return TrainerFiles(tuple(files), tuple(notes))
         notes.append(f"PaddleFormers' scheduler continues from step {step} at learning rate {rate}")
         last = {"last_epoch": step, "last_lr": rate}

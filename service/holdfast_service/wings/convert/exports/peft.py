@@ -35,7 +35,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     Raises `NoSuchResource` for a checkpoint without an adapter or its configuration.
     """
     if options.layout is not None or options.weights != "model" or options.program is not None:
-        raise InvalidRequest("an adapter is exported as it is", hint="leave --layout, --weights and --program out")
+        raise InvalidRequest("an adapter is exported unchanged", hint="leave --layout, --weights and --program out")
     group = next((group for group in GROUPS if source.group(group)), None)
     if group is None:
         raise NoSuchResource(
@@ -44,7 +44,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
         )
     if CONFIG not in source.assets:
         raise NoSuchResource(
-            f"the checkpoint has no {CONFIG}, without which PEFT cannot load the adapter",
+            f"the checkpoint has no {CONFIG}, which PEFT needs to load the adapter",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
     tensors = {name: tensor for name, tensor in source.group(group).items() if not is_of_rank(name)}
@@ -52,7 +52,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     ties = source.ties(group)  # PEFT reads every name, and takes its own values for one that is missing
     foreign = [name for name in (*tensors, *ties) if not name.startswith("base_model.")]
     if foreign:
-        raise StateMismatch(f"{min(foreign)!r} is not a name of PEFT's", hint="its names begin with base_model.")
+        raise StateMismatch(f"{min(foreign)!r} is not a PEFT name", hint="PEFT's names begin with base_model.")
     mapped = [
         same(tensor, TensorKey(STEM, name), options.dtype if options.dtype and tensor.spec.dtype in FLOATS else None)
         for name, tensor in tensors.items()
@@ -60,7 +60,7 @@ def plan(source: ExportSource, options: ExportOptions) -> ExportPlan:
     with_ties = tied({one.spec.name: one for one in mapped}, ties)
     files = shard_set(STEM, with_ties.values(), "pt", file_bytes_max=_FILE_BYTES_MAX)
     notes = [*roundings(source, mapped), *said(ties)]
-    left_out = other_groups(source, frozenset({group}), "PEFT's directory holds only the adapter")
+    left_out = other_groups(source, frozenset({group}), "a PEFT directory holds only the adapter")
     left_out += values_of_weights(source, frozenset({group}))
     left_out += [LeftOut(name, "it belongs to the base model") for name in source.assets if name in _OF_THE_BASE]
     return ExportPlan((*files.files, *copied_assets(source, _OF_THE_BASE)), tuple(notes), tuple(left_out))

@@ -71,7 +71,7 @@ def weights_named(text: str) -> Weights:
     for known in get_args(Weights):
         if text == known:
             return known  # type: ignore[no-any-return]
-    raise InvalidRequest(f"there are no weights {text!r}", hint=f"one of {', '.join(WEIGHTS)}")
+    raise InvalidRequest(f"unknown choice of weights {text!r}", hint=f"one of {', '.join(WEIGHTS)}")
 
 
 def small_file(name: str, data: bytes) -> TargetFile:
@@ -87,8 +87,8 @@ def values_of_weights(source: ExportSource, groups: frozenset[str] = frozenset({
     held = {f"{group}/{key}" for group in groups for key in source.listing.documents.get(group, {})}
     held |= {name for name in source.ranked if name.partition("/")[0] in groups}
     apart = sorted(f"{group}/{name}" for group in groups for name in source.group(group) if is_of_rank(name))
-    left_out = [LeftOut("values " + ", ".join(sorted(held)), "only tensors are stored there")] if held else []
-    return [*left_out, *(LeftOut(name, "it belongs to a value, or to one rank") for name in apart)]
+    left_out = [LeftOut("values " + ", ".join(sorted(held)), "the format stores only tensors")] if held else []
+    return [*left_out, *(LeftOut(name, "it belongs to a non-tensor value, or to one rank") for name in apart)]
 
 
 def other_groups(

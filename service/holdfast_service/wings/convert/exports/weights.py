@@ -41,12 +41,12 @@ def choose(source: ExportSource, arranged: Arranged, options: ExportOptions) -> 
     """
     model = _weights(arranged, GROUP)
     if not model:
-        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
+        raise NoSuchResource(f"the checkpoint has no group {GROUP!r}", hint=f"groups: {', '.join(source.groups) or 'none'}")
     taken, notes, left_out = model, list(arranged.notes), list[LeftOut]()
     if options.weights != GROUP:
         taken, missing, left_out = _instead(source, arranged, options.weights)
         if missing:
-            notes.append(f"not in group {options.weights}, so taken from the model: {named(missing)}")
+            notes.append(f"missing in group {options.weights} and taken from the model: {named(missing)}")
     cast = {name: _cast(taken[name], GROUP, name, tensor.spec.dtype, options.dtype) for name, tensor in model.items()}
     notes += roundings(source, cast.values())
     return ChosenWeights(cast, tuple(notes), tuple(left_out))
@@ -119,7 +119,7 @@ def _check_names(arranged: Arranged, group: str, left: list[str], missing: list[
     if len(missing) < len(model) and not (unknown and lost):
         return
     raise StateMismatch(
-        f"the names of group {group} are not those of the model: it has {named(unknown or left)}, "
+        f"the names of group {group} do not match the model's: it has {named(unknown or left)}, "
         f"and lacks {named(lost or missing)}",
         hint=f"export the model's weights, or save group {group} under the model's names",
         tensor=(lost or missing)[0],
@@ -131,9 +131,7 @@ def _check_ties(source: ExportSource, group: str) -> None:
     entries = source.group(group)
     for alias, target in source.ties(GROUP).items():
         if alias in entries and target in entries and not source.equal(TensorKey(group, alias), TensorKey(group, target)):
-            raise StateMismatch(
-                f"{alias!r} and {target!r} are one tensor in the model and differ in group {group}", tensor=alias
-            )
+            raise StateMismatch(f"{alias!r} and {target!r} are tied in the model but differ in group {group}", tensor=alias)
 
 
 def _cast(mapped: MappedTensor, group: str, name: str, dtype: str, wanted: str | None) -> MappedTensor:

@@ -26,21 +26,21 @@ _TENSORS = re.compile(
 def why_unused(files: Files, name: str) -> str:
     """Why a name that is no regular file is not imported; `StateMismatch` if it may hold tensors."""
     if name.startswith("."):
-        return "a hidden directory, of a cache or of a version control"
+        return "a hidden directory, such as a cache or version control"
     if OTHER_STEP.fullmatch(name):
-        return "another checkpoint; import its directory separately"
+        return "a separate checkpoint; import its directory separately"
     if name in _COPIES:
-        return "the weights again, as another program stores them"
+        return "the same weights in another program's format"
     if _TENSORS.fullmatch(name):
-        raise _refused(name, "is not a regular file, and may hold state of the training", "copy the file that it links to")
+        raise _refused(name, "is not a regular file and may hold training state", "copy the file that it links to")
     reason = _first(files, name)
     if reason is not None:
         raise _refused(
             reason,
-            "is in a directory that this kind of import does not read, and may hold weights or state of the training",
-            f"import {name} separately, and move it out of the directory to import the rest",
+            "is in a directory that this kind of import does not read, but may hold weights or training state",
+            f"import {name} separately; move it out of the directory to import the rest",
         )
-    return "no regular file, and no directory with tensors; links are not followed"
+    return "neither a regular file nor a directory with tensors; links are not followed"
 
 
 def _first(files: Files, directory: str) -> str | None:

@@ -24,7 +24,7 @@ def absent(files: Files, path: str, why: str = "") -> CheckpointError:
         )
     return CorruptManifest(
         f"{path} is missing{why}",
-        hint="a download or copy was interrupted, or is of two versions: fetch it again",
+        hint="download or copy it again: it was interrupted, or mixes two versions",
         file=path,
     )
 
@@ -33,12 +33,12 @@ def check_head(path: str, head: bytes) -> None:
     """`CorruptManifest` for a file whose first bytes show that it only replaces the real one."""
     if head.startswith(_POINTER):
         raise CorruptManifest(
-            f"{path} is a pointer of Git LFS and not the file itself",
+            f"{path} is a Git LFS pointer, not the file itself",
             hint="fetch the file: `git lfs pull` in the repository, or `hf download`",
             file=path,
         )
     if head.lstrip().lower().startswith(_PAGES):
-        raise CorruptManifest(f"{path} is a web page and not the file itself", hint="download it again", file=path)
+        raise CorruptManifest(f"{path} is a web page, not the file itself", hint="download it again", file=path)
 
 
 def read_object(files: Files, path: str, bytes_max: int = CONFIG_BYTES_MAX) -> dict[str, Any]:
@@ -61,5 +61,5 @@ def archive(name: str) -> str:
     """Advice for an archive, by its name; empty for anything else."""
     if not name.endswith(_ARCHIVES):
         return ""
-    kind = "an archive (tar) of NeMo" if name.endswith(".nemo") else "an archive"
-    return f"{name} is {kind}: unpack it into a directory, and import that"
+    kind = "a NeMo archive (tar)" if name.endswith(".nemo") else "an archive"
+    return f"{name} is {kind}: unpack it into a directory and import the directory"

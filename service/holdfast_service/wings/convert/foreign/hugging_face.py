@@ -27,7 +27,7 @@ INDEX = naming.index_file_name(GROUP)
 INDEX_BYTES_MAX = 2**28
 _ENDING = ".safetensors"
 _NOT_ASSETS = (_ENDING, ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
-_HINT = "pass the directory of a Hugging Face model with regular files"
+_HINT = "pass a complete Hugging Face model directory; symbolic links are not followed"
 
 
 def recognises(files: Files) -> bool:
@@ -66,7 +66,9 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     taken = as_bfloat16(tensors.values(), config, options)
     uses = [FileUse(file, "tensors") for file in weights]
     if index is not None:
-        uses.append(FileUse(index, "unused", "it names the same tensors as the headers; the import writes its own"))
+        uses.append(
+            FileUse(index, "unused", "it lists the same tensors as the file headers; the import writes its own index")
+        )
     return listed(KIND.name, files, taken, uses, config)
 
 
@@ -106,9 +108,7 @@ def _weight_map(files: Files, index: str) -> Mapping[str, str]:
     weight_map = read_index(files, index)
     for name, file in weight_map.items():
         if not naming.is_file_name(file) or not file.endswith(_ENDING):
-            raise InvalidRequest(
-                f"{index} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
-            )
+            raise InvalidRequest(f"{index} maps tensor {name!r} to {file!r}, which is not in the directory", hint=_HINT)
     return weight_map
 
 
@@ -177,7 +177,7 @@ def why_unused(files: Files, name: str) -> str:
     """
     if files.size(name) is None:
         return directories.why_unused(files, name)
-    return "a checkpoint cannot have a file of this name"
+    return "a checkpoint cannot hold a file of this name"
 
 
 KIND = ForeignKind("hf", IMPORT_KINDS["hf"], recognises, read, last=True)

@@ -42,7 +42,7 @@ _CODES = re.compile(
 _CODE_DTYPES = frozenset(
     {"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 )
-_ALONE = "to import the weights without it, put them into a separate directory, with config.json and tokenizer"
+_ALONE = "to import only the weights, copy them to a separate directory with config.json and the tokenizer"
 
 
 def weights(names: Iterable[str]) -> list[str]:
@@ -64,19 +64,19 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> tuple[FileUse, ...
         if name in known:
             continue
         if _COPIES.fullmatch(name):
-            copies.append(FileUse(name, "unused", "the weights again, as another program stores them"))
+            copies.append(FileUse(name, "unused", "the same weights in another program's format"))
             continue
         if name == _ARGUMENTS:
-            copies.append(FileUse(name, "unused", "the arguments of a trainer, as Python objects; yours has its own"))
+            copies.append(FileUse(name, "unused", "a trainer's arguments as Python objects; your trainer has its own"))
             continue
         if _TRAINING.fullmatch(name):
             raise StateMismatch(
-                f"{name} is training state, which an import of a Hugging Face directory would leave out",
+                f"{name} is training state, which an import from Hugging Face would drop",
                 hint=_ALONE,
                 file=name,
             )
         if name.endswith(_OPAQUE):
-            raise StateMismatch(f"the import does not know the file {name}", hint=_ALONE, file=name)
+            raise StateMismatch(f"unknown file {name}", hint=_ALONE, file=name)
     return tuple(copies)
 
 
@@ -91,9 +91,9 @@ def check_shards(files: Sequence[str]) -> None:
     stem = first[1] if first else ""
     if sorted(files) != [f"{stem}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]:
         if len(files) == 1:
-            what = f"{files[0]} is one of several files of a model, and the others are not there"
+            what = f"{files[0]} is one of several files of a model, but the others are missing"
             raise StateMismatch(what, hint="copy all files of the model, with its index", file=files[0])
-        what = f"{files[0]} and {files[1]} are in one directory, but no index says that they are one model"
+        what = f"{files[0]} and {files[1]} may be two models: no index lists both"
         raise StateMismatch(what, hint=_ALONE, file=files[1])
 
 
@@ -101,7 +101,7 @@ def check_format(file: str, written_format: str | None) -> None:
     """`StateMismatch` for weights in another framework's layout: Paddle, Flax and TensorFlow transpose them."""
     if written_format not in _FORMATS:
         raise StateMismatch(
-            f"{file} has format {written_format!r}: its matrices may be transposed compared to a Hugging Face model",
+            f"{file} has format {written_format!r}: its matrices may be transposed",
             hint="save it from PyTorch (format 'pt')",
             file=file,
         )
@@ -114,7 +114,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise StateMismatch(
             f"{CONFIG} says that the weights are quantised ({method}); quantised weights cannot be imported",
-            hint="import the model in its own precision",
+            hint="import the unquantised model",
             file=CONFIG,
         )
     for spec, file in specs:
@@ -122,7 +122,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
         if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
             raise StateMismatch(
                 f"tensor {name!r} in {file} looks like quantised weights ({spec.dtype})",
-                hint="import the model in its own precision",
+                hint="import the unquantised model",
                 tensor=name,
                 file=file,
             )

@@ -73,7 +73,7 @@ def decode(encoded: Any, stored: Callable[[str, str], Any]) -> Any:
     if tag in ("$tensor", "$array"):
         return stored(tag[1:], str(content))
     if tag not in _TAGS:
-        raise InvalidRequest(f"a value with the tag {tag} has no plain form")
+        raise InvalidRequest(f"the tag {tag} is unknown")
     try:
         return _TAGS[tag](content, lambda item: decode(item, stored))
     except (ValueError, KeyError, TypeError, struct.error) as error:

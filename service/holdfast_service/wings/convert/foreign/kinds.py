@@ -30,7 +30,7 @@ def kind_named(name: str, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
     for kind in kinds:
         if kind.name == name:
             return kind
-    raise InvalidRequest(f"there is no kind {name!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
+    raise InvalidRequest(f"unknown kind {name!r}", hint=f"one of {', '.join(kind.name for kind in kinds)}")
 
 
 def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> ForeignKind:
@@ -47,11 +47,11 @@ def choose(files: Files, wanted: str | None, kinds: tuple[ForeignKind, ...]) -> 
     if fitting:
         raise StateMismatch(
             f"the directory may be {' or '.join(kind.title for kind in fitting)}",
-            hint=f"say which: --from {fitting[0].name}, or --from {fitting[1].name}",
+            hint=f"choose one: --from {fitting[0].name}, or --from {fitting[1].name}",
         )
     names = files.list("")
     packed = next((archive for name in names if (archive := file_signs.archive(name))), None)
     raise StateMismatch(
-        f"no known checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
-        hint=packed or f"known are {', '.join(kind.title for kind in kinds)}",
+        f"no known kind of checkpoint has these files: {', '.join(names[:8]) or 'none'}{' …' if len(names) > 8 else ''}",
+        hint=packed or f"known kinds: {', '.join(kind.title for kind in kinds)}",
     )

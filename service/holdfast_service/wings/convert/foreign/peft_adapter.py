@@ -37,17 +37,19 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     if not taken.tensors:
         raise StateMismatch(f"{file} has no tensors", file=file)
     again = (
-        [FileUse(PICKLED, "unused", f"the adapter again; {file} is read")] if PICKLED in names and file != PICKLED else []
+        [FileUse(PICKLED, "unused", f"a second copy of the adapter; {file} is read")]
+        if PICKLED in names and file != PICKLED
+        else []
     )
     return hugging_face.listed(KIND.name, files, taken, [FileUse(file, "tensors")], {}, again)
 
 
 def _check_config(files: Files) -> None:
     if files.size(CONFIG) is None:
-        raise StateMismatch(f"there is no {CONFIG}, without which the base model of the adapter is unknown", file=CONFIG)
+        raise StateMismatch(f"{CONFIG} is missing, which names the adapter's base model", file=CONFIG)
     config = file_signs.read_object(files, CONFIG)
     if not isinstance(config.get("peft_type"), str):
-        raise CorruptManifest(f"{CONFIG} is not a configuration of an adapter: it has no peft_type", file=CONFIG)
+        raise CorruptManifest(f"{CONFIG} is not an adapter configuration: it has no peft_type", file=CONFIG)
 
 
 KIND = ForeignKind("peft", IMPORT_KINDS["peft"], recognises, read)

@@ -47,7 +47,7 @@ def read_pickle(files: Files, path: str, allowed: Collection[str] = ()) -> Any:
     file_signs.check_head(path, files.read(path, 0, file_signs.HEAD_BYTES))
     value = PickleMachine(stream, allowed).run()
     if stream.where != stream.stop:
-        raise stream.refused(f"ends at byte {stream.where}, and {stream.stop - stream.where} bytes follow it")
+        raise stream.refused(f"ends at byte {stream.where}, before the last {stream.stop - stream.where} bytes")
     return value
 
 
@@ -59,7 +59,7 @@ def read_torch(files: Files, path: str, allowed: Collection[str] = (), at: tuple
     size = _size(files, path)
     start, length = (0, size) if at is None else at
     if start < 0 or length < 0 or start + length > size:
-        raise StateMismatch(f"{path} has {size} bytes, and a value is said to be at {start}+{length}", file=path)
+        raise StateMismatch(f"{path} has {size} bytes, but the metadata places a value at {start}+{length}", file=path)
     head = files.read(path, start, file_signs.HEAD_BYTES)
     file_signs.check_head(path, head)
     if head.startswith(zip_members.MAGIC):

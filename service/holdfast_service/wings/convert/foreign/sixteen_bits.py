@@ -14,7 +14,7 @@ from holdfast_formats.mapping.listing import ForeignTensor
 
 INTEGERS, BFLOAT16 = "integers", "bfloat16"
 _UNSIGNED, _SIGNED = "U16", "I16"
-_HINT = f"say what they are: `import --int16 {INTEGERS}` keeps them, `--int16 {BFLOAT16}` takes them for bfloat16"
+_HINT = f"keep them as integers with `import --int16 {INTEGERS}`, or read them as bfloat16 with `--int16 {BFLOAT16}`"
 
 
 class StoredDtype(NamedTuple):
@@ -42,13 +42,13 @@ def taken_for_bfloat16(
         return asked
     if of_paddle:
         if asked == _UNSIGNED and "BF16" in first:
-            raise _doubtful(first[asked], f"and {first['BF16'].name!r} is BF16: Paddle writes the one or the other")
+            raise _doubtful(first[asked], f"but {first['BF16'].name!r} is BF16, and Paddle writes only one of the two")
         return asked if asked == _UNSIGNED else None
     narrow = _names_bfloat16(config)
     if "BF16" in first or (asked == _SIGNED and not narrow):
         return None
     evidence = "config.json says bfloat16" if narrow else "no tensor is BF16"
-    raise _doubtful(first[asked], f"and {evidence}: it may be the bits of bfloat16, as numpy writes them")
+    raise _doubtful(first[asked], f"and {evidence}: its values may be bfloat16, which numpy writes as integers")
 
 
 def with_bfloat16(tensor: ForeignTensor, dtype: str | None) -> ForeignTensor:
@@ -60,7 +60,7 @@ def with_bfloat16(tensor: ForeignTensor, dtype: str | None) -> ForeignTensor:
 
 def note(dtype: str) -> str:
     """The note about integers that were read as bfloat16."""
-    return f"bfloat16 was stored as {dtype}, its bits"
+    return f"{dtype} values were read as bfloat16"
 
 
 def _names_bfloat16(config: Mapping[str, Any]) -> bool:

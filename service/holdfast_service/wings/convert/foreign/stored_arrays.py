@@ -41,7 +41,7 @@ class StoredArray(NamedTuple):
     def run(self, first: int, start: int, stop: int, shape: Shape) -> list[ForeignPiece]:
         """Elements from `first` on of this one-dimensional array as the elements [start, stop) of a row-major tensor."""
         if len(self.shape) != 1 or first + stop - start > self.shape[0]:
-            raise self.odd(f"there are no {stop - start} elements from {first} on")
+            raise self.odd(f"it has no {stop - start} elements from element {first} on")
         (step,), width, pieces = self.strides, dtypes.to_numpy(self.dtype).itemsize, []
         for box in flat_boxes(start, stop, shape):
             steps = tuple(step * outer for outer in strides(box.shape))

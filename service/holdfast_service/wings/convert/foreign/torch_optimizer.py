@@ -21,8 +21,8 @@ from holdfast_service.wings.convert.foreign.pickles import PickledArray
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 _HINT = (
-    "save it with get_state_dict() of torch.distributed.checkpoint.state_dict, which names the parameters, or give the "
-    "optimizer model.named_parameters(); or take it out of the file, and import the weights alone"
+    "save it with get_state_dict() of torch.distributed.checkpoint.state_dict, which stores parameter names, or give the "
+    "optimizer model.named_parameters(); or remove it from the file and import only the weights"
 )
 
 
@@ -49,7 +49,7 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
     by_name = bool(labels) and all(type(label) is str for label in labels)
     numbered = labels == list(range(len(labels))) and all(type(label) is int for label in state)
     if not (by_name or numbered) or len(state.keys() | set(labels)) != len(labels):
-        raise refused(file, key, "neither names its parameters nor numbers them in their order")
+        raise refused(file, key, "neither names its parameters nor numbers them in order")
     note = ""
     if by_name:  # as get_state_dict() has it
         names = labels
@@ -57,12 +57,12 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
         names = [name for group in groups for name in group[_NAMES]]
     else:
         names = _in_order(len(groups), labels, state, weights)
-        note = f"the parameters of {key} have no names: they are the model's, in its order, by their number and shapes"
+        note = f"the parameters of {key} have no names: they were matched to the model's by order, count and shape"
     if not names or len(names) != len(labels):
-        raise refused(file, key, "does not say which parameter each of its states is of")
+        raise refused(file, key, "does not say which parameter each state belongs to")
     known = {tensor.spec.name: tensor for tensor in weights}
     if len(set(map(str, names))) != len(names) or not all(isinstance(name, str) and name in known for name in names):
-        raise refused(file, key, "has parameters twice, or such that are not the model's")
+        raise refused(file, key, "has duplicate parameters, or some that the model lacks")
     hyper = [
         {str(kind): torch_values.plain(one, file, key) for kind, one in group.items() if kind not in (_PARAMS, _NAMES)}
         for group in groups
@@ -101,7 +101,7 @@ def _placed(
         name = weight.spec.name
         for kind, value in held.items():
             if not isinstance(kind, str) or not kind or "/" in kind:
-                raise refused(file, key, f"has state {kind!r}, which no checkpoint can call so")
+                raise refused(file, key, f"has state {kind!r}, a name that a checkpoint cannot store")
             if kind == "step" and type(value) in (int, float) and float(np.float32(value)) == value:
                 tensors.append(scalar(TensorKey(optimizer_state.GROUP, f"{name}/step"), float(value)))
             elif not isinstance(value, PickledArray):

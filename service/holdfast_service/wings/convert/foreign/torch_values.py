@@ -20,14 +20,14 @@ def tensor(array: PickledArray, group: str, name: str) -> ForeignTensor:
 def state_dict(value: Any, file: str, group: str) -> list[ForeignTensor]:
     """The tensors of a state dict; `StateMismatch` if it has anything but tensors by name."""
     if not isinstance(value, dict):
-        raise mismatch(file, "", f"holds a {_kind(value)} and not a state dict")
+        raise mismatch(file, "", f"holds a {_kind(value)}, not a state dict")
     tensors = []
     for name, array in value.items():
         if not isinstance(name, str) or not isinstance(array, PickledArray):
-            raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)} and not a tensor with a name")
+            raise mismatch(file, str(name), f"has {name!r}, which is a {_kind(array)}, not a named tensor")
         if array.dtype == "U16" and not array.storage:
-            what = f"has {name!r}, a numpy array of U16: numpy writes bfloat16 as such integers too"
-            raise mismatch(file, name, what, "save it as a torch tensor: torch.uint16 and torch.bfloat16 are distinct")
+            what = f"has {name!r}, a numpy array of U16: these may be bfloat16 values, which numpy writes as integers"
+            raise mismatch(file, name, what, "save it as a torch tensor, of dtype torch.uint16 or torch.bfloat16")
         tensors.append(tensor(array, group, name))
     return tensors
 
@@ -54,7 +54,7 @@ def integer(held: Mapping[Any, Any], key: str, file: str) -> int:
 
 
 def mismatch(file: str, key: str, what: str, hint: str = "") -> CheckpointError:
-    hint = hint or "take it out of the file with the program that wrote it, and save the rest"
+    hint = hint or "remove it with the program that wrote the file, and save again"
     return StateMismatch(f"{file} {what}", hint=hint, file=file, **({"tensor": key} if key else {}))
 
 

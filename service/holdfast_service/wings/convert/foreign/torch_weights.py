@@ -71,8 +71,8 @@ def read_file(files: Files, options: ReadOptions) -> ForeignListing:
     candidates = _bare(files.list(""))
     if len(candidates) != 1:
         raise StateMismatch(
-            f"the directory has several torch files: {', '.join(candidates[:4])}",
-            hint="put the one with the model's state dict into its own directory, with config.json and tokenizer",
+            f"the directory holds several torch files: {', '.join(candidates[:4])}",
+            hint="copy the file with the model's state dict to its own directory, with config.json and the tokenizer",
             file=candidates[-1] if candidates else "",
         )
     (file,) = candidates
@@ -96,7 +96,7 @@ def _with_values(
     optimizers = [(key, held) for key, one in beside.items() for held in _optimizers_in(key, one)]
     if len(optimizers) > 1:
         second = optimizers[1][0]
-        raise torch_values.mismatch(file, str(second), f"has several optimizers, {second!r} is the second")
+        raise torch_values.mismatch(file, str(second), f"has more than one optimizer: {second!r} is the second")
     gathered = GatheredListing(files)
     gathered.tensors.update(listing.tensors)
     for key, held in optimizers:
@@ -110,12 +110,10 @@ def _with_values(
             raise torch_optimizer.refused(file, key, "is not a state dict that torch writes")
         value = gathered.json(one, ValuePlace(file, EXTRA_GROUP, key.replace("/", "|")))
         if isinstance(value, Unread):
-            raise torch_values.mismatch(
-                file, key, f"has {key!r}, of which {value.reason}: only tensors and plain values are kept"
-            )
+            raise torch_values.mismatch(file, key, f"has {key!r}, which cannot be kept: {value.reason}")
         gathered.document(EXTRA_GROUP, key, value)
     if others:
-        gathered.notes.append(f"{', '.join(sorted(others))} of {file} became documents in group {EXTRA_GROUP}")
+        gathered.notes.append(f"{', '.join(sorted(others))} of {file} are stored as documents in group {EXTRA_GROUP}")
     step = beside.get("global_step")
     return listing._replace(
         tensors=gathered.tensors,
@@ -137,7 +135,7 @@ def _listing(
     """The listing, with the use of every file of the directory."""
     uses = [FileUse(file, "tensors") for file in used if file != INDEX]
     if INDEX in used:
-        uses.append(FileUse(INDEX, "unused", "it names the same tensors as the files; the import writes its own"))
+        uses.append(FileUse(INDEX, "unused", "it lists the same tensors as the files; the import writes its own index"))
     taken = TakenTensors(tuple(tensors.values()), ())
     return hugging_face.listed(kind.name, files, taken, uses, hugging_face_names.read_config(files))
 
@@ -155,7 +153,7 @@ def _check_numbers(weights: Sequence[str]) -> None:
         raise torch_values.mismatch(
             weights[-1],
             "",
-            f"and {weights[0]} are no complete set of weights, and there is no {INDEX}",
+            f"and {weights[0]} are an incomplete set of weights, and {INDEX} is missing",
             "download them again",
         )
 
@@ -164,7 +162,7 @@ def _weight_map(files: Files) -> dict[str, str]:
     weight_map = hugging_face.read_index(files, INDEX)
     wrong = next((file for file in weight_map.values() if not naming.is_file_name(file) or files.size(file) is None), None)
     if wrong is not None:
-        raise torch_values.mismatch(INDEX, "", f"names {wrong!r}, which is not there", "download it again")
+        raise torch_values.mismatch(INDEX, "", f"lists {wrong!r}, which is missing", "download it again")
     return weight_map
 
 

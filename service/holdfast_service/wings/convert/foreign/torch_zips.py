@@ -108,7 +108,7 @@ def of_value(value: Any) -> bytes:
 
 def _tensor(spec: TensorSpec) -> GlobalCall:
     if spec.dtype not in dtypes.TORCH_NAMES:
-        raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, which torch has no dtype for", tensor=spec.name)
+        raise InvalidRequest(f"tensor {spec.name!r} is {spec.dtype}, for which torch has no dtype", tensor=spec.name)
     known = spec.dtype in _STORAGES
     kind = _STORAGES.get(spec.dtype, dtypes.UNTYPED)
     length = prod(spec.shape) if known else spec.nbytes

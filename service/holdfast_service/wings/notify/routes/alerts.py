@@ -39,7 +39,7 @@ def get_overview(services: Wired, viewer: Viewer) -> Overview:
 @router.get(
     "/alerts",
     dependencies=needs("read"),
-    summary="What needs attention, with what mends it",
+    summary="What needs attention, with the remedy",
     response_model=bodies.Page[Alert],
 )
 def list_alerts(
@@ -85,7 +85,7 @@ def acknowledge(
     "/runs/{run}/alerts/{code}/acknowledgement",
     dependencies=needs("write", act="alert-taken-back"),
     status_code=204,
-    summary="Take back the acknowledgement of an alert of a run",
+    summary="Withdraw the acknowledgement of an alert of a run",
 )
 def take_back(services: Wired, viewer: Viewer, run: str, code: str, subject: Subject = "") -> None:
     summaries = services.summaries
@@ -112,7 +112,7 @@ def acknowledge_other(services: Wired, viewer: Viewer, code: str, subject: str, 
     "/alerts/{code}/{subject}/acknowledgement",
     dependencies=needs("admin", "all", act="alert-taken-back"),
     status_code=204,
-    summary="Take back the acknowledgement of an alert of a node or replica",
+    summary="Withdraw the acknowledgement of an alert of a node or replica",
 )
 def take_back_other(services: Wired, viewer: Viewer, code: str, subject: str) -> None:
     _take_back(services, viewer, services.summaries, AlertKey("", code, subject))
@@ -124,7 +124,7 @@ def _of_nodes(services: Services, viewer: Principal, summaries: Summaries) -> li
 
 def _existing(key: AlertKey, alert_keys: set[AlertKey]) -> AlertKey:
     if key not in alert_keys:
-        raise NoSuchResource(f"there is no alert {key.code!r} now", hint="`GET /v1/alerts` lists those that there are")
+        raise NoSuchResource(f"there is currently no alert {key.code!r}", hint="list alerts with `GET /v1/alerts`")
     return key
 
 
@@ -141,7 +141,9 @@ def _acknowledge(
 
 def _take_back(services: Services, viewer: Principal, summaries: Summaries, key: AlertKey) -> None:
     if key not in summaries.acknowledgements.known([key.run]):
-        raise NoSuchResource(f"the alert {key.code!r} is not acknowledged", hint="`GET /v1/alerts` says which are")
+        raise NoSuchResource(
+            f"the alert {key.code!r} is not acknowledged", hint="list acknowledged alerts with `GET /v1/alerts`"
+        )
     summaries.acknowledgements.remove([key])
     _tell(services, viewer, key, TAKEN_BACK, None)
 

@@ -20,7 +20,7 @@ from holdfast_service.wings.notify.watched_daemons.watched import DaemonWatch
 router = APIRouter(prefix="/v1/watched", tags=["watched"], responses=problems.RESPONSES)
 
 
-@router.get("/daemons", dependencies=needs("read"), summary="Watched daemons, and since when one is unreachable")
+@router.get("/daemons", dependencies=needs("read"), summary="Watched daemons, and since when each has been unreachable")
 def list_watched_daemons(parts: Parts, viewer: Viewer) -> bodies.Page[WatchedDaemon]:
     """A token for some runs sees the daemons that have one of them. 404 if the daemon runs without `--watch`."""
     watch = _watch(parts)
@@ -51,6 +51,6 @@ def list_watched_runs(
 def _watch(parts: Parts) -> DaemonWatch:
     if parts.watched is None:
         raise NoSuchResource(
-            "this daemon watches no other one", hint="start it with `holdfast serve --watch URL`, once for each daemon"
+            "this daemon watches no other daemon", hint="start it with `holdfast serve --watch URL`, once for each daemon"
         )
     return parts.watched

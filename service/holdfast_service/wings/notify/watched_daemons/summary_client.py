@@ -30,7 +30,7 @@ ATTENTION_MAX = 20  # of a run, errors first
 SHORT_MAX = 64  # characters of a version, a code
 
 Kind = TypeVar("Kind")
-_NONE = "its reply is not that of a Holdfast daemon of this version"
+_NONE = "its reply does not come from a Holdfast daemon of this version"
 
 
 class DaemonUnreachable(Exception):
@@ -116,13 +116,13 @@ async def _get(
         if answer.status_code in (401, 403):
             raise DaemonUnreachable("it requires another token: see --watch-tokens")
         if answer.status_code != 200:
-            raise DaemonUnreachable(f"it answered with status {answer.status_code}")
+            raise DaemonUnreachable(f"it replied with status {answer.status_code}")
         if answer.headers.get("content-encoding", "identity") != "identity":  # a few bytes could become gigabytes
-            raise DaemonUnreachable("its answer is compressed, which was not asked for")
+            raise DaemonUnreachable("its reply is compressed, although compression was not requested")
         async for part in answer.aiter_raw():
             body += part
             if len(body) > ANSWER_BYTES_MAX:
-                raise DaemonUnreachable("its answer is too long")
+                raise DaemonUnreachable("its reply is too long")
     try:
         return decode(bytes(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -48,7 +48,7 @@ class _Run(NamedTuple):
 
 class _State(NamedTuple):
     answer: Said = Said()
-    problem: str | None = "it has not been asked yet"
+    problem: str | None = "it has not been queried yet"
     since: str | None = None  # unreachable
     since_s: float | None = None  # the same by the monotonic clock
     runs: tuple[_Run, ...] = ()  # the most urgent one first
@@ -60,7 +60,7 @@ class DaemonWatch:
     def __init__(self, urls: Sequence[str], tokens: Mapping[str, str], ca: Path | None = None, ask_s: float = ASK_S) -> None:
         """Raises `InvalidRequest` for an invalid address, or a token for an unwatched address."""
         if len(urls) > DAEMONS_MAX:
-            raise InvalidRequest(f"--watch: at most {DAEMONS_MAX} daemons", hint="leave some out")
+            raise InvalidRequest(f"--watch: at most {DAEMONS_MAX} daemons", hint="watch fewer daemons")
         self.urls = tuple(dict.fromkeys(check_address(url) for url in urls))
         unknown = next((url for url in tokens if url not in self.urls), None)
         if unknown is not None:
@@ -133,8 +133,7 @@ class DaemonWatch:
                     level="error",
                     code="daemon-unreachable",
                     text=f"the daemon {_name(url)} does not answer since {state.since}: {state.problem}",
-                    hint="Training continues, and its saves wait in shared memory. Start the daemon: it writes the sealed "
-                    "saves.",
+                    hint="Training continues; its saves wait in shared memory. Start the daemon, which then writes them.",
                 ),
             )
             for url, state in states.items()
@@ -149,7 +148,7 @@ class DaemonWatch:
                 self._not_reached(url, str(error))
             except Exception:
                 log.exception("cannot watch %s", _name(url))
-                self._not_reached(url, "its answer cannot be read")
+                self._not_reached(url, "its reply cannot be read")
             self._closing.wait(self._ask_s * random.uniform(0.8, 1.2))
 
     def _reached(self, url: str, answer: Said) -> None:
@@ -157,9 +156,9 @@ class DaemonWatch:
         with self._lock:
             before, self._states[url] = self._states[url], _State(answer, None, runs=tuple(runs))
         if answer.cut and not before.answer.cut:
-            log.warning("the daemon at %s says so much of its runs that only the first %d are shown", url, len(runs))
+            log.warning("the daemon at %s has too many runs to show; only the first %d are shown", url, len(runs))
         if before.since is not None:
-            log.info("the daemon at %s answers again; it did not since %s", url, before.since)
+            log.info("the daemon at %s can be reached again; it could not be since %s", url, before.since)
 
     def _not_reached(self, url: str, why: str) -> None:
         with self._lock:
@@ -184,7 +183,7 @@ class DaemonWatch:
         try:
             return within(ANSWER_S, asked())
         except (httpx.TimeoutException, TimeoutError):
-            raise DaemonUnreachable("no answer in time") from None
+            raise DaemonUnreachable("no reply in time") from None
         except (httpx.HTTPError, OSError) as error:
             raise DaemonUnreachable(cause(error)) from None
 
@@ -206,7 +205,7 @@ def check_address(url: str) -> str:
 
 def read_tokens(path: Path) -> dict[str, str]:
     """The token for each address, from lines `URL TOKEN`; `InvalidRequest`, which shows no token."""
-    hint = "a line for each daemon: its address, a space, its token"
+    hint = "write one line per daemon: its address, a space, its token"
     try:
         with open(path, "rb") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:

@@ -80,7 +80,7 @@ def test_get_state_dict(tmp_path: Path, around: str | None, flat: bool) -> None:
     listing = _listing(tmp_path)
     _check_optimizer(tmp_path, listing, model, optimizer, "optim")
     assert listing.documents["extra"] == {"epoch": 4}
-    assert listing.notes == (("the key 'app', which contains model and optimizer, was left away",) if around else ())
+    assert listing.notes == (("the outer key 'app' was removed: it only wraps model and optimizer",) if around else ())
 
 
 def test_torchtitan(tmp_path: Path) -> None:
@@ -183,17 +183,17 @@ def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
     _save(tmp_path / "a", {"model": model.state_dict(), "optim": optimizer.state_dict()})
     listing = _listing(tmp_path / "a")
     [note] = listing.notes
-    assert note.startswith("optim is kept as it is in the group extra: its state is by the numbers of parameters")
+    assert note.startswith("optim is kept unchanged in group extra: its state uses parameter numbers")
     assert not any(key.group == "optim" for key in listing.tensors)
     assert _value(listing, "optim")["state"]["0"]["exp_avg"] == ("tensor", "optim/state/0/exp_avg")
     found = read(tmp_path / "a", listing, "extra", "optim/state/0/exp_avg")
     assert found.tolist() == optimizer.state_dict()["state"][0]["exp_avg"].tolist()
     odd = {
         "deep": ({"state": {"x": {"a": {"b": torch.ones(1)}}}, "param_groups": [{"params": ["x"]}]}, "not an entry of an"),
-        "lost": ({"state": {"y": {"a": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]}, "do not have 'y'"),
-        "twice": ({"state": {}, "param_groups": [{"params": ["x"]}, {"params": ["x"]}]}, "in two of its groups"),
+        "lost": ({"state": {"y": {"a": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]}, "lack 'y'"),
+        "twice": ({"state": {}, "param_groups": [{"params": ["x"]}, {"params": ["x"]}]}, "in two of its parameter groups"),
         "numbers": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"params": [0]}]}, "have no names"),
-        "groups": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"lr": 1.0}]}, "without its parameters"),
+        "groups": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"lr": 1.0}]}, "lacks its parameters"),
         "slash": ({"state": {"x": {"a/b": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]}, "no checkpoint can"),
     }
     for name, (state, said) in odd.items():
@@ -242,16 +242,16 @@ def test_no_model_is_refused_and_taken_as_it_is(tmp_path: Path) -> None:
     """A state dict whose keys say nothing; two that may be the model; and `--as-is`."""
     state = {"net": {"x": torch.ones(2)}, "step": torch.tensor(3), "note": "a"}
     _save(tmp_path / "a", state)
-    with pytest.raises(StateMismatch, match=r"none of the keys net, step is known as a model's"):
+    with pytest.raises(StateMismatch, match=r"no key is known to hold a model; the keys are net, step"):
         _listing(tmp_path / "a")
     listing = _listing(tmp_path / "a", as_is=True)
     assert_same(tmp_path / "a", listing, "model", {"net.x": torch.ones(2), "step": torch.tensor(3)})
     assert listing.documents == {"extra": {"note": "a"}}
     _save(tmp_path / "b", {"model": {"x": torch.ones(2)}, "state_dict": {"x": torch.ones(2)}})
-    with pytest.raises(StateMismatch, match="'model' and 'state_dict' may each be the model"):
+    with pytest.raises(StateMismatch, match="'model' and 'state_dict' could be the model"):
         _listing(tmp_path / "b")
     _save(tmp_path / "c", {"optim": {"state": {}, "param_groups": []}, "epoch": 1})
-    with pytest.raises(StateMismatch, match=r"none of the keys \(no tensor\)"):
+    with pytest.raises(StateMismatch, match=r"the keys are \(no tensor\)"):
         _listing(tmp_path / "c")
 
 

@@ -119,7 +119,7 @@ def test_torchtitans_names(tmp_path: Path) -> None:
     assert set(found.state_dict_metadata) == wanted | {"train_state.step", "lr.a.0", "lr.a.1"}
     assert found.planner_data[f"{name}.exp_avg"] == ("optimizer", "state.layers.0.wq.weight.exp_avg")
     assert dict(made.left_out) == {
-        "ema/layers.0.wq.weight": "the layout torchtitan has no place for the group ema",
+        "ema/layers.0.wq.weight": "layout torchtitan cannot hold group ema",
         "extra/ranks/0/rng/torch": "it belongs to one rank",
     }
     into = {"lr": {"a": [torch.tensor(0), 0]}, "train_state": {"step": torch.tensor(0)}}
@@ -138,7 +138,7 @@ def test_what_has_no_place_is_named() -> None:
     made = export.target_files([*source.mapped, six], documents, "fsdp")
     assert dict(made.left_out) == {
         "model/six": "torch has no dtype for F6_E2M3",
-        "extra/loader": "a value with the tag $device has no plain form",
+        "extra/loader": "the tag $device is unknown",
         "optim (hyper-parameters)": "the checkpoint has none",
     }
     made = export.target_files(source.mapped, documents, "plain")

@@ -42,7 +42,7 @@ def test_recognised(tmp_path: Path) -> None:
     (other / "0.metadata").write_bytes(b"")
     assert (_chosen(plain), _chosen(mcore), _chosen(nemo)) == ("dcp", "megatron", "nemo")
     assert _chosen(tmp_path / "shards") == "dcp"
-    with pytest.raises(StateMismatch, match="no known checkpoint"):
+    with pytest.raises(StateMismatch, match="no known kind of checkpoint"):
         _chosen(other)
     (plain / "metadata.json").write_text("[1]")  # somebody else's
     assert _chosen(plain) == "dcp"
@@ -54,16 +54,16 @@ def test_saves_that_did_not_end(tmp_path: Path) -> None:
     (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
     files = DirectoryFiles(tmp_path)
     assert kinds.is_dcp(files)
-    with pytest.raises(StateMismatch, match="every rank wrote its own metadata"):
+    with pytest.raises(StateMismatch, match="each rank wrote its own metadata"):
         kinds.read_dcp(files, ReadOptions())
     (tmp_path / "__0.metadata").rename(tmp_path / ".metadata.tmp")
     assert kinds.is_dcp(files)
-    with pytest.raises(NotCommitted, match=r"there is no \.metadata, which a save writes last"):
+    with pytest.raises(NotCommitted, match=r"\.metadata is missing, which a save writes last"):
         kinds.read_dcp(files, ReadOptions())
     with pytest.raises(NotCommitted, match=r"there is no metadata\.json, which Megatron-core writes last"):
         kinds.read_megatron(files, ReadOptions())
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(StateMismatch, match="its format is 'zarr', and torch_dist is read"):
+    with pytest.raises(StateMismatch, match="its format is 'zarr'; only torch_dist can be imported"):
         kinds.read_megatron(files, ReadOptions())
 
 

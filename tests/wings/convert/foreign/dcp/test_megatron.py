@@ -116,7 +116,7 @@ def test_layers_and_experts_are_told_apart(tmp_path: Path) -> None:
         "place": "pathlib.PosixPath('/', 'x')",
     }
     assert listing.step == 7
-    assert "2 extra states have no content" in listing.notes
+    assert "2 empty extra states were skipped" in listing.notes
     assert {use.file: use.use for use in listing.files} == {
         ".metadata": "state", "__0_0.distcp": "tensors", "__1_0.distcp": "tensors", "common.pt": "state",
         "metadata.json": "state",
@@ -185,13 +185,13 @@ def test_what_cannot_be_named_is_kept_and_said(tmp_path: Path) -> None:
     _save(tmp_path / "b", [{"x": torch.ones(2), "optimizer.state.exp_avg.x": torch.ones(2)}], common)
     listing = _listing(tmp_path / "b")
     assert {key.name for key in listing.tensors} == {"x", "x/exp_avg"}
-    assert "no step of the optimizer is stored: the common state says 7, 8" in listing.notes
+    assert "no optimizer step is stored: the common state has several or none: 7, 8" in listing.notes
 
 
 def test_refused(tmp_path: Path) -> None:
     """Two numbers of layers, and no weights at all."""
     _save(tmp_path / "a", [{"decoder.layers.a.weight": torch.ones(2, 1), "decoder.layers.b.weight": torch.ones(3, 1)}])
-    with pytest.raises(StateMismatch, match=r"has 3 layers, and others below 'decoder\.layers' have 2"):
+    with pytest.raises(StateMismatch, match=r"has 3 layers, but other tensors below 'decoder\.layers' have 2"):
         _listing(tmp_path / "a")
     _save(tmp_path / "b", [{"optimizer.state.exp_avg.x": torch.ones(2)}])
     with pytest.raises(StateMismatch, match="it has no weights"):

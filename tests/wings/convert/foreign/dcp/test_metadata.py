@@ -107,29 +107,29 @@ BROKEN: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "outside": (_of_tensor(chunks=[_chunk((0, 0), (1, 3)), _chunk((1, 0), (4, 3))]), "lies outside shape"),
     "other rank": (_of_tensor(chunks=[_chunk((0,), (1,))]), "lies outside shape"),
     "no chunks": (_of_tensor(chunks=None), "has no chunks of 'model.x'"),
-    "strange chunk": (_of_tensor(chunks=[3]), "chunk of 'model.x' without a place"),
+    "strange chunk": (_of_tensor(chunks=[3]), "chunk of 'model.x' without offset or size"),
     "no size": (_of_tensor(size=("a",)), "does not describe the tensor 'model.x'"),
     "complex": (_of_tensor(properties=TensorProperties(torch.complex128)), "'model.x' is torch.complex128"),
-    "file": (_of_place(relative_path="__7_0.distcp"), r"'model.x' is in __7_0.distcp, which is not there"),
-    "parent": (_of_place(relative_path="../x"), r"has 'model.x' in a file '../x', outside of the directory"),
-    "absolute": (_of_place(relative_path="/etc/passwd"), "outside of the directory"),
-    "no file": (_of_place(relative_path=None), "outside of the directory"),
-    "long": (_of_place(length=10**9), r"at \d+\+1000000000, and that file has \d+ bytes"),
-    "negative": (_of_place(offset=-1), "has no place of 'model.x'"),
-    "number": (_of_place(offset=1.5), "has no place of 'model.x'"),
+    "file": (_of_place(relative_path="__7_0.distcp"), r"'model.x' is in __7_0.distcp, which is missing"),
+    "parent": (_of_place(relative_path="../x"), r"places 'model.x' in '../x', outside the directory"),
+    "absolute": (_of_place(relative_path="/etc/passwd"), "outside the directory"),
+    "no file": (_of_place(relative_path=None), "outside the directory"),
+    "long": (_of_place(length=10**9), r"at \d+\+1000000000, but that file has only \d+ bytes"),
+    "negative": (_of_place(offset=-1), "has no valid location for 'model.x'"),
+    "number": (_of_place(offset=1.5), "has no valid location for 'model.x'"),
     "zstd": (_of_place(transform_descriptors=["zstd"]), "'model.x' was transformed when it was written: zstd"),
     "no place": (_without, r"does not say where 'model.x' at \[0, 0\] is"),
-    "no tensor": (_nothing_of_it, "says where 'model.x' is, and not what it is"),
+    "no tensor": (_nothing_of_it, "gives a location for 'model.x', but does not describe it"),
     "not a dict": (lambda held: setattr(held, "storage_data", None), "has no storage_data"),
     "no entries": (lambda held: setattr(held, "state_dict_metadata", [1]), "has no state_dict_metadata"),
-    "entry": (lambda held: held.state_dict_metadata.update({"y": None}), "under the key 'y' that is not an entry"),
+    "entry": (lambda held: held.state_dict_metadata.update({"y": None}), "the entry of key 'y' is malformed"),
     "kind": (lambda held: held.state_dict_metadata.update({"y": _chunk((0,), (1,))}), "describes 'y' as .*Chunk"),
-    "key": (lambda held: held.storage_data.update({1: None}), "has a place of an unknown entry"),
-    "paths": (lambda held: held.planner_data.update({"y": 1}), "paths that no planner of torch writes: 'y'"),
-    "path": (lambda held: held.planner_data.update({"y": (None,)}), "paths that no planner"),
+    "key": (lambda held: held.storage_data.update({1: None}), "has a malformed location entry"),
+    "paths": (lambda held: held.planner_data.update({"y": 1}), "key paths that torch's planners do not write: 'y'"),
+    "path": (lambda held: held.planner_data.update({"y": (None,)}), "key paths that torch's planners do not write"),
     "shape": (
         lambda held: setattr(held, "mcore_data", {"y": {"nd_reformulated_orig_global_shape": 1}}),
-        "no true shape of 'y'",
+        "no valid original shape for 'y'",
     ),
 }
 
@@ -160,7 +160,7 @@ def test_two_places_of_one_chunk(saved: Path) -> None:
         if count == 2:
             assert _read(saved).values == {"step": metadata.StoredAt("__0_0.distcp", 0, 9)}
             continue
-        with pytest.raises(StateMismatch, match=r"says twice where 'step' at None is"):
+        with pytest.raises(StateMismatch, match=r"gives two locations for 'step' at None"):
             _read(saved)
 
 
@@ -168,7 +168,7 @@ def test_other_files(saved: Path) -> None:
     """No metadata, metadata of something else, and metadata that would run code."""
     file = saved / ".metadata"
     file.write_bytes(pickle.dumps(TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [])))
-    with pytest.raises(StateMismatch, match="has no metadata of a DCP checkpoint"):
+    with pytest.raises(StateMismatch, match="does not hold the metadata of a DCP checkpoint"):
         _read(saved)
     file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(StateMismatch, match="system"):

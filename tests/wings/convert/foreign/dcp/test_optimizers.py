@@ -30,5 +30,5 @@ def test_groups_of_equal_parameters() -> None:
 def test_two_forms_at_once() -> None:
     """Groups by number and by name do not come together."""
     entries = [(("param_groups", 0, "params"), "a"), (("param_groups.x.lr",), "b")]
-    assert optimizers.parsed(entries, ("x",)) == "its groups have two forms"
-    assert optimizers.parsed([(("param_groups", 1, "params"), "a")], ()) == "a group is without its parameters"
+    assert optimizers.parsed(entries, ("x",)) == "its parameter groups are stored in two forms"
+    assert optimizers.parsed([(("param_groups", 1, "params"), "a")], ()) == "a parameter group lacks its parameters"

@@ -98,7 +98,7 @@ def test_safetensors_in_a_file(tmp_path: Path) -> None:
     two = tmp_path / "two"  # a file holds one shard of a name: the other one is lost when it is saved
     boxes = [Box((0, 0), (1, 3)), Box((1, 0), (3, 3))]
     save_ranks(two, [{"x": Sharded(whole, boxes)}], [FileSystemWriter(two, serialization_format=SAFETENSORS)])
-    with pytest.raises(StateMismatch, match=r"'x', __0_0.distcp at 0\+12: it is F32\[3, 3\] there, and F32\[1, 3\]"):
+    with pytest.raises(StateMismatch, match=r"'x', __0_0.distcp at 0\+12: it is F32\[3, 3\] there, but F32\[1, 3\]"):
         _found(two, "x")
 
 
@@ -123,10 +123,10 @@ def test_payloads_of_other_tensors_are_refused(tmp_path: Path) -> None:
         edit(tmp_path, change)
 
     for value, said in (
-        (torch.zeros(4, 3, dtype=torch.int32), r"it is I32\[4, 3\] there, and F32\[4, 3\] by .metadata"),
+        (torch.zeros(4, 3, dtype=torch.int32), r"it is I32\[4, 3\] there, but F32\[4, 3\] in .metadata"),
         (torch.zeros(3, 4), r"it is F32\[3, 4\] there"),
-        (5, "there is a int instead of a tensor"),
-        (save({"z": torch.zeros(4, 3)}), "the safetensors there have no tensor of this name"),
+        (5, "found a int instead of a tensor"),
+        (save({"z": torch.zeros(4, 3)}), "the safetensors data there has no tensor of this name"),
         (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [4, 0]}}'}), "is the part at"),
         (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": ["a"]}}'}), "are not numbers"),
         (save({"x": torch.zeros(4, 3)}, {"DCP_SHARDING_INFO": "[1]"}), "cannot be read"),

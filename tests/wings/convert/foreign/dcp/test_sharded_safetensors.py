@@ -42,7 +42,7 @@ def test_shards_of_ranks(tmp_path: Path) -> None:
     wanted = {"x": WHOLE, "y": torch.ones(2).bfloat16(), "empty": torch.zeros(0, 2)}
     assert_same(tmp_path, listing, "model", wanted)
     assert [use.use for use in listing.files] == ["tensors", "tensors"]
-    for shards, said in ((None, "nothing in the directory says how many"), (3, "and not of 3")):
+    for shards, said in ((None, "the directory does not record how many"), (3, "but --shards is 3")):
         with pytest.raises(StateMismatch, match=rf"shards of 2 ranks.*{said}"):
             _listing(tmp_path, shards)
     max(tmp_path.iterdir()).unlink()  # the last shard of a tensor is missing: it would be a smaller one
@@ -72,7 +72,7 @@ def test_refused(tmp_path: Path) -> None:
         _listing(tmp_path, 3)
     about = {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [4, 0]}}'}
     save_file({"x": torch.ones(1, 3, dtype=torch.int32)}, third, about)
-    with pytest.raises(StateMismatch, match=r"'x' is I32 in shard-00003-.*, and F32 before"):
+    with pytest.raises(StateMismatch, match=r"'x' is I32 in shard-00003-.*, but F32 in an earlier shard"):
         _listing(tmp_path, 3)
     save_file({"x": torch.ones(1, 3)}, third)
     with pytest.raises(StateMismatch, match="does not say where the shard of 'x' belongs"):

@@ -109,7 +109,7 @@ def test_averages(tmp_path: Path) -> None:
     for name in SHAPES:
         wanted = written.turned(name, written.made(f"ema {name}", SHAPES[name], 1.0))
         np.testing.assert_array_equal(written.values(folder, listing, "ema", name), wanted)
-    assert any("began at zero" in note for note in listing.notes)
+    assert any("starts at zero" in note for note in listing.notes)
 
 
 def test_tied_embeddings_without_config(tmp_path: Path) -> None:

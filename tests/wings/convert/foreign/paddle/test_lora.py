@@ -77,10 +77,10 @@ def test_what_peft_lacks_is_refused(tmp_path: Path) -> None:
         read(KIND, tmp_path)
     for members, message in (
         ({"r": 0}, "r is 0"),
-        ({"lora_alpha": None}, "lora_alpha None"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
         ({"target_modules": [1]}, r"target_modules is \[1\]"),
-        ({"loraga": True}, "nothing like loraga"),
-        ({"use_mora": True}, "nothing like use_mora"),
+        ({"loraga": True}, "no equivalent of loraga"),
+        ({"use_mora": True}, "no equivalent of use_mora"),
         ({"scaling": 4.0}, r"scaling is 4\.0, but r and lora_alpha give 2"),
     ):
         _config(tmp_path, **members)
@@ -88,5 +88,5 @@ def test_what_peft_lacks_is_refused(tmp_path: Path) -> None:
             read(KIND, tmp_path)
     _config(tmp_path)
     written.write_set(tmp_path, "peft_model", [{**held, "lm_head.weight": written.weight("h", (3, 2))}], "pt")
-    with pytest.raises(StateMismatch, match=r"'lm_head\.weight' is neither lora_A nor lora_B"):
+    with pytest.raises(StateMismatch, match=r"'lm_head\.weight' is not lora_A, lora_B"):
         read(KIND, tmp_path)

@@ -57,7 +57,7 @@ def test_nested_and_named(tmp_path: Path) -> None:
     held = {"w": np.zeros(2, "f4"), "m": {"x": np.ones(1, "f4")}, "StructuredToParameterName@@": {"w": "w_0"}, "n": 3}
     saved = read_dict(_write(tmp_path, held), "f", ("m", "absent"))
     assert (set(saved.tensors), set(saved.inner["m"]), saved.static, saved.rest) == ({"w"}, {"x"}, {"w": "w_0"}, {"n": 3})
-    with pytest.raises(StateMismatch, match="f: 'n' is neither a tensor nor anything else that is known"):
+    with pytest.raises(StateMismatch, match="f: 'n' is neither a tensor nor a known kind of value"):
         refuse_rest("f", saved.rest)
 
 
@@ -65,13 +65,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """No dict, keys that are no names, cuts that are not described or lack a slice, texts of another length."""
     a = np.zeros(4, "f4")
     for value, message in (
-        ([a], "f holds a list, not the dict of a state"),
+        ([a], "f holds a list, not a state dict"),
         ({1: a}, "has the key 1, which is not a name"),
         ({"m": {"x": 1}}, "'x' is neither a tensor"),
         ({"UnpackBigParamInfor@@": [1]}, "'UnpackBigParamInfor@@' is neither"),
-        ({"UnpackBigParamInfor@@": {"a": 3}}, "does not say how 'a' was cut"),
+        ({"UnpackBigParamInfor@@": {"a": 3}}, "does not describe how 'a' was split"),
         ({"UnpackBigParamInfor@@": {"a": {"OriginShape": [4], "slices": ["b"]}}}, "slice 'b' of 'a' is missing"),
-        ({"b": a, "UnpackBigParamInfor@@": {"a": {"OriginShape": [5], "slices": ["b"]}}}, "do not have the 5 elements"),
+        ({"b": a, "UnpackBigParamInfor@@": {"a": {"OriginShape": [5], "slices": ["b"]}}}, "do not add up to the 5 elements"),
     ):
         with pytest.raises(StateMismatch, match=message):
             read_dict(_write(tmp_path, value), "f", ("m",))

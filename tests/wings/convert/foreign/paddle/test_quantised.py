@@ -74,7 +74,7 @@ def test_bytes(tmp_path: Path) -> None:
     whole = fetched(OnDisk(folder), tensor)
     for box in (Box((1, 3), (2, 60)), Box((4, 63), (1, 1)), Box((0, 0), (5, 31))):
         np.testing.assert_array_equal(fetched(OnDisk(folder), tensor, box), whole[box.slices])
-    assert any("quantised by Paddle (O1)" in note for note in listing.notes)
+    assert any("Paddle's quantised form (O1)" in note for note in listing.notes)
 
 
 def test_half_bytes(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_codes_that_do_not_fit(tmp_path: Path) -> None:
     scales = f"{MATRIX}/moment1_0@scales"
     for change, message in (
         ({scales: None}, "moment1_0@scales is missing"),
-        ({scales: np.zeros(4, "f4")}, r"moment1_0@scales' is F32 of shape \[4\]: scales would be F32 of shape \[5\]"),
+        ({scales: np.zeros(4, "f4")}, r"moment1_0@scales' is F32 of shape \[4\]: its scales must be F32 of shape \[5\]"),
         ({f"{MATRIX}/moment1_0": np.zeros((5, 64), "i1")}, r"moment1_0' is I8 of shape \[5, 64\]"),
-        ({f"{MATRIX}/moment2_0": np.zeros(SHAPE, "i1")}, r"moment2_0' is I8 .* codes would be U8"),
-        ({f"{MATRIX}/moment1_0": None}, "only matrices|codes would be I8"),
+        ({f"{MATRIX}/moment2_0": np.zeros(SHAPE, "i1")}, r"moment2_0' is I8 .* codes must be U8"),
+        ({f"{MATRIX}/moment1_0": None}, "codes must be I8|4-bit codes need a matrix"),
     ):
         held = {key: value for key, value in {**plain, **change}.items() if value is not None}
         with pytest.raises(StateMismatch, match=message) as caught:

@@ -29,7 +29,7 @@ def test_what_paddle_wrote_is_exact() -> None:
     """Two ranks of sharding stage 1 v2: flat and padded slices, and no weights but their masters."""
     listing = check_golden("sharding_io_sd2v2", KIND, ("model", "master", "optim"))
     assert len(listing.tensors) == 21 * 5
-    assert any("rounded to BF16" in note for note in listing.notes)
+    assert any("from their master copies to BF16" in note for note in listing.notes)
 
 
 def _meta(folder: Path, shapes: Mapping[str, tuple[int, ...]], places: list[str], **stated: Any) -> None:
@@ -97,7 +97,7 @@ def test_first_version(tmp_path: Path) -> None:
         _weights(folder, f".shard{rank:02d}", {name: written.weight(name) for name in SHAPES})
     read(KIND, folder)
     (folder / "optimizer.shard01.pdopt").unlink()
-    with pytest.raises(CorruptManifest, match=r"no file of rank shard 1, as optimizer\.shard00"):
+    with pytest.raises(CorruptManifest, match=r"no file of rank shard 1 beside optimizer\.shard00"):
         read(KIND, folder)
 
 
@@ -142,7 +142,7 @@ def test_second_version_with_tensor_and_pipeline_parallelism(tmp_path: Path) -> 
     (folder / "model_meta.json").write_text(json.dumps(document))
     _check_zero_cost(folder)
     (folder / "optimizer.tp01_pp00_shard01.pdopt").unlink()
-    with pytest.raises(CorruptManifest, match=r"no file of rank tp 1, pp 0, shard 1, as optimizer\.tp01"):
+    with pytest.raises(CorruptManifest, match=r"no file of rank tp 1, pp 0, shard 1 beside optimizer\.tp01"):
         read(KIND, folder)
 
 
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         read(KIND, folder)
     del document["sharding_metas"]["tp00_pp00"]["structure_name_mapping"][DOWN]
     (folder / "model_meta.json").write_text(json.dumps(document))
-    with pytest.raises(StateMismatch, match=r"optimizer\.pdopt: 'linear_\d\.w_0_fp32_master_0_.*' is of no parameter"):
+    with pytest.raises(StateMismatch, match=r"optimizer\.pdopt: 'linear_\d\.w_0_fp32_master_0_.*' belongs to no parameter"):
         read(KIND, folder)
     _meta(folder, SHAPES, ["tp00_pp00"])
     _weights(folder, "", {"odd": np.zeros(2, "f4")})

@@ -48,10 +48,10 @@ def test_whole_on_every_rank() -> None:
 def test_what_is_no_cut() -> None:
     """A rank that is missing, other shapes, two dimensions at once, fused layers that do not divide."""
     for shapes, degree, whole, parts, message in (
-        (((2, 4),), 2, (4, 4), (1,), "rank 1 has nothing of it"),
+        (((2, 4),), 2, (4, 4), (1,), "rank 1 has no part of it"),
         (((2, 4), (1, 4)), 2, (4, 4), (1,), r"r1: 'w' is F32 of shape \[1, 4\]: another rank has F32 of shape \[2, 4\]"),
-        (((2, 2), (2, 2)), 2, (4, 4), (1,), r"not a cut of \[4, 4\] into 2"),
-        (((3, 4), (3, 4)), 2, (4, 4), (1,), r"not a cut of \[4, 4\] into 2"),
+        (((2, 2), (2, 2)), 2, (4, 4), (1,), r"not one of 2 parts of \[4, 4\]"),
+        (((3, 4), (3, 4)), 2, (4, 4), (1,), r"not one of 2 parts of \[4, 4\]"),
         (((4, 3), (4, 3)), 2, (4, 6), (1, 1), "3 columns cannot be split into 1 : 1"),
     ):
         with pytest.raises(StateMismatch, match=message):

@@ -49,11 +49,11 @@ async def mark(request: Request, api: Asked, run: str, form: Posted) -> Response
 def _steps(form: Form) -> list[int]:
     texts = [text for text in form.all("step") if text]
     if not texts:
-        raise InvalidRequest("no checkpoint was ticked", hint="go back and tick the steps that you mean")
+        raise InvalidRequest("no checkpoint was ticked", hint="go back and tick the steps")
     if len(texts) > STEPS_MAX:
         raise LimitExceeded(f"at most {STEPS_MAX} checkpoints can be changed at once")
     if not all(text.isascii() and text.isdigit() and len(text) < 16 for text in texts):
-        raise InvalidRequest("a step is a whole number", hint="go back and tick the steps that you mean")
+        raise InvalidRequest("a step is a whole number", hint="go back and tick the steps")
     return sorted({int(text) for text in texts}, reverse=True)
 
 
@@ -68,10 +68,10 @@ def _how(api: ViewerApi, run: str, act: str, form: Form, count: int) -> Act:
         if form.number("confirm") != count:
             raise InvalidRequest(
                 f"you typed {form.text('confirm')!r}, but {count} checkpoints would be removed",
-                hint="go back and type their number",
+                hint="go back and type the number of checkpoints",
             )
         return lambda step: api.request("DELETE", at(run, step))
-    raise InvalidRequest(f"{act!r} is nothing that can be done with checkpoints", hint="go back and press a button")
+    raise InvalidRequest(f"{act!r} is not an action for checkpoints", hint="go back and press a button")
 
 
 async def _each(steps: Iterable[int], act: Act) -> list[MarkedStep]:

@@ -66,7 +66,7 @@ async def change_life(api: Asked, run: str, form: Posted) -> Response:
     """Acknowledge its death, archive it, or take it back from the archive."""
     what = form.text("what")
     if what not in _DONE:
-        raise InvalidRequest(f"{what!r} cannot be done with a run", hint=f"one of {', '.join(_DONE)}")
+        raise InvalidRequest(f"{what!r} is not an action for a run", hint=f"one of {', '.join(_DONE)}")
     change, message = _DONE[what]
     await api.request("PATCH", at(run), body=change)
     return see(to(run), message)
@@ -160,5 +160,5 @@ def _line(launch: RunLaunch, changes: list[LaunchChange]) -> LaunchLine:
 
 
 def _git_notes(git: dict[str, Any]) -> str:
-    dirty = "with changes that are not committed" if git.get("dirty") else ""
+    dirty = "with uncommitted changes" if git.get("dirty") else ""
     return ", ".join(str(text) for text in (git.get("branch"), dirty) if text)

@@ -47,12 +47,12 @@ async def remove_quota(api: Asked, pattern: str, _: Posted) -> Response:
 
 def _at(pattern: str) -> str:
     if not pattern:
-        raise InvalidRequest("a quota needs the runs that it is for", hint="a name, a prefix ending in *, or * for all")
+        raise InvalidRequest("a quota needs a pattern of runs", hint="give a name, a prefix ending in *, or * for all")
     return f"/v1/quotas/{quote(pattern, safe='*')}"
 
 
 def _bytes(form: Form) -> int:
     gigabytes = form.real("gigabytes")
     if gigabytes is None or not isfinite(gigabytes) or not 1 <= gigabytes * 1e9 <= BYTES_MAX:
-        raise InvalidRequest("gigabytes: a quota is a number above 0", hint="go back and change the field")
+        raise InvalidRequest("gigabytes: not a number above 0", hint="go back and change the field")
     return round(gigabytes * 1e9)

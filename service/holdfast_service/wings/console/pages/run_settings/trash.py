@@ -37,7 +37,7 @@ async def confirm_purge(request: Request, api: Asked, run: str) -> Response:
     trash = await api.get(Trash, "/v1/trash")
     items = [one for one in trash.items if one.run == run]
     if not items:
-        raise NoSuchRun(f"the trash holds no run {run!r}", hint="the page Trash lists what it holds")
+        raise NoSuchRun(f"the trash holds no run {run!r}", hint="see the Trash page")
     return page(request, "purge.html", run=run, items=items)
 
 

@@ -96,7 +96,7 @@ class StateDictArrangement:
         if len(around) != 1:
             return leaves
         (key,) = around
-        self._gathered.notes.append(f"the key {key!r}, which contains model and optimizer, was left away")
+        self._gathered.notes.append(f"the outer key {key!r} was removed: it only wraps model and optimizer")
         return [leaf._replace(path=leaf.path[1:]) if leaf.path[0] == key and len(leaf.path) > 1 else leaf for leaf in leaves]
 
     def _optimizer_apart(self, leaves: list[_Leaf]) -> list[_Leaf]:
@@ -111,7 +111,7 @@ class StateDictArrangement:
             return leaves
         key = next(key for key in _OWN_KEYS if all(leaf.path[0] != key for leaf in leaves))
         self._gathered.notes.append(
-            f"the keys state.… and param_groups.… beside the weights are those of an optimizer, {key}"
+            f"the keys state.… and param_groups.… beside the weights are imported as an optimizer, {key}"
         )
         moved = set(state)
         return [leaf._replace(path=(key, leaf.fqn)) if leaf.fqn in moved else leaf for leaf in leaves]
@@ -134,7 +134,7 @@ class StateDictArrangement:
     def _models(self, flat: list[str], parts: dict[str, list[_Leaf]]) -> None:
         tops = [top for top in _WHOLE if top in parts and any(len(leaf.path) > 1 for leaf in parts[top])]
         if len({top for top in tops if _WHOLE[top] == MODEL}) > 1:
-            raise StateMismatch(f"the keys {' and '.join(map(repr, tops))} may each be the model", hint=_AS_IS)
+            raise StateMismatch(f"each of the keys {' and '.join(map(repr, tops))} could be the model", hint=_AS_IS)
         for fqn in flat:
             self._tensor(MODEL, fqn, fqn)
         for top in tops:
@@ -148,7 +148,7 @@ class StateDictArrangement:
         if not self._weights:
             keys = sorted({str(self._path(fqn)[0]) for fqn in self._saved.tensors})
             raise StateMismatch(
-                f"none of the keys {', '.join(keys[:8]) or '(no tensor)'} is known as a model's", hint=_AS_IS
+                f"no key is known to hold a model; the keys are {', '.join(keys[:8]) or '(no tensor)'}", hint=_AS_IS
             )
 
     def _optimizer(self, top: str, leaves: list[_Leaf]) -> None:
@@ -158,7 +158,7 @@ class StateDictArrangement:
             optimizer = self._take_optimizer(top, optimizer)
         if isinstance(optimizer, str):
             self._gathered.take_back(held)
-            self._gathered.notes.append(f"{top} is kept as it is in the group extra: {optimizer}")
+            self._gathered.notes.append(f"{top} is kept unchanged in group extra: {optimizer}")
             self._extra(top, leaves)
 
     def _take_optimizer(self, top: str, saved_optimizer: SavedOptimizer) -> SavedOptimizer | str:
@@ -169,7 +169,9 @@ class StateDictArrangement:
         names = [name for params, _ in groups for name in params]
         unknown = sorted(saved_optimizer.state.keys() - set(names))
         if len(names) != len(set(names)) or unknown:
-            return f"its groups do not have {unknown[0]!r}" if unknown else "a parameter is in two of its groups"
+            return (
+                f"its parameter groups lack {unknown[0]!r}" if unknown else "a parameter is in two of its parameter groups"
+            )
         document = optimizer_state.document(groups)
         kept: dict[str, Any] = {}
         masters: dict[str, list[str]] = {}
@@ -278,7 +280,7 @@ def _stepped(leaves: list[_Leaf], names: set[str]) -> bool:
     return False
 
 
-_AS_IS = "--as-is takes all tensors under their own keys; or save the model under the key 'model'"
+_AS_IS = "import all tensors under their own keys with --as-is, or save the model under the key 'model'"
 
 
 def _put(root: dict[str, Any], path: Path, value: Any, fqn: str) -> None:

@@ -17,8 +17,8 @@ DEPTH_MAX = 8
 OF_A_RANK = re.compile(r"__\d+_\d+\.distcp")
 METADATA_OF_A_RANK = re.compile(r"__\d+\.metadata")
 SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")
-_EARLIER = "metadata does not name it: it is of an earlier save into the same directory"
-_UNFINISHED = "it was left by a save that did not end"
+_EARLIER = "the metadata does not list it: it is left from an earlier save into this directory"
+_UNFINISHED = "it is left from an unfinished save"
 
 
 def walk(files: Files, directory: str = "", depth: int = 0) -> Iterator[str]:
@@ -60,4 +60,4 @@ def _other(path: str) -> FileUse:
         return FileUse(path, "unused", _UNFINISHED)
     if "/" not in path and naming.is_asset_name(name):
         return FileUse(path, "asset")
-    return FileUse(path, "unused", "the metadata does not name it, and it is not a file that can be beside a checkpoint")
+    return FileUse(path, "unused", "the metadata does not list it, and a checkpoint cannot hold such a file")

@@ -95,7 +95,7 @@ class _Naming:
             return
         titan = self.layout == "torchtitan"
         if titan and count > 1:
-            self.left_out.append((f"{optimizer_state.GROUP}/{key}", "torchtitan keeps all optimizers in one"))
+            self.left_out.append((f"{optimizer_state.GROUP}/{key}", "torchtitan stores all optimizers as one"))
             return
         place = _OptimizerPlace(_TITAN_OPTIMIZER if titan else key, titan)
         self._state(params, place)
@@ -121,7 +121,7 @@ class _Naming:
     def document(self, key: str, document: Any, group: str, path: Path) -> None:
         """Name a value that is no tensor, and the tensors that it refers to."""
         if (group, key) == (_EXTRA, "rng"):
-            self.left_out.append((f"{_EXTRA}/{key}", "random streams belong to the ranks that ran"))
+            self.left_out.append((f"{_EXTRA}/{key}", "random number states belong to the ranks that saved them"))
             return
         try:
             held = json_values.decode(document, lambda _, name: _Stored(name))
@@ -167,7 +167,7 @@ class _Naming:
                 else:
                     self.left_out.append((named, f"the tensor {leaf.name!r} is not exported"))
             elif _refers(leaf):
-                self.left_out.append((named, "it has tensors inside of a value"))
+                self.left_out.append((named, "it has tensors inside a Python value"))
             else:
                 self.leaves.append(ExportedLeaf(inner, None, leaf))
 
@@ -208,4 +208,4 @@ def _refers(value: Any) -> bool:
 
 
 def _no_place(layout: str, group: str) -> str:
-    return f"the layout {layout} has no place for the group {group}"
+    return f"layout {layout} cannot hold group {group}"

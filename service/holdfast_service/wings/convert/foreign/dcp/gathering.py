@@ -145,7 +145,7 @@ class GatheredListing:
 
     def _bytes(self, value: PickledBytes | LatinBytes, trail: Trail, file: str) -> bytes:
         if value.length > BYTES_MAX:
-            raise InvalidRequest(f"{json_values.path_of(trail)} has {value.length} bytes, over {BYTES_MAX}")
+            raise InvalidRequest(f"{json_values.path_of(trail)} has {value.length} bytes, over the limit of {BYTES_MAX}")
         if isinstance(value, PickledBytes):
             return self.files.read(value.file, value.offset, value.length)
         return self.files.read(file, value.offset, value.length).decode().encode("latin1")

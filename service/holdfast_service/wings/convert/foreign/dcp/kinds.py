@@ -50,7 +50,7 @@ def read_dcp(files: Files, options: ReadOptions) -> ForeignListing:
     if METADATA not in names:
         if any(directories.METADATA_OF_A_RANK.fullmatch(name) for name in names):
             raise StateMismatch(
-                "every rank wrote its own metadata, and none says what all of them have",
+                "each rank wrote its own metadata, and there is none for the whole checkpoint",
                 hint="save with use_collectives=True, which is the default",
             )
         if any(directories.SHARD.fullmatch(name) for name in names):
@@ -88,10 +88,12 @@ def _megatron(files: Files, options: ReadOptions, kind: str, directory: str) -> 
     if backend is None:
         raise NotCommitted(
             f"there is no {join(directory, CONFIG)}, which Megatron-core writes last",
-            hint="import an iteration whose save ended",
+            hint="import an iteration whose save completed",
         )
     if backend != _BACKEND:
-        raise StateMismatch(f"its format is {backend!r}, and {_BACKEND} is read", hint="save with --ckpt-format torch_dist")
+        raise StateMismatch(
+            f"its format is {backend!r}; only {_BACKEND} can be imported", hint="save with --ckpt-format torch_dist"
+        )
     saved = metadata.read(files, directory)
     gathered = GatheredListing(files, ALLOWED)
     known = {join(directory, CONFIG): FileUse(join(directory, CONFIG), "state")}
@@ -137,7 +139,7 @@ def _unread(path: str, value: Any) -> FileUse | None:
 
 
 def _of_context(path: str) -> FileUse:
-    return FileUse(path, "unused", "it configures NeMo, and is not state of the training")
+    return FileUse(path, "unused", "it configures NeMo and is not training state")
 
 
 def _number(gathered: GatheredListing, document: str, key: str, otherwise: int | None) -> int | None:

@@ -78,7 +78,9 @@ class MegatronArrangement:
         for fqn in self._saved.tensors:
             self._tensor(fqn)
         if not any(key.group == MODEL for key in self._gathered.tensors):
-            raise StateMismatch("it has no weights: every key is the optimizer's", hint="--as-is takes all keys as they are")
+            raise StateMismatch(
+                "it has no weights: all keys belong to the optimizer", hint="import all keys unchanged with --as-is"
+            )
         self._objects()
         iteration = self._common()
         self._optimizer()
@@ -97,7 +99,7 @@ class MegatronArrangement:
         shape, pieces = self._payloads.shape(saved), self._payloads.pieces(saved)
         match = _STATE.fullmatch(fqn)
         if match is None and _BUFFERS.match(fqn):
-            note = "buffers of the distributed optimizer do not name their weights and are kept as they are in extra"
+            note = "buffers of the distributed optimizer do not name their weights and are kept unchanged in group extra"
             if note not in self._gathered.notes:
                 self._gathered.notes.append(note)
             self._gathered.add(TensorSpec(EXTRA, fqn, saved.dtype, shape), pieces)
@@ -121,7 +123,7 @@ class MegatronArrangement:
         if match is not None and shape:
             count = self._layers.setdefault(match["before"], shape[0])
             if shape[0] != count:
-                text = f"{name!r} has {shape[0]} layers, and others below {match['before']!r} have {count}"
+                text = f"{name!r} has {shape[0]} layers, but other tensors below {match['before']!r} have {count}"
                 raise StateMismatch(text, tensor=name)
             for layer, part in enumerate(_split(pieces, count, dtypes.bits(dtype) // 8)):
                 yield from self._unstacked(f"{match['before']}.{layer}.{match['after']}", shape[1:], part, dtype)
@@ -159,7 +161,7 @@ class MegatronArrangement:
             document = places[""] if list(places) == [""] else json_values.ordered(dict(sorted(places.items())))
             self._gathered.document(EXTRA, key, document)
         if empty:
-            self._gathered.notes.append(f"{empty} extra states have no content")
+            self._gathered.notes.append(f"{empty} empty extra states were skipped")
 
     def _common(self) -> int | None:
         value, place = self._common_value, ValuePlace(self._common_file, EXTRA, "common")
@@ -205,17 +207,15 @@ class MegatronArrangement:
             step = self._steps.pop()
             for name in names:
                 self._gathered.add(TensorSpec(optimizer_state.GROUP, f"{name}/step", "F32", ()), (), Number(step))
-            self._gathered.notes.append(
-                f"the optimizer's step, {step:.0f}, is that of the common state, for every parameter"
-            )
+            self._gathered.notes.append(f"every parameter's optimizer step is {step:.0f}, from the common state")
         else:
             steps = ", ".join(f"{one:.0f}" for one in sorted(self._steps)) or "none"
-            self._gathered.notes.append(f"no step of the optimizer is stored: the common state says {steps}")
+            self._gathered.notes.append(f"no optimizer step is stored: the common state has several or none: {steps}")
         document = optimizer_state.document([(names, {})])
         document["masters"] = {_MASTER_KEY: self._mastered} if self._mastered else {}
         self._gathered.document(optimizer_state.GROUP, optimizer_state.KEY, document)
         self._gathered.notes.append(
-            "the hyper-parameters do not name their weights: a trainer keeps its own; "
+            "hyper-parameters are not restored, because they do not name their weights: the trainer keeps its own; "
             "the groups are in the document `common` where Megatron stores them there"
         )
 

@@ -84,19 +84,19 @@ def read(files: Files, directory: str = "") -> SavedState:
     path = join(directory, METADATA)
     if files.size(path) is None:
         raise NotCommitted(
-            f"there is no {path}, which a save writes last: it did not end, or every rank wrote its own metadata",
-            hint="import a step whose save ended",
+            f"{path} is missing, which a save writes last: the save did not complete, or each rank wrote its own metadata",
+            hint="import a step whose save completed",
             file=path,
         )
     root = pickles.read_pickle(files, path, ALLOWED)
     if not isinstance(root, PickledRecord) or root.name not in _ROOTS:
-        raise StateMismatch(f"{path} has no metadata of a DCP checkpoint in it", file=path)
+        raise StateMismatch(f"{path} does not hold the metadata of a DCP checkpoint", file=path)
     places = _places(files, directory, root.get("storage_data"), path)
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, StoredAt] = {}
     for fqn, about in _dict(root.get("state_dict_metadata"), "state_dict_metadata", path).items():
         if not isinstance(fqn, str) or not isinstance(about, PickledRecord):
-            raise StateMismatch(f"{path} describes something under the key {fqn!r:.80} that is not an entry", file=path)
+            raise StateMismatch(f"{path}: the entry of key {fqn!r:.80} is malformed", file=path)
         if about.name == _TENSOR:
             tensors[fqn] = _tensor(fqn, about, places, path)
         elif about.name == _VALUE:
@@ -105,7 +105,7 @@ def read(files: Files, directory: str = "") -> SavedState:
             raise StateMismatch(f"{path} describes {fqn!r} as {about.name}", file=path, tensor=fqn)
     for fqn, offset in places:
         if fqn not in (values if offset is None else tensors):  # chunks without elements may have any offset
-            raise StateMismatch(f"{path} says where {fqn!r} is, and not what it is", file=path, tensor=fqn)
+            raise StateMismatch(f"{path} gives a location for {fqn!r}, but does not describe it", file=path, tensor=fqn)
     return SavedState(tensors, values, _paths(root.get("planner_data"), path), _flattened(root.get("mcore_data"), path))
 
 
@@ -140,11 +140,11 @@ def _places(files: Files, directory: str, value: Any, path: str) -> Places:
         fqn = index.get("fqn") if isinstance(index, PickledRecord) else None
         offset = None if fqn is None else index.get("offset")
         if not isinstance(fqn, str) or not isinstance(info, PickledRecord) or not (offset is None or _is_shape(offset)):
-            raise StateMismatch(f"{path} has a place of an unknown entry", file=path)
+            raise StateMismatch(f"{path} has a malformed location entry", file=path)
         key = EntryKey(fqn, offset)
         at = _stored_at(info, fqn, path)._replace(file=join(directory, _file_name(info, fqn, path)))
         if places.setdefault(key, at) != at:
-            raise StateMismatch(f"{path} says twice where {fqn!r} at {offset} is", file=path, tensor=fqn)
+            raise StateMismatch(f"{path} gives two locations for {fqn!r} at {offset}", file=path, tensor=fqn)
         if at.file not in sizes:
             sizes[at.file] = files.size(at.file)
         _check_inside(at, sizes[at.file], fqn)
@@ -157,33 +157,35 @@ def _stored_at(info: PickledRecord, fqn: str, path: str) -> StoredAt:
         shown = ", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else str(transforms)
         raise StateMismatch(
             f"{fqn!r} was transformed when it was written: {shown}",
-            hint="save without extensions of the storage writer",
+            hint="save without storage writer extensions",
             file=path,
             tensor=fqn,
         )
     start, length = info.get("offset"), info.get("length")
     if type(start) is not int or type(length) is not int or start < 0 or length < 0:
-        raise StateMismatch(f"{path} has no place of {fqn!r}: {start!r:.40}, {length!r:.40}", file=path, tensor=fqn)
+        raise StateMismatch(
+            f"{path} has no valid location for {fqn!r}: {start!r:.40}, {length!r:.40}", file=path, tensor=fqn
+        )
     return StoredAt("", start, length)
 
 
 def _file_name(info: PickledRecord, fqn: str, path: str) -> str:
     name = info.get("relative_path")
     if not isinstance(name, str) or any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise StateMismatch(f"{path} has {fqn!r} in a file {name!r:.80}, outside of the directory", file=path, tensor=fqn)
+        raise StateMismatch(f"{path} places {fqn!r} in {name!r:.80}, outside the directory", file=path, tensor=fqn)
     return name
 
 
 def _check_inside(at: StoredAt, size: int | None, fqn: str) -> None:
     if size is None:
         raise StateMismatch(
-            f"{fqn!r} is in {at.file}, which is not there",
+            f"{fqn!r} is in {at.file}, which is missing",
             hint="copy the directory again, with the files of all ranks",
             file=at.file,
             tensor=fqn,
         )
     if at.start + at.length > size:
-        text = f"{fqn!r} is in {at.file} at {at.start}+{at.length}, and that file has {size} bytes"
+        text = f"{fqn!r} is in {at.file} at {at.start}+{at.length}, but that file has only {size} bytes"
         raise StateMismatch(text, hint="copy the file again: it is not complete", file=at.file, tensor=fqn)
 
 
@@ -200,7 +202,7 @@ def _tensor(fqn: str, about: PickledRecord, places: Places, path: str) -> SavedT
 def _box(chunk: Any, fqn: str, path: str) -> Box:
     offset, shape = (chunk.get(name) if isinstance(chunk, PickledRecord) else None for name in ("offsets", "sizes"))
     if not _is_shape(offset) or not _is_shape(shape):
-        raise StateMismatch(f"{path} has a chunk of {fqn!r} without a place", file=path, tensor=fqn)
+        raise StateMismatch(f"{path} has a chunk of {fqn!r} without offset or size", file=path, tensor=fqn)
     return Box(offset, shape)
 
 
@@ -226,7 +228,7 @@ def _paths(value: Any, path: str) -> dict[str, Path]:
     for fqn, keys in _dict(value, "paths", path).items():
         plain = isinstance(fqn, str) and isinstance(keys, tuple) and keys and all(isinstance(k, str | int) for k in keys)
         if not plain:
-            raise StateMismatch(f"{path} has paths that no planner of torch writes: {fqn!r:.80}", file=path)
+            raise StateMismatch(f"{path} has key paths that torch's planners do not write: {fqn!r:.80}", file=path)
     paths: dict[str, Path] = value
     return paths
 
@@ -238,7 +240,7 @@ def _flattened(value: Any, path: str) -> dict[str, Shape]:
         shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
         if shape is not None:
             if not isinstance(shape, tuple | list) or not all(type(n) is int and n > 0 for n in shape):
-                raise StateMismatch(f"{path} has no true shape of {fqn!r}", file=path, tensor=str(fqn))
+                raise StateMismatch(f"{path} has no valid original shape for {fqn!r}", file=path, tensor=str(fqn))
             shapes[str(fqn)] = tuple(shape)
     return shapes
 

@@ -48,13 +48,13 @@ def parsed(entries: Iterable[tuple[Path, str]], weights: Collection[str]) -> Sav
         else:
             return f"{fqn} is not an entry of an optimizer's state dict"
     if any("/" in kind or not kind for kinds in state.values() for kind in kinds):
-        return "a kind of its state is called what no checkpoint can call it"
+        return "the name of one of its states cannot be stored in a checkpoint"
     if state and all(name.isdigit() for name in state):
-        return "its state is by the numbers of parameters and not by their names: save with get_state_dict()"
+        return "its state uses parameter numbers instead of names: save with get_state_dict()"
     if nested and joined:
-        return "its groups have two forms"
+        return "its parameter groups are stored in two forms"
     if sorted(nested) != list(range(len(nested))) or any(PARAMS not in group for group in nested.values()):
-        return "a group is without its parameters"
+        return "a parameter group lacks its parameters"
     if nested:
         return SavedOptimizer(state, tuple(nested[position] for position in sorted(nested)), ())
     return SavedOptimizer(state, tuple(joined.values()), tuple(joined))

@@ -51,7 +51,7 @@ class Payloads:
             return self._in_safetensors(tensor, chunk)
         array = pickles.read_torch(self._files, at.file, at=(at.start, at.length))
         if not isinstance(array, PickledArray):
-            raise _unfit(tensor, chunk, f"there is a {type(array).__name__} instead of a tensor")
+            raise _unfit(tensor, chunk, f"found a {type(array).__name__} instead of a tensor")
         _check(tensor, chunk, array.dtype, array.shape)
         return ForeignPiece(array.file, array.offset, chunk.box, array.strides, array.member)
 
@@ -63,7 +63,7 @@ class Payloads:
         part = self._parts[key]
         array = part.arrays.get(tensor.fqn)
         if array is None:
-            raise _unfit(tensor, chunk, "the safetensors there have no tensor of this name")
+            raise _unfit(tensor, chunk, "the safetensors data there has no tensor of this name")
         _check(tensor, chunk, array.dtype, array.shape)
         if part.offsets is not None and part.offsets.get(tensor.fqn) != chunk.box.offset:
             raise _unfit(tensor, chunk, f"the tensor there is the part at {part.offsets.get(tensor.fqn)}")
@@ -93,7 +93,7 @@ def _offsets(text: str, file: str) -> dict[str, Shape]:
 def _check(tensor: SavedTensor, chunk: SavedChunk, dtype: str, shape: Shape) -> None:
     if (dtype, shape) != (tensor.dtype, chunk.box.shape):
         wanted = f"{tensor.dtype}{list(chunk.box.shape)}"
-        raise _unfit(tensor, chunk, f"it is {dtype}{list(shape)} there, and {wanted} by .metadata")
+        raise _unfit(tensor, chunk, f"it is {dtype}{list(shape)} there, but {wanted} in .metadata")
 
 
 def _unfit(tensor: SavedTensor, chunk: SavedChunk, what: str) -> StateMismatch:

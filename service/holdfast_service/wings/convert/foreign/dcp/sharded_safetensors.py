@@ -14,7 +14,7 @@ from holdfast_service.wings.convert.foreign.dcp.gathering import GatheredListing
 from holdfast_service.wings.convert.foreign.dcp.metadata import SavedState, check_tiled
 from holdfast_service.wings.convert.foreign.dcp.payloads import safetensors_part
 
-_NOTE = "the shape of a tensor is the extent of its shards"
+_NOTE = "tensor shapes are derived from the extent of their shards"
 
 
 def read(files: Files, shards: int | None) -> ForeignListing:
@@ -38,7 +38,7 @@ def read(files: Files, shards: int | None) -> ForeignListing:
                 raise StateMismatch(f"{file} does not say where the shard of {name!r} belongs", file=file, tensor=name)
             if dtypes.setdefault(name, stored.dtype) != stored.dtype:
                 raise StateMismatch(
-                    f"{name!r} is {stored.dtype} in {file}, and {dtypes[name]} before", file=file, tensor=name
+                    f"{name!r} is {stored.dtype} in {file}, but {dtypes[name]} in an earlier shard", file=file, tensor=name
                 )
             pieces.setdefault(name, []).append(stored.piece(whole(stored.shape), offset))
     gathered = GatheredListing(files)
@@ -57,11 +57,11 @@ def _check_count(files: Files, shards: int | None) -> None:
     shards_text = f"there are shards of {len(ranks)} ranks, the last of rank {ranks[-1]}"
     if shards is None:
         raise StateMismatch(
-            f"{shards_text}, and nothing in the directory says how many there were: without its last shard a tensor is cut",
-            hint=f"compare with the ranks of the training; if nothing is missing: --shards {len(ranks)}",
+            f"{shards_text}, but the directory does not record how many there were; without the last, tensors are cut",
+            hint=f"compare with the number of ranks that saved; if none is missing, pass --shards {len(ranks)}",
         )
     raise StateMismatch(
-        f"{shards_text}, and not of {shards}", hint="copy the whole directory; a rank that held nothing has written no file"
+        f"{shards_text}, but --shards is {shards}", hint="copy the whole directory; ranks without tensors write no file"
     )
 
 

@@ -26,9 +26,7 @@ _RECORDS = frozenset(
         "deepspeed.utils.tensor_fragment.fragment_address",
     )
 )
-_UNIVERSAL = (
-    "convert it with DeepSpeed's zero_to_fp32.py, and import the weights; or train on with ZeRO alone and save again"
-)
+_UNIVERSAL = "convert it with DeepSpeed's zero_to_fp32.py and import the weights, or continue with ZeRO only and save again"
 
 
 class ZeroFiles(NamedTuple):
@@ -67,18 +65,20 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
         path = join(directory, name)
         parallel = int((model or optimizer).group(2)) if model or optimizer else 0  # type: ignore[union-attr]
         if parallel:
-            raise refused(path, "is of a model that was trained with tensor parallelism, which is not put together")
+            raise refused(path, "belongs to a model trained with tensor parallelism, which cannot be imported")
         if model:
             models[None if model[1] is None else int(model[1])] = name
         elif optimizer:
             if int(optimizer[1]) in optimizers:
-                raise refused(path, f"and {optimizers[int(optimizer[1])]} are of one rank")
+                raise refused(path, f"and {optimizers[int(optimizer[1])]} belong to the same rank")
             optimizers[int(optimizer[1])] = name
         elif directory:
-            raise refused(path, "is not a file of a checkpoint with ZeRO alone")
+            raise refused(path, "does not belong to a checkpoint that uses only ZeRO")
     if sorted(optimizers) != list(range(len(optimizers))):
         missing = next(rank for rank in range(len(optimizers)) if rank not in optimizers)
-        raise refused(optimizers[max(optimizers)], f"is there, and the same of rank {missing} is not", "copy all files")
+        raise refused(
+            optimizers[max(optimizers)], f"is present, but the file of rank {missing} is missing", "copy all files"
+        )
     numbered = sorted(rank for rank in models if rank is not None)
     if None in models and not numbered:
         ordered = [models[None]]
@@ -86,7 +86,7 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
         ordered = [models[rank] for rank in numbered]
     else:
         raise refused(
-            directory or "the directory", "has not one file of model states, nor one for each rank", "copy all files"
+            directory or "the directory", "has neither one file of model states nor one for each rank", "copy all files"
         )
     return ZeroFiles(directory, tuple(ordered), tuple(optimizers[rank] for rank in range(len(optimizers))))
 
@@ -94,7 +94,7 @@ def sort_out(files: Files, directory: str) -> ZeroFiles:
 def read(files: Files, path: str) -> dict[str, Any]:
     value = read_torch(files, path, _RECORDS)
     if not isinstance(value, dict):
-        raise refused(path, "does not hold what DeepSpeed writes")
+        raise refused(path, "does not have the content that DeepSpeed writes")
     return value
 
 
@@ -106,7 +106,7 @@ def stage(optimizer: Mapping[str, Any], path: str) -> int:
     if isinstance(value, PickledRecord) and len(value.args) == 1:
         value = value.args[0]
     if value not in (1, 2, 3):
-        raise refused(path, "does not name its stage of ZeRO")
+        raise refused(path, "does not name its ZeRO stage")
     return int(value)
 
 
@@ -139,7 +139,7 @@ def shapes_in(held: Mapping[str, Any], key: str, path: str) -> dict[str, tuple[i
     shapes = dict_in(held, key, path)
     for name, shape in shapes.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise torch_values.mismatch(path, str(name), f"has no shape of parameter {name!r}", _UNIVERSAL)
+            raise torch_values.mismatch(path, str(name), f"has no shape for parameter {name!r}", _UNIVERSAL)
     return shapes
 
 

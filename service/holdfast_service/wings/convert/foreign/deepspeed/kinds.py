@@ -29,7 +29,7 @@ from holdfast_service.wings.convert.foreign.deepspeed.zero_partitions import Fla
 from holdfast_service.wings.convert.foreign.kinds import ForeignKind
 
 GROUP = "model"
-_LEFT_OUT = "ZeRO 3 keeps the hyper-parameters of one group only: they are not listed, and a trainer keeps its own"
+_LEFT_OUT = "hyper-parameters are not imported: ZeRO 3 stores only those of one group, and the trainer keeps its own"
 
 
 class _Saved(NamedTuple):
@@ -54,7 +54,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of the checkpoint in `latest`; `StateMismatch` and `CorruptManifest` by file and key."""
     directory = zero_files.tag(files)
     if directory is None:
-        raise refused(zero_files.LATEST, "names no directory with optimizer states of ZeRO", "copy the whole checkpoint")
+        raise refused(zero_files.LATEST, "does not name a directory with ZeRO optimizer states", "copy the whole checkpoint")
     saved = _read(files, zero_files.sort_out(files, directory))
     parameters, lanes = _parameters(saved)
     masters = {one.name: _master(one, lanes) for one in parameters}
@@ -82,18 +82,16 @@ def _read(files: Files, held: ZeroFiles) -> _Saved:
     ranks = [rank_state(zero_files.read(files, held.path(name)), held.path(name)) for name in held.optimizers]
     stages = {rank.stage for rank in ranks}
     if len(stages) > 1 or (3 in stages) != (len(models) > 1 or held.models[0].startswith("zero_pp")):
-        raise refused(
-            ranks[-1].path, "is of another stage of ZeRO than the other files", "copy one checkpoint, and all of it"
-        )
+        raise refused(ranks[-1].path, "is from another ZeRO stage than the other files", "copy all files of one checkpoint")
     for rank in ranks:
         if any(count != len(ranks) for count in rank.partitions):
-            raise refused(rank.path, f"is of {rank.partitions} partitions, and {len(ranks)} ranks have files")
+            raise refused(rank.path, f"expects {rank.partitions} partitions, but {len(ranks)} ranks have files")
     for name, model in zip(held.models, models, strict=True):
         if model.get("global_steps") != models[0].get("global_steps") or model.get("mp_world_size") not in (1, None):
-            raise refused(held.path(name), "is of another step than the other files, or of tensor parallelism")
+            raise refused(held.path(name), "is from another step than the other files, or uses tensor parallelism")
         if list_in(model, "param_shapes", held.path(name)) != models[0]["param_shapes"]:
             raise refused(
-                held.path(name), "names other parameters than the other files", "copy one checkpoint, and all of it"
+                held.path(name), "lists different parameters than the other files", "copy all files of one checkpoint"
             )
     return _Saved(held, models, ranks, stages.pop())
 
@@ -103,7 +101,7 @@ def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lan
     groups = [shapes_in({str(number): shapes}, str(number), path) for number, shapes in enumerate(model["param_shapes"])]
     names = [name for shapes in groups for name in shapes]
     if len(set(names)) != len(names):
-        raise refused(path, "names a parameter in two groups")
+        raise refused(path, "lists a parameter in two groups")
     lanes: zero_partitions.Lanes
     if saved.stage == 3:
         lanes = [rank.masters for rank in saved.ranks]
@@ -112,7 +110,7 @@ def _parameters(saved: _Saved) -> tuple[list[FlatParameter], zero_partitions.Lan
         if len(rank.masters) != len(groups) or (
             rank.paddings is not None and list(map(len, rank.paddings)) != list(map(len, groups))
         ):
-            raise refused(rank.path, f"has other groups of parameters than {path} names")
+            raise refused(rank.path, f"has different parameter groups than {path}")
     lanes = [[rank.masters[group] for rank in saved.ranks] for group in range(len(groups))]
     parameters = zero_partitions.by_group(groups, saved.ranks[0].paddings, lanes)
     _check_fragments(parameters, saved.ranks, lanes)
@@ -135,9 +133,7 @@ def _check_fragments(parameters: Sequence[FlatParameter], ranks: Sequence[ZeroRa
         for group, (own, stored) in enumerate(zip(computed, rank.fragments, strict=False)):
             wrong = sorted(name for name in own.keys() | stored.keys() if own.get(name) != stored.get(name))
             if wrong:
-                raise torch_values.mismatch(
-                    rank.path, wrong[0], f"says that {wrong[0]!r} of group {group} is not where its order puts it"
-                )
+                raise torch_values.mismatch(rank.path, wrong[0], f"places {wrong[0]!r} of group {group} out of order")
 
 
 def _master(parameter: FlatParameter, lanes: zero_partitions.Lanes) -> ForeignTensor:
@@ -155,7 +151,7 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
     frozen = _frozen(saved)
     missing = sorted(masters.keys() - module.keys())
     if missing:
-        raise torch_values.mismatch(path, missing[0], f"has no weight {missing[0]!r}, of which there is a master")
+        raise torch_values.mismatch(path, missing[0], f"lacks weight {missing[0]!r}, although its master copy exists")
     tensors, notes = [], list[str]()
     for tensor in torch_values.state_dict(module, path, GROUP):
         name = tensor.spec.name
@@ -169,17 +165,17 @@ def _weights(saved: _Saved, masters: Mapping[str, ForeignTensor]) -> tuple[list[
     narrow = {tensor.spec.name for tensor in tensors if tensor.spec.dtype != "F32"}
     tensors += [master for name, master in masters.items() if name in narrow]
     if len(narrow & masters.keys()) < len(masters):
-        notes.append("masters of weights in F32 are the weights themselves, and are not listed beside them")
+        notes.append("F32 weights are their own master copies, which are not stored again")
     if saved.stage == 3 and buffers:
-        notes.append("buffers are those of rank 0, as in DeepSpeed's own conversion")
+        notes.append("buffers are taken from rank 0, as DeepSpeed's own conversion does")
     if saved.stage == 3 and narrow & masters.keys():
-        notes.append("ZeRO 3 stores no weights but the FP32 masters: the weights are these, rounded as DeepSpeed does")
+        notes.append("weights are rounded from the FP32 master copies, as DeepSpeed does: ZeRO 3 stores nothing else")
     return tensors, notes
 
 
 def _names(given: list[Any], key: str, path: str) -> set[str]:
     if not all(type(name) is str for name in given):
-        raise torch_values.mismatch(path, key, f"has {key!r}, which are not names")
+        raise torch_values.mismatch(path, key, f"has {key!r}, which is not a list of names")
     return set(given)
 
 
@@ -189,7 +185,7 @@ def _compared(tensor: ForeignTensor, master: ForeignTensor, path: str) -> Foreig
         raise torch_values.mismatch(
             path,
             tensor.spec.name,
-            f"has {tensor.spec.name!r} {list(tensor.spec.shape)}, its master is {list(master.spec.shape)}",
+            f"has {tensor.spec.name!r} {list(tensor.spec.shape)}, but its master copy is {list(master.spec.shape)}",
         )
     return tensor._replace(copies=master.pieces) if tensor.spec.dtype == master.spec.dtype else tensor
 
@@ -207,7 +203,7 @@ def _partitioned(
     if frozen is not None:
         return frozen._replace(spec=TensorSpec(GROUP, name, frozen.spec.dtype, frozen.spec.shape))
     if 0 in placeholder.spec.shape:
-        raise torch_values.mismatch(path, name, f"has {name!r} only as a placeholder, and no file has its values")
+        raise torch_values.mismatch(path, name, f"has only a placeholder for {name!r}, and no file has its values")
     return placeholder
 
 

@@ -66,7 +66,7 @@ def rank_state(value: Mapping[str, Any], path: str) -> ZeroRank:
     unknown = sorted(str(key) for key in held.keys() - _KNOWN)
     unknown += sorted(str(key) for key in value.keys() - {"optimizer_state_dict", "ds_config", "ds_version"})
     if unknown:
-        raise torch_values.mismatch(path, unknown[0], f"has {unknown[0]!r}, which an import does not understand")
+        raise torch_values.mismatch(path, unknown[0], f"has {unknown[0]!r}, which Holdfast cannot import")
     stage = zero_files.stage(held, path)
     masters_key, state_key = (
         ("fp32_flat_groups", "optimizer_state_dict")
@@ -95,7 +95,7 @@ def _states(base: Mapping[str, Any], groups: int, path: str) -> tuple[Mapping[st
     if not state:
         return ()
     if list(state) != list(range(groups)) or not all(isinstance(kinds, dict) for kinds in state.values()):
-        raise torch_values.mismatch(path, "state", f"has optimizer state of {len(state)} tensors, and {groups} flat groups")
+        raise torch_values.mismatch(path, "state", f"has optimizer state for {len(state)} tensors, but {groups} flat groups")
     return tuple(state.values())
 
 
@@ -103,7 +103,7 @@ def _paddings(given: Any, path: str) -> list[list[int]] | None:
     if given is None:
         return None
     if not isinstance(given, list) or not all(isinstance(one, list | tuple) for one in given):
-        raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are no lists")
+        raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are not lists")
     paddings = [list(one) for one in given]
     if not all(type(n) is int and n >= 0 for one in paddings for n in one):
         raise torch_values.mismatch(path, "param_alignment_paddings", "has paddings that are not numbers")
@@ -116,7 +116,7 @@ def _fragments(given: Any, path: str) -> list[dict[str, tuple[int, int]]] | None
     fragments = []
     for group in given:
         if not isinstance(group, dict) or not all(isinstance(one, PickledRecord) for one in group.values()):
-            raise torch_values.mismatch(path, "param_slice_mappings", "has places of unknown parameters")
+            raise torch_values.mismatch(path, "param_slice_mappings", "has locations of unknown parameters")
         fragments.append({str(name): (one.get("start"), one.get("numel")) for name, one in group.items()})
     return fragments
 
@@ -127,7 +127,9 @@ def optimizer_tensors(
     """The optimizer's state by parameter: flat kinds are cut as the masters are, numbers are those of the group."""
     first = ranks[0]
     if any(len(rank.state) != len(first.state) for rank in ranks):
-        raise torch_values.mismatch(ranks[-1].path, "state", "has optimizer state, or lacks it, unlike the other ranks")
+        raise torch_values.mismatch(
+            ranks[-1].path, "state", "has optimizer state while other ranks lack it, or lacks it while they have it"
+        )
     if not first.state:
         return
     kinds = {kind for rank in ranks for state in rank.state for kind in state}
@@ -165,7 +167,7 @@ def _number(
         own = [_value(rank, group, kind, files) for group in range(len(rank.masters))]
         values.append(own)
         if own != values[0]:
-            raise torch_values.mismatch(rank.path, kind, f"has another {kind} than {ranks[0].path}: {own}, not {values[0]}")
+            raise torch_values.mismatch(rank.path, kind, f"has {kind} = {own}, but {ranks[0].path} has {values[0]}")
     for parameter in parameters:
         key = TensorKey(optimizer_state.GROUP, f"{parameter.name}/{kind}")
         yield scalar(key, values[0][parameter.group])

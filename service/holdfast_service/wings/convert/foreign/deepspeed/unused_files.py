@@ -46,7 +46,7 @@ def documents(model: Mapping[str, Any], rank: ZeroRank, path: str) -> dict[str, 
     made[KEY] = json_values.ordered(theirs)
     for key in _EMPTY:
         if model.get(key):
-            raise torch_values.mismatch(path, key, f"has {key!r}, which an import does not understand")
+            raise torch_values.mismatch(path, key, f"has {key!r}, which Holdfast cannot import")
     own = {key: one for key, one in model.items() if key not in (*_READ, *counters, *_EMPTY, "lr_scheduler")}
     if own:
         made["client_state"] = torch_values.plain(own, path, "client_state")
@@ -67,15 +67,17 @@ def uses(files: Files, held: ZeroFiles) -> tuple[tuple[FileUse, ...], tuple[str,
         elif name in _SCRIPTS or name == "training_args.bin":
             listed.append(FileUse(name, "unused", _SCRIPTS.get(name, "the arguments of a trainer, as Python objects")))
         elif _OTHER_STEP.fullmatch(name) and files.size(name) is None:
-            listed.append(FileUse(name, "unused", "another checkpoint; import its directory separately"))
+            listed.append(FileUse(name, "unused", "a separate checkpoint; import its directory separately"))
         elif _WEIGHTS.fullmatch(name):
-            listed.append(FileUse(name, "unused", "the weights again; those of DeepSpeed's own files are read"))
+            listed.append(FileUse(name, "unused", "a second copy of the weights; those in DeepSpeed's own files are read"))
         elif _RANDOM.fullmatch(name):
-            listed.append(FileUse(name, "unused", "states of random number generators by rank, as Python objects"))
+            listed.append(FileUse(name, "unused", "random number states of the ranks, as Python objects"))
         elif files.size(name) is None:
             listed.append(FileUse(name, "unused", directories.why_unused(files, name)))
         else:
-            raise refused(name, "is not a file of this kind of checkpoint", "move it away if it does not belong to it")
+            raise refused(
+                name, "is not known in this kind of checkpoint", "move it out of the directory if it does not belong there"
+            )
     return tuple(listed), assets
 
 

@@ -51,7 +51,7 @@ def by_group(
             offset += prod(shape) + padding
         held, align = sum(array.shape[0] for array in arrays), 2 * len(arrays)
         if ceil(offset / align) != ceil(held / align):
-            raise _wrong(arrays[0], f"group {group} has {held} elements in all partitions, and its parameters {offset}")
+            raise _wrong(arrays[0], f"group {group} has {held} elements in all partitions, but its parameters have {offset}")
     return parameters
 
 
@@ -70,7 +70,7 @@ def by_rank(shapes: Mapping[str, Shape], lanes: Lanes) -> list[FlatParameter]:
     for rank, arrays in enumerate(lanes):
         held = sum(array.shape[0] for array in arrays)
         if held != offset or [len(array.shape) for array in arrays] != [1] * len(ends):
-            raise _wrong(arrays[0], f"rank {rank} has {held} elements, and its shares of the parameters are {offset}")
+            raise _wrong(arrays[0], f"rank {rank} has {held} elements, but its shares of the parameters have {offset}")
     return parameters
 
 
@@ -91,11 +91,13 @@ def _cut(parameter: FlatParameter, run: FlatRun, arrays: Sequence[StoredArray]) 
         at += array.shape[0]
     if filled != run.stop - run.start:
         raise _wrong(
-            arrays[-1], f"parameter {parameter.name!r} has {run.stop - run.start - filled} elements in no partition"
+            arrays[-1], f"{run.stop - run.start - filled} elements of parameter {parameter.name!r} are in no partition"
         )
 
 
 def _wrong(array: StoredArray, what: str) -> Exception:
     return StateMismatch(
-        f"{array.file}: {what}", hint="the files are of different checkpoints, or not all are there", file=array.file
+        f"{array.file}: {what}",
+        hint="the files belong to different checkpoints, or some are missing: copy all files of one checkpoint",
+        file=array.file,
     )

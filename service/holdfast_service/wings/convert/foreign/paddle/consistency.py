@@ -14,9 +14,7 @@ from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 _WEIGHTS = ("model", "adapter")
 _HALF = frozenset({"BF16", "F16"})
 _FLOATS = frozenset({"F64", "F32", *_HALF})
-_HINT = (
-    "the files may be of different saves: copy the directory again, or import another step; --as-is imports what is there"
-)
+_HINT = "the files may come from different saves: copy them again, or import them unchecked with --as-is"
 
 
 def check(tensors: Mapping[TensorKey, ForeignTensor], tied: Collection[str], trained: bool) -> list[str]:
@@ -47,21 +45,23 @@ def check(tensors: Mapping[TensorKey, ForeignTensor], tied: Collection[str], tra
 def _check_one(tensor: ForeignTensor, weights: Mapping[str, ForeignTensor], owner: str, tied: Collection[str]) -> None:
     spec = tensor.spec
     if spec.dtype not in _FLOATS:
-        raise StateMismatch(f"{spec.name!r} of group {spec.group} is {spec.dtype}", hint=_HINT, tensor=spec.name)
+        raise StateMismatch(
+            f"{spec.name!r} of group {spec.group} is {spec.dtype}, not floating-point", hint=_HINT, tensor=spec.name
+        )
     if not weights or (owner in tied and owner not in weights):
         return
     if owner not in weights:
         raise StateMismatch(
-            f"{spec.name!r} of group {spec.group} belongs to {owner!r}, of which the model has no weight",
+            f"{spec.name!r} of group {spec.group} belongs to {owner!r}, for which the model has no weight",
             hint=_HINT,
             tensor=spec.name,
         )
     dtype, shape = weights[owner].spec.dtype, weights[owner].spec.shape
     if dtype not in _FLOATS:
-        raise StateMismatch(f"the weight {owner!r}, which was trained, is {dtype}", hint=_HINT, tensor=owner)
+        raise StateMismatch(f"the trained weight {owner!r} is {dtype}, not floating-point", hint=_HINT, tensor=owner)
     if spec.shape != shape:
         raise StateMismatch(
-            f"{spec.name!r} of group {spec.group} has shape {list(spec.shape)}, and the weight {list(shape)}",
+            f"{spec.name!r} of group {spec.group} has shape {list(spec.shape)}, but its weight has {list(shape)}",
             hint=_HINT,
             tensor=spec.name,
         )
@@ -70,7 +70,7 @@ def _check_one(tensor: ForeignTensor, weights: Mapping[str, ForeignTensor], owne
 def _check_all(names: Collection[str], present: Collection[str], what: str, group: str) -> None:
     lacking = min((name for name in names if name not in present), default=None)
     if lacking is not None:
-        raise StateMismatch(f"{lacking!r} has {what}, as other parameters have in group {group}", hint=_HINT, tensor=lacking)
+        raise StateMismatch(f"{lacking!r} has {what}, unlike other parameters (group {group})", hint=_HINT, tensor=lacking)
 
 
 def _missing(
@@ -78,9 +78,9 @@ def _missing(
 ) -> list[str]:
     notes = []
     if not weights:
-        notes.append("no file has weights of the model: group model is missing")
+        notes.append("no file has model weights: group model is missing")
     if half and not masters:
-        notes.append("no file has masters of the half-precision weights: group master is missing")
+        notes.append("no file has master copies of the half-precision weights: group master is missing")
     if weights and not moments and (masters or trained):
-        notes.append("no file has state of the optimizer: group optim is missing")
+        notes.append("no file has optimizer state: group optim is missing")
     return notes

@@ -25,15 +25,15 @@ def assembled(slices: Sequence[StoredArray], shape: Shape) -> LocalTensorParts:
     pieces: list[ForeignPiece] = []
     for one in slices:
         if len(one.shape) != 1 or one.dtype != first.dtype:
-            raise one.odd(f"that is not a flat slice of {first.dtype}")
+            raise one.odd(f"it is not a flat slice of {first.dtype}")
         length = min(one.shape[0], wanted - at)
         if length > 0:
             pieces += one.run(0, at, at + length, shape)
         at += one.shape[0]
     if at < wanted:
         raise StateMismatch(
-            f"{first.file}: {first.key!r} has {at} elements in {len(slices)} slices, and {list(shape)} needs {wanted}",
-            hint="a rank's file is missing, or the model's shapes are those of another model",
+            f"{first.file}: {first.key!r} has {at} elements in {len(slices)} slices, but shape {list(shape)} needs {wanted}",
+            hint="copy the files of all ranks: one is missing, or the model's shapes belong to another model",
             file=first.file,
             tensor=first.key,
         )

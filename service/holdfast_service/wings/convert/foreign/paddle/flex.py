@@ -31,7 +31,7 @@ GROUPS = {"model_state": "model", "optimizer_state": "optim", "master_weight": "
 _MASTER = ".w_0"
 _FILE = re.compile(r"(\d+)_\d+\.distcp")
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "int32": "I32", "int64": "I64"}
-_STALE = "the metadata may be of an earlier save into this directory, which Paddle keeps: import another step"
+_STALE = "import another step: the metadata may be left from an earlier save into this directory"
 
 
 def recognises(files: Files) -> bool:
@@ -61,7 +61,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
             owner = _owner(state, key)
             gathering.weight(renamed(tensor, GROUPS[state], key if options.as_is else owner), owner)
     if "ema_state" in files_by_state:
-        gathering.notes.append("group ema is Paddle's average, which began at zero and is not corrected for it")
+        gathering.notes.append("group ema is Paddle's average as stored: it starts at zero, without bias correction")
     others = [f"{state}/{name}" for state, held in files_by_state.items() for name in held]
     return gathering.listing(NAME, [*(name for name in names if name not in files_by_state), *others], used)
 
@@ -114,7 +114,7 @@ class StateReader:
         """The whole tensors by key. `StateMismatch` if files and metadata contradict each other."""
         if not metadata:
             path = f"{self._state}/0.metadata"
-            raise CorruptManifest(f"{path} is missing, which says where shards belong", file=path)
+            raise CorruptManifest(f"{path} is missing, which locates the shards", file=path)
         pieces: dict[str, list[ForeignPiece]] = defaultdict(list)
         copies: dict[str, list[ForeignPiece]] = defaultdict(list)
         specs: dict[str, TensorSpec] = {}
@@ -123,7 +123,7 @@ class StateReader:
             for key, shard, name in self._placed(path):
                 spec = TensorSpec(GROUPS[self._state], key, shard.dtype, shard.shape or ())
                 if specs.setdefault(key, spec) != spec:
-                    raise self._odd(path, key, f"has shape {list(spec.shape)} and {list(specs[key].shape)}")
+                    raise self._odd(path, key, f"has two shapes, {list(spec.shape)} and {list(specs[key].shape)}")
                 check_box(shard.box, spec.shape, key)
                 again = (shard.box, shard.flat) in places[key]
                 places[key].add((shard.box, shard.flat))
@@ -131,7 +131,7 @@ class StateReader:
         for name, left in self.arrays.items():
             if left:
                 raise StateMismatch(
-                    f"{self._state}/{name} has {next(iter(left))!r}, which {self._state}/{metadata[0]} does not place",
+                    f"{self._state}/{name} has {next(iter(left))!r}, which {self._state}/{metadata[0]} does not describe",
                     hint=_STALE,
                     file=f"{self._state}/{name}",
                     tensor=next(iter(left)),
@@ -139,7 +139,7 @@ class StateReader:
         for key, spec in specs.items():
             boxes = [piece.box for piece in pieces[key]]
             if sum(box.volume for box in boxes) != prod(spec.shape) or first_overlap(boxes) is not None:
-                raise self._odd(metadata[0], key, f"does not tile {list(spec.shape)} with its shards")
+                raise self._odd(metadata[0], key, f"has shards that do not tile {list(spec.shape)}")
         return {key: ForeignTensor(spec, tuple(pieces[key]), tuple(copies[key])) for key, spec in specs.items()}
 
     def _placed(self, path: str) -> Iterator[tuple[str, DescribedShard, str]]:
@@ -154,7 +154,7 @@ class StateReader:
         for index, name in stored.items():
             key = index.get("tensor_key") if isinstance(index, PickledRecord) else None
             if not isinstance(key, str) or key not in known or not isinstance(name, str):
-                raise self._odd(path, str(key), f"is in {name!r}, but the metadata do not describe it")
+                raise self._odd(path, str(key), f"is in {name!r}, but the metadata does not describe it")
             yield key, self._described(path, key, index, known[key]), name
         listed = {index.get("tensor_key") for index in stored}
         for key in known:
@@ -184,17 +184,19 @@ class StateReader:
         offset, local = _numbers(record.get("global_offset")), _numbers(record.get("local_shape"))
         dtype = _DTYPES.get(str(record.get("dtype")).removeprefix("paddle."))
         if offset is None or local is None or dtype is None or len(offset) != len(local):
-            raise self._odd(path, key, f"has offset {offset}, shape {local} and dtype {record.get('dtype')!r}")
+            raise self._odd(
+                path, key, f"has invalid metadata: offset {offset}, shape {local}, dtype {record.get('dtype')!r}"
+            )
         shape = _numbers(record.get("global_shape"))
         flat = _numbers(record.get("flattened_range")) if record.get("is_flattened") else None
         if flat is not None and (len(flat) != 2 or not 0 <= flat[0] <= flat[1] <= prod(local)):
-            raise self._odd(path, key, f"has the flat range {flat} of {list(local)}")
+            raise self._odd(path, key, f"has the invalid flat range {flat} for shape {list(local)}")
         return DescribedShard(dtype, Box(offset, local), shape, None if flat is None else (flat[0], flat[1]))
 
     def _pieces(self, path: str, key: str, shard: DescribedShard, name: str) -> list[ForeignPiece]:
         if name not in self.arrays:
             file = f"{self._state}/{name}"
-            raise CorruptManifest(f"{file} is missing, which has {key!r} by {self._state}/{path}", file=file, tensor=key)
+            raise CorruptManifest(f"{file} is missing; {self._state}/{path} places {key!r} there", file=file, tensor=key)
         array = self.arrays[name].pop(key, None)
         length = None if shard.flat is None else (shard.flat[1] - shard.flat[0],)
         wanted = length or shard.box.shape

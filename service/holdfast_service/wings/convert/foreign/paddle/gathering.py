@@ -76,7 +76,7 @@ class Gathering:
             if len(spec.shape) == 1 and self.linears.certainly(of):
                 raise StateMismatch(
                     f"{where(tensor)}: {spec.name!r} has shape {list(spec.shape)}, but {of!r} is the weight of a Linear "
-                    "layer: it is flat, and nothing here says what shape it had",
+                    "layer; it was flattened, and its original shape is not recorded",
                     tensor=spec.name,
                 )
             if len(spec.shape) == 2 and self.linears.has(of):
@@ -100,8 +100,8 @@ class Gathering:
         for kind, tensor in held.items():
             if kind not in _MOMENTS:
                 raise StateMismatch(
-                    f"{where(tensor)}: {kind} of {of!r} is not state of Adam, and no other optimizer of Paddle is known",
-                    hint="--as-is imports it under its own name",
+                    f"{where(tensor)}: {kind} of {of!r} is not Adam state; other Paddle optimizers are not supported",
+                    hint="import it under its own name with --as-is",
                     tensor=tensor.spec.name,
                 )
         missing = [kind for kind in _MOMENTS if kind not in held]
@@ -116,9 +116,9 @@ class Gathering:
     def _step(self, asked: ForeignTensor) -> int:
         if self.progress.step is None:
             raise StateMismatch(
-                f"{where(asked)} has optimizer state, but {' or '.join(progress.TRAINER_STATES)}, which says after how many "
+                f"{where(asked)} has optimizer state, but {' or '.join(progress.TRAINER_STATES)}, which counts the "
                 "steps, is missing",
-                hint="copy that file too; --as-is imports the state as it is, without steps",
+                hint="copy that file too, or import the state without steps with --as-is",
                 file=progress.TRAINER_STATES[0],
             )
         return self.progress.step
@@ -136,7 +136,7 @@ class Gathering:
                 other = TensorKey(key.group, target + name)
                 if key.group != "model" and name in ("", "/exp_avg", "/exp_avg_sq", "/step") and name != key.name:
                     self.tensors.setdefault(other, renamed(tensor, *other))
-        self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: what Paddle keeps under one name is listed under both")
+        self.notes.append(f"{_TIED[0]} and {_TIED[1]} are tied: state that Paddle keeps under one name is listed under both")
 
     def _tied(self) -> Collection[str]:
         """Embeddings of which Paddle may keep the weight under one name, and the state under the other."""
@@ -160,7 +160,7 @@ class Gathering:
         if self._powers and not self.options.as_is:
             known = progress.betas(self.files, self._powers, self.progress.step or 0)
             hyper = {} if known is None else {"betas": progress.document(known)}
-            self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step}, and are not stored")
+            self.notes.append(f"{len(self._powers)} beta powers agree with step {self.progress.step} and are not stored")
         if self.progress.learning_rate is not None:
             hyper["lr"] = self.progress.learning_rate
         self.tie()

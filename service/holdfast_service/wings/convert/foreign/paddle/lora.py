@@ -101,12 +101,13 @@ def _of_peft(tensor: ForeignTensor, options: ReadOptions) -> ForeignTensor:
     if owner.endswith((".lora_A", ".lora_B")):
         name += ".weight"
         if len(tensor.spec.shape) != (0 if kind == "step" else 2):
-            raise StateMismatch(f"{tensor.spec.name!r} has shape {list(tensor.spec.shape)}", tensor=tensor.spec.name)
+            text = f"{tensor.spec.name!r} has shape {list(tensor.spec.shape)}, which is not an adapter weight's"
+            raise StateMismatch(text, tensor=tensor.spec.name)
         tensor = turned(tensor) if kind != "step" else tensor
     elif not owner.endswith(".bias"):
         raise StateMismatch(
-            f"{tensor.spec.name!r} is neither lora_A nor lora_B of a layer, nor a bias, and PEFT has no name for it",
-            hint="--as-is imports it under its own name",
+            f"{tensor.spec.name!r} is not lora_A, lora_B or a bias of a layer, and has no PEFT name",
+            hint="import it under its own name with --as-is",
             tensor=tensor.spec.name,
         )
     return renamed(tensor, group, name + slash + kind)
@@ -116,15 +117,17 @@ def _peft_config(config: Mapping[str, Any]) -> bytes:
     """Paddle's configuration as PEFT reads it. `StateMismatch` for settings that PEFT lacks."""
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise StateMismatch(f"{CONFIG}: r is {rank!r} and lora_alpha {alpha!r}", file=CONFIG)
+        raise StateMismatch(
+            f"{CONFIG}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers", file=CONFIG
+        )
     expressions = [targets] if isinstance(targets, str) else targets
     if not isinstance(expressions, list) or not all(isinstance(one, str) for one in expressions):
         raise StateMismatch(f"{CONFIG}: target_modules is {targets!r} instead of regular expressions", file=CONFIG)
     for key, value in config.items():
         if key not in _UNDERSTOOD and value not in (None, False, [], {}):
             raise StateMismatch(
-                f"{CONFIG}: PEFT's LoRA has nothing like {key} = {value!r}",
-                hint="--as-is imports the adapter without a configuration for PEFT",
+                f"{CONFIG}: PEFT's LoRA has no equivalent of {key} = {value!r}",
+                hint="import the adapter without a PEFT configuration with --as-is",
                 file=CONFIG,
             )
     scale = alpha / (math.sqrt(rank) if config.get("rslora") else rank)

@@ -44,7 +44,7 @@ def read_dict(files: Files, path: str, nested: Collection[str] = ()) -> SavedDic
     """The tensors of a file; those of the dicts under the keys `nested` in `inner`. `StateMismatch` by file and key."""
     value = read_pickle(files, path, RECORDS)
     if not isinstance(value, dict):
-        raise StateMismatch(f"{path} holds a {type(value).__name__}, not the dict of a state", file=path)
+        raise StateMismatch(f"{path} holds a {type(value).__name__}, not a state dict", file=path)
     tensors, rest = _tensors(path, value)
     inner: dict[str, Mapping[str, LocalTensorParts]] = {}
     for key in nested:
@@ -63,7 +63,7 @@ def refuse_rest(path: str, rest: Mapping[str, Any]) -> None:
 
 
 def _unknown(path: str, key: str) -> StateMismatch:
-    return StateMismatch(f"{path}: {key!r} is neither a tensor nor anything else that is known", file=path, tensor=str(key))
+    return StateMismatch(f"{path}: {key!r} is neither a tensor nor a known kind of value", file=path, tensor=str(key))
 
 
 def _tensors(path: str, value: Mapping[Any, Any]) -> tuple[dict[str, LocalTensorParts], dict[str, Any]]:
@@ -97,7 +97,7 @@ def _join_big(path: str, tensors: dict[str, LocalTensorParts], stated: Any) -> N
         names = how.get("slices") if isinstance(how, dict) else None
         shape = _shape(how.get("OriginShape")) if isinstance(how, dict) else None
         if not isinstance(names, list | tuple) or not names or shape is None or key in tensors:
-            raise StateMismatch(f"{path}: {BIG} does not say how {key!r} was cut", file=path, tensor=str(key))
+            raise StateMismatch(f"{path}: {BIG} does not describe how {key!r} was split", file=path, tensor=str(key))
         missing = [name for name in names if name not in tensors]
         if missing:
             raise StateMismatch(f"{path}: slice {missing[0]!r} of {key!r} is missing", file=path, tensor=str(key))
@@ -112,7 +112,7 @@ def _shape(value: Any) -> Shape | None:
 def _joined(slices: list[LocalTensorParts], shape: Shape, key: str) -> LocalTensorParts:
     first = slices[0]
     if any(one.dtype != first.dtype for one in slices) or sum(prod(one.shape) for one in slices) != prod(shape):
-        raise first.odd(f"the slices of {key!r} do not have the {prod(shape)} elements of {list(shape)}")
+        raise first.odd(f"the slices of {key!r} do not add up to the {prod(shape)} elements of {list(shape)}")
     if any(one.decoder is not None or len(one.pieces) != 1 or len(one.shape) != 1 for one in slices):
         tensors = tuple(one.tensor("extra", one.key) for one in slices)
         return LocalTensorParts(first.dtype, shape, (), (), first.file, key, Concatenated(tensors, shape))
@@ -153,7 +153,7 @@ class Latin:
 
     def __init__(self, array: LatinArray, dtype: str) -> None:
         if array.strides != strides(array.shape):
-            raise StateMismatch(f"{array.file}: an array at byte {array.offset} is not in rows", file=array.file)
+            raise StateMismatch(f"{array.file}: the array at byte {array.offset} is not stored row by row", file=array.file)
         self._array, self._dtype = array, dtype
         self._text = StoredArray(array.file, "", "U8", (array.length,), array.offset, (1,)).tensor("extra", "text")
         self._counts: list[int] = []  # characters before every `COUNT_BYTES` of text
@@ -202,6 +202,7 @@ class Latin:
         wanted = prod(self._array.shape) * dtypes.to_numpy(self._dtype).itemsize
         if counts[-1] != wanted:
             raise StateMismatch(
-                f"{self._array.file}: {counts[-1]} bytes at {self._array.offset} instead of {wanted}", file=self._array.file
+                f"{self._array.file}: the array at byte {self._array.offset} has {counts[-1]} bytes instead of {wanted}",
+                file=self._array.file,
             )
         self._counts = counts

@@ -49,7 +49,7 @@ def read(files: Files) -> TrainingProgress:
         state = _trainer_state(files, path)
         told_step = state.get("global_step") if isinstance(state, dict) else None
         if not isinstance(told_step, int) or isinstance(told_step, bool) or told_step < 0 or step not in (None, told_step):
-            raise StateMismatch(f"{path} says that global_step is {told_step!r}", file=path)
+            raise StateMismatch(f"{path} has the invalid global_step {told_step!r}", file=path)
         step, documents["paddle_trainer_state"] = told_step, document(state)
         used.append(path)
     for path, key in _DOCUMENTS.items():
@@ -104,16 +104,16 @@ def betas(files: Files, powers: Iterable[LocalTensorParts], step: int) -> tuple[
     for power in powers:
         kind = next(kind for kind in POWERS if power.key.endswith(kind))
         if power.dtype != "F32" or math.prod(power.shape) != 1:
-            raise _odd(power, f"{power.dtype} of shape {list(power.shape)} instead of one F32")
+            raise _odd(power, f"{power.dtype} of shape {list(power.shape)} instead of a single F32")
         value = float(fetched(files, power.tensor("optim", power.key)).reshape(-1)[0])
         if value == 0 or abs(value) < _TINY:
             continue
         beta = _beta(value, step)
         if beta is None:
-            raise _odd(power, f"{value!r}, which is β^(t+1) of no usual β after t = {step} steps")
+            raise _odd(power, f"{value!r}, which is not β^(t+1) for any usual β after t = {step} steps")
         other = known.setdefault(kind, (beta, power))
         if other[0] != beta:
-            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is one of {other[0]}")
+            raise _odd(power, f"{value!r}, a power of {beta}, but {other[1].key!r} is a power of {other[0]}")
     return (known[POWERS[0]][0], known[POWERS[1]][0]) if len(known) == len(POWERS) else None
 
 
@@ -131,7 +131,7 @@ def _beta(value: float, step: int) -> float | None:
 def _odd(power: LocalTensorParts, why: str) -> CheckpointError:
     return StateMismatch(
         f"{power.file}: {power.key!r} is {why}",
-        hint="the optimizer's files and the trainer's state may be of different steps; --as-is imports them as they are",
+        hint="the optimizer's files and the trainer's state may be from different steps; import them unchanged with --as-is",
         file=power.file,
         tensor=power.key,
     )

@@ -99,13 +99,13 @@ def decoded(name: str, held: Mapping[str, StoredArray], shape: Shape | None) -> 
     packed = FIRST not in held
     for kind, dtype in ((FIRST, "I8"), (SECOND, "I8" if packed else "U8")):
         if kind in held and (held[kind].dtype != dtype or held[kind].shape != second.shape):
-            raise held[kind].odd(f"codes would be {dtype} of shape {list(second.shape)}")
+            raise held[kind].odd(f"its codes must be {dtype} of shape {list(second.shape)}")
     wanted = _shape_of_scales(second, packed)
     for kind in (SCALES, LOWEST, HIGHEST):
         if kind not in held:
             raise second.odd(f"{name}/{kind} is missing")
         if held[kind].dtype != "F32" or held[kind].shape != wanted:
-            raise held[kind].odd(f"scales would be F32 of shape {list(wanted)}")
+            raise held[kind].odd(f"its scales must be F32 of shape {list(wanted)}")
     stored = {kind: array.tensor("optim", array.key) for kind, array in held.items()}
     codes, form = stored[SECOND if packed else FIRST], HalfBytes if packed else Bytes
     parts = {FIRST: (codes, (stored[SCALES],)), SECOND: (stored[SECOND], (stored[LOWEST], stored[HIGHEST]))}
@@ -119,5 +119,5 @@ def _shape_of_scales(codes: StoredArray, packed: bool) -> Shape:
     if not packed:
         return codes.shape[1:2]
     if len(codes.shape) != 2 or codes.shape[0] % GROUP_ROWS:
-        raise codes.odd(f"only matrices whose rows are a multiple of {GROUP_ROWS} have four bits a value")
+        raise codes.odd(f"4-bit codes need a matrix whose row count is a multiple of {GROUP_ROWS}")
     return (codes.shape[0] // GROUP_ROWS, codes.shape[1])

@@ -78,7 +78,7 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
         safetensors_file = read_safetensors(files, name)
         if safetensors_file.format not in FORMATS:
             raise StateMismatch(
-                f"{name} has format {safetensors_file.format!r}: how its matrices lie is not known",
+                f"{name} has format {safetensors_file.format!r}, which does not tell whether its matrices are transposed",
                 hint="Paddle writes 'np', or 'pt' for Hugging Face's layout",
                 file=name,
             )
@@ -92,7 +92,7 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
     if len(numbers) < len(held) and held != [f"{stem}.safetensors"]:
         if numbers:
             raise StateMismatch(
-                f"{held[0]} and {held[-1]} are of different saves: one is merged, the other of a rank",
+                f"{held[0]} and {held[-1]} come from different saves: one is merged, the other belongs to a rank",
                 hint="remove the files of the other save",
                 file=held[-1],
             )
@@ -102,7 +102,7 @@ def find_set(files: Files, names: Iterable[str], stem: str, int16: str | None) -
     if index and not ranks:
         _check_index(file_set)
     elif numbers and not index:
-        raise CorruptManifest(f"{index_name} is missing; it says where tensors are", hint=_INCOMPLETE, file=index_name)
+        raise CorruptManifest(f"{index_name} is missing, which locates the tensors", hint=_INCOMPLETE, file=index_name)
     return file_set
 
 
@@ -151,7 +151,7 @@ def _ranks(held: Sequence[str], stem: str, shards: Any) -> tuple[dict[str, int],
             name = f"{stem}.{suffix}.safetensors" + (f"_shard_{missing:04d}" if missing else "")
             raise CorruptManifest(f"{name} is missing", hint=_INCOMPLETE, file=name)
     if len(places) != prod(degrees):
-        raise StateMismatch(f"the names of {held[0]} and {held[-1]} do not fit together", file=held[-1])
+        raise StateMismatch(f"{held[0]} and {held[-1]} do not belong to one set of files", file=held[-1])
     return ranks, max((dict(place).get("tp", 0) for place in places), default=0) + 1, len(places)
 
 
@@ -171,15 +171,17 @@ def _check_index(held: FileSet) -> None:
     for key, file in placed.items():
         if file not in held.formats:
             raise CorruptManifest(
-                f"{file} is missing, which has {key!r} by {held.index_name}", hint=_INCOMPLETE, file=file, tensor=key
+                f"{file} is missing; {held.index_name} places {key!r} there", hint=_INCOMPLETE, file=file, tensor=key
             )
         if not any(array.file == file for array in held.arrays.get(key, ())) and not _is_packed(held, key):
-            raise CorruptManifest(f"{file} has no {key!r}, although {held.index_name} says so", file=file, tensor=key)
+            raise CorruptManifest(
+                f"{file} has no {key!r}, although {held.index_name} places it there", file=file, tensor=key
+            )
     for key, arrays in held.arrays.items():
         if key not in placed and "@" not in key:
             raise StateMismatch(
-                f"{arrays[0].file} has {key!r}, which {held.index_name} does not name",
-                hint="the file is of another save, perhaps",
+                f"{arrays[0].file} has {key!r}, which {held.index_name} does not list",
+                hint="the file may come from another save: copy the directory again",
                 file=arrays[0].file,
                 tensor=key,
             )

@@ -58,7 +58,7 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
     for name, match in held.items():
         place = place_of(match[2])
         if place in by_kind[match[1]]:
-            raise StateMismatch(f"{name} and {by_kind[match[1]][place]} are of the same rank", file=name)
+            raise StateMismatch(f"{name} and {by_kind[match[1]][place]} belong to the same rank", file=name)
         by_kind[match[1]][place] = name
     most = RankPlace(
         *(max(places) + 1 for places in zip(*(place for files in by_kind.values() for place in files), strict=True))
@@ -74,7 +74,7 @@ def _ranks(held: Mapping[str, re.Match[str]]) -> dict[str, dict[RankPlace, str]]
             f"{axis} {number}" for axis, number, size in zip(missing._fields, missing, sizes, strict=True) if size > 1
         )
         raise CorruptManifest(
-            f"there is no file of rank {rank}, as {max(files.values())} is of another one",
+            f"there is no file of rank {rank} beside {max(files.values())}",
             hint="copy the files of all nodes",
             file=f"{kind} of rank {rank}",
         )
@@ -128,7 +128,7 @@ class RankReader:
             gathering.moments(name, states)
         self._weights_of_masters()
         if any(group == "ema" for group, _, _ in self._parts):
-            gathering.notes.append("group ema is Paddle's average, which began at zero and is not corrected for it")
+            gathering.notes.append("group ema is Paddle's average as stored: it starts at zero, without bias correction")
 
     def _weights_of_masters(self) -> None:
         """List unsaved weights, which are rounded masters."""
@@ -155,7 +155,7 @@ class RankReader:
             dtypes.add(dtype)
         if dtypes:
             self.gathering.notes.append(
-                f"weights were not saved: they are their masters, rounded to {', '.join(sorted(dtypes))}"
+                f"weights were not saved: they are rounded from their master copies to {', '.join(sorted(dtypes))}"
             )
 
     def _whole(self, name: str, held: Mapping[RankPlace, LocalTensorParts]) -> LocalTensorParts:
@@ -176,7 +176,7 @@ class RankReader:
         shape = tensor_parallel.whole_shape(name, first.shape, self._degree) if distributed is not False else first.shape
         if shape is None:
             if distributed:
-                raise first.odd(f"it is not known along which dimension the ranks have cut {name!r}")
+                raise first.odd(f"Holdfast does not know along which dimension {name!r} is split")
             shape = first.shape
         fused = tensor_parallel.proportions(name, self.gathering.config)
         return tensor_parallel.joined(ranks, self._degree, shape, fused)
@@ -193,7 +193,7 @@ def _all_equal(parts: Sequence[LocalTensorParts]) -> LocalTensorParts:
     first = parts[0]
     for other in parts[1:]:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise other.odd(f"{first.file} has it as {first.dtype} of shape {list(first.shape)}")
+            raise other.odd(f"but {first.file} has it as {first.dtype} of shape {list(first.shape)}")
         if other.decoder is not None:
             raise other.odd("pickles of protocol 2 cannot be compared: save it again with a newer Paddle")
     return first._replace(copies=(*first.copies, *(piece for other in parts[1:] for piece in other.pieces)))
@@ -201,7 +201,7 @@ def _all_equal(parts: Sequence[LocalTensorParts]) -> LocalTensorParts:
 
 def _stored(part: LocalTensorParts) -> StoredArray:
     if part.decoder is not None or len(part.pieces) != 1:
-        raise part.odd("pickles of protocol 2 cannot be put together: save it again with a newer Paddle")
+        raise part.odd("pickles of protocol 2 cannot be combined: save it again with a newer Paddle")
     return part.stored()
 
 

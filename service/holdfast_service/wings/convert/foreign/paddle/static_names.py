@@ -68,7 +68,7 @@ class StaticNames:
             names = stated.get("structure_name_mapping") if isinstance(stated, dict) else None
             described = (stated.get("param_meta") or {}) if isinstance(stated, dict) else None
             if not isinstance(names, dict) or not isinstance(described, dict):
-                raise CorruptManifest(f"{META}: {key} has no structure_name_mapping, or no param_meta", file=META)
+                raise CorruptManifest(f"{META}: {key} has no structure_name_mapping or no param_meta", file=META)
             for name, static in names.items():
                 where = (at.tp, at.pp, at.moe)
                 self._name(where, name, str(static))
@@ -114,7 +114,7 @@ class StaticNames:
             if key[at] == "_" and key[:at] in statics:
                 return statics[key[:at]], re.sub(r"^fp32_master_\d+_", "", key[at + 1 :])
         raise StateMismatch(
-            f"{file}: {key!r} is of no parameter that {META if self.known else 'the weights'} names",
+            f"{file}: {key!r} belongs to no parameter listed in {META if self.known else 'the weights'}",
             hint="copy the files of all ranks",
             file=file,
             tensor=key,

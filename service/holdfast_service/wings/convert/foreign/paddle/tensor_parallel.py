@@ -69,7 +69,7 @@ def of_arrays(arrays: Sequence[StoredArray]) -> LocalTensorParts:
     first = arrays[0]
     for array in arrays[1:]:
         if (array.dtype, array.shape) != (first.dtype, first.shape):
-            raise array.odd(f"it is {first.dtype} of shape {list(first.shape)} in {first.file}")
+            raise array.odd(f"but {first.dtype} of shape {list(first.shape)} in {first.file}")
     copies = tuple(array.all() for array in arrays[1:])
     return LocalTensorParts(first.dtype, first.shape, (first.all(),), copies, first.file, first.key)
 
@@ -119,16 +119,16 @@ def joined(
         if other.dtype != first.dtype or other.shape != first.shape:
             raise other.odd(f"another rank has {first.dtype} of shape {list(first.shape)} in {first.file}")
     if any(other.decoder is not None for other in ranks) and len(ranks) > 1:
-        raise first.odd("pickles of protocol 2 cannot be put together: save it again with a newer Paddle")
+        raise first.odd("pickles of protocol 2 cannot be combined: save it again with a newer Paddle")
     if first.shape == shape:
         again = [piece for other in ranks for piece in (*other.pieces, *other.copies)]
         return first._replace(copies=tuple(again[len(first.pieces) :]))
     missing = [rank for rank in range(degree) if rank not in held]
     if missing:
-        raise first.odd(f"the whole tensor has {list(shape)}, and tensor-parallel rank {missing[0]} has nothing of it")
+        raise first.odd(f"the whole tensor has shape {list(shape)}, but tensor-parallel rank {missing[0]} has no part of it")
     cut = [d for d, (n, local) in enumerate(zip(shape, first.shape, strict=False)) if n != local]
     if len(first.shape) != len(shape) or len(cut) != 1 or first.shape[cut[0]] * degree != shape[cut[0]]:
-        raise first.odd(f"that is not a cut of {list(shape)} into {degree}")
+        raise first.odd(f"it is not one of {degree} parts of {list(shape)}")
     if cut[0] != len(shape) - 1:
         parts = (1,)
     if first.shape[cut[0]] % sum(parts):

@@ -48,8 +48,8 @@ class Linears(NamedTuple):
         """Whether Paddle holds this weight transposed, if it has two dimensions. `StateMismatch` for an unknown class."""
         if self.pattern is None:
             raise StateMismatch(
-                f"{name!r} is in Paddle's layout, and it is not known which weights of "
-                f"{'a model without config.json' if self.model is None else repr(self.model)} that transposes",
+                f"{name!r} is in Paddle's layout, but Holdfast does not know which weights of "
+                f"{'a model without config.json' if self.model is None else repr(self.model)} that layout transposes",
                 hint="add the model's config.json, or import with --as-is, which keeps names and layouts",
                 tensor=name,
             )

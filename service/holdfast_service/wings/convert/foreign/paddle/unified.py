@@ -102,7 +102,7 @@ class UnifiedReader:
             rounded = computed.rounded(tensor, TensorKey("model", key.name), dtype)
             self.gathering.tensors[rounded.key] = rounded
         self.gathering.notes.append(
-            f"the model's files hold its masters (skip_save_model_weight): the model is these, rounded to {dtype}"
+            f"weights are rounded to {dtype} from the master copies in the model's files (skip_save_model_weight)"
         )
 
     def weights(self, held: FileSet, group: str) -> None:
@@ -110,7 +110,7 @@ class UnifiedReader:
         for key, arrays in held.arrays.items():
             turned = {group == "model" and held.formats[array.file] != "np" for array in arrays}
             if len(turned) > 1:
-                raise tensor_parallel.of_arrays(arrays).odd(f"{arrays[-1].file} has it in another layout")
+                raise tensor_parallel.of_arrays(arrays).odd(f"but {arrays[-1].file} has it in another layout")
             plain = turned == {False}
             tensor = self.tensor(held, TensorKey(group, key), arrays, None if group == "model" else self._shape(key))
             shape = tensor.spec.shape if plain else self.gathering.in_paddle(key, tensor.spec.shape)
@@ -125,12 +125,12 @@ class UnifiedReader:
         """List the moments; beta powers are checked against the number of steps."""
         stage = held.said("ckpt_quant_stage")
         if stage not in _STAGES:
-            raise StateMismatch(f"{held.index_name}: no quantisation {stage!r} is known", file=held.index_name)
+            raise StateMismatch(f"{held.index_name}: unknown quantisation {stage!r}", file=held.index_name)
         types: dict[str, dict[str, list[StoredArray]]] = defaultdict(dict)
         for key, arrays in held.arrays.items():
             owner, _, kind = key.rpartition("/")
             if not owner:
-                raise tensor_parallel.of_arrays(arrays).odd("a key of the optimizer is a parameter's name, / and a type")
+                raise tensor_parallel.of_arrays(arrays).odd("an optimizer key must be a parameter's name, / and a type")
             types[owner][kind] = arrays
         count = 0
         for owner, kinds in types.items():
@@ -150,8 +150,8 @@ class UnifiedReader:
                 raise tensor_parallel.of_arrays(next(iter(powers.values()))).odd(f"{owner!r} has no moments")
         if count:
             self.gathering.notes.append(
-                f"the moments of {count} parameters were quantised by Paddle ({stage}) and are decoded: what that lost "
-                "stays lost"
+                f"the moments of {count} parameters were decoded from Paddle's quantised form ({stage}); the lost precision "
+                "cannot be recovered"
             )
 
     def _powers(self, held: FileSet, owner: str, powers: Mapping[str, list[StoredArray]]) -> None:
@@ -165,7 +165,7 @@ class UnifiedReader:
     def _decoded(self, held: FileSet, owner: str, arrays_by_kind: Mapping[str, list[StoredArray]]) -> None:
         for arrays in arrays_by_kind.values():
             if len(arrays) > 1 or held.ranks:
-                raise tensor_parallel.of_arrays(arrays).odd(f"quantised parts of {owner!r} cannot be put together")
+                raise tensor_parallel.of_arrays(arrays).odd(f"quantised parts of {owner!r} cannot be combined")
         single = {kind: arrays[0] for kind, arrays in arrays_by_kind.items()}
         self.gathering.moments(owner, quantised.decoded(owner, single, self._shape(owner)))
 
@@ -180,7 +180,7 @@ class UnifiedReader:
             raise tensor_parallel.of_arrays(arrays).odd(f"the model's weight has shape {list(shape)} in Paddle's layout")
         if not self.options.assemble_flat:
             raise _flat(max([arrays, *self._cut(held)], key=len))
-        note = "masters and moments are flat slices (sharding stage 1 v2), put together in the order of the files"
+        note = "masters and moments are flat slices (sharding stage 1 v2), joined in the order of the files"
         if note not in self.gathering.notes:
             self.gathering.notes.append(note)
         return flat.assembled(arrays, shape).tensor(*key)
@@ -200,7 +200,7 @@ class UnifiedReader:
         first = next(iter(parts.values()))
         if shape is None:
             if held.degree > 1 and key.name.rpartition("/")[2] not in progress.POWERS:
-                raise first.odd("the whole shape is not known, since the model's files have no weight of this name")
+                raise first.odd("its whole shape is unknown: the model's files have no weight of this name")
             shape = first.shape
         fused = tensor_parallel.proportions(owner, self.gathering.config)
         return tensor_parallel.joined(parts, held.degree, shape, fused).tensor(*key)
@@ -222,7 +222,7 @@ def _flat(arrays: Sequence[StoredArray]) -> StateMismatch:
     return StateMismatch(
         f"{arrays[0].key!r} is flat, with {' and '.join(f'{array.shape[0]} elements in {array.file}' for array in arrays)}: "
         "Paddle's sharding stage 1 v2 saved slices, which it cannot load itself",
-        hint="--assemble-flat puts them together in the order of the files",
+        hint="join them in the order of the files with --assemble-flat",
         file=files[0],
         files=files,
         tensor=arrays[0].key,

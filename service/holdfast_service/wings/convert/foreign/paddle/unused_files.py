@@ -29,11 +29,11 @@ _TENSORS = re.compile(
 )
 STATES = frozenset({"config.json", "scheduler.pdparams", "scaler.pdparams", "trainer_state.bin", "trainer_state.json"})
 UNUSED: Mapping[str, str] = {
-    "training_args.bin": "the arguments of Paddle's trainer: Python objects of its classes; yours has its own",
+    "training_args.bin": "arguments of Paddle's trainer, as Python objects; your trainer has its own",
     ".saving_info": "how many processes saved, and with which options",
-    "static_name_to_dyg_name.json": "names of Paddle's static graph",
+    "static_name_to_dyg_name.json": "names in Paddle's static graph",
 }
-_RANDOM_REASON = "states of Paddle's random number generators (Philox and its own mt19937_64), which torch cannot load"
+_RANDOM_REASON = "random number states of Paddle (Philox, mt19937_64), which torch cannot load"
 
 
 class Leftovers(NamedTuple):
@@ -52,19 +52,19 @@ def sort_out(files: Files, names: Iterable[str], used: Collection[str]) -> Lefto
             continue
         if files.size(name) is None:
             if name in STATES:
-                raise _refused(name, "is not a regular file; the state of the training is in it")
+                raise _refused(name, "is not a regular file, but it holds training state")
             uses.append(FileUse(name, "unused", directories.why_unused(files, name)))
         elif _SIGNAL.fullmatch(name) or name in _DONE:
-            uses.append(FileUse(name, "signal", "a writer's word that its files are complete"))
+            uses.append(FileUse(name, "signal", "marks the files of a writer as complete"))
         elif name in UNUSED or _RANDOM.fullmatch(name):
             uses.append(FileUse(name, "unused", UNUSED.get(name, _RANDOM_REASON)))
         elif _TENSORS.fullmatch(name):
-            raise _refused(name, "is not a file of this kind of checkpoint, and may hold state of the training")
+            raise _refused(name, "is not known in this kind of checkpoint and may hold training state")
         elif _ASSET.fullmatch(name) and naming.is_asset_name(name):
             assets.append(name)
             uses.append(FileUse(name, "asset"))
         else:
-            uses.append(FileUse(name, "unused", "no file that Paddle's trainer keeps state in"))
+            uses.append(FileUse(name, "unused", "Paddle's trainer keeps no state in it"))
     return Leftovers(tuple(uses), tuple(assets))
 
 
@@ -93,8 +93,8 @@ def check_signals(names: Iterable[str], writers: int, kinds: Collection[str] = (
         for rank in range(world):
             if rank not in ranks.get(kind, ()):
                 raise StateMismatch(
-                    f"{kind}{rank} is missing, while other writers say that they are complete: rank {rank} may have been "
-                    "stopped while it saved",
-                    hint="import another step; or, if you know that all files are complete, remove the signal files",
+                    f"{kind}{rank} is missing, although other ranks marked theirs as complete: rank {rank} may have been "
+                    "stopped during the save",
+                    hint="import another step; if you know that all files are complete, remove the signal files instead",
                     file=f"{kind}{rank}",
                 )

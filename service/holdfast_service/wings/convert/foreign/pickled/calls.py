@@ -61,7 +61,7 @@ class LatinBytes(NamedTuple):
 def array(file: str, state: Any) -> PickledArray | LatinArray:
     """The state of `ndarray.__setstate__`: version, shape, dtype, Fortran order, bytes."""
     if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], NumpyDtype)):
-        raise Unfit("has an array that numpy does not write so")
+        raise Unfit("has an array in a form that numpy does not write")
     _, shape, dtype, fortran, data = state
     return _array(file, data, dtype.name, check_shape(shape), fortran is True)
 
@@ -69,7 +69,7 @@ def array(file: str, state: Any) -> PickledArray | LatinArray:
 def from_buffer(file: str, args: tuple[Any, ...]) -> PickledArray | LatinArray:
     """`numpy._core.numeric._frombuffer(bytes, dtype, shape, order)`: arrays of protocol 5."""
     if not (len(args) == 4 and isinstance(args[1], NumpyDtype) and args[3] in ("C", "F")):
-        raise Unfit("has an array that numpy does not write so")
+        raise Unfit("has an array in a form that numpy does not write")
     return _array(file, args[0], args[1].name, check_shape(args[2]), args[3] == "F")
 
 
@@ -82,7 +82,7 @@ def _array(file: str, data: Any, dtype: str, shape: tuple[int, ...], fortran: bo
         if data.characters == data.length:  # all of it is ASCII
             return PickledArray(dtype, shape, steps, "", data.offset, file)
         return LatinArray(dtype, shape, steps, data.offset, data.length, file)
-    raise Unfit(f"has an array {dtype}{list(shape)} whose values are not that many bytes")
+    raise Unfit(f"has an array {dtype}{list(shape)} whose values have another size")
 
 
 def _fits(data: LatinBytes, count: int) -> bool:
@@ -91,9 +91,9 @@ def _fits(data: LatinBytes, count: int) -> bool:
 
 def check_shape(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, tuple) or len(shape) > DIMENSIONS_MAX:
-        raise Unfit(f"has an array whose shape is not one of at most {DIMENSIONS_MAX} dimensions")
+        raise Unfit(f"has an array whose shape is malformed or has over {DIMENSIONS_MAX} dimensions")
     if not all(type(n) is int and 0 <= n <= _SIZE_MAX for n in shape) or prod(shape) > _SIZE_MAX // 16:
-        raise Unfit("has an array whose shape has wrong numbers")
+        raise Unfit("has an array with invalid numbers in its shape")
     return shape
 
 
@@ -109,10 +109,10 @@ def numpy_dtype(args: tuple[Any, ...]) -> NumpyDtype:
 def numpy_dtype_state(dtype: NumpyDtype, state: Any) -> None:
     """The state of `dtype.__setstate__`, in which only the byte order may matter; it must be little-endian."""
     if not (isinstance(state, tuple) and len(state) >= 8):
-        raise Unfit(f"has a dtype {dtype.code!r} that numpy does not write so")
+        raise Unfit(f"has a dtype {dtype.code!r} in a form that numpy does not write")
     if state[1] not in ("<", "|", "="):
         order = state[1][:8] if type(state[1]) is str else ""
-        raise Unfit(f"has values in the byte order {order!r}; only little-endian ones are read")
+        raise Unfit(f"has values in the byte order {order!r}; only little-endian values can be read")
     if any(part is not None for part in state[2:5]):
         raise Unfit("has an array of structures")
 
@@ -123,7 +123,7 @@ def tensor(args: tuple[Any, ...], dtype: str | None = None) -> PickledArray:
         raise Unfit("has a tensor in a form that torch does not write")
     storage, offset, shape, steps = args[0], args[1], check_shape(args[2]), args[3]
     if not (isinstance(steps, tuple) and len(steps) == len(shape) and all(type(s) is int for s in steps)):
-        raise Unfit(f"has a tensor of shape {list(shape)} with other strides")
+        raise Unfit(f"has a tensor of shape {list(shape)} with malformed strides")
     dtype = dtype or storage.dtype
     width, held = dtypes.bits(dtype) // 8, storage.shape[0] * dtypes.bits(storage.dtype) // 8
     reach = sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
@@ -145,20 +145,20 @@ def _is_storage(value: Any) -> bool:
 def tensor_v2(args: tuple[Any, ...]) -> PickledArray:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
     if not 6 <= len(args) <= 7 or (len(args) == 7 and args[6]):
-        raise Unfit("has a tensor with bits for conjugation or sign, or one that torch does not write so")
+        raise Unfit("has a tensor with a conjugate or negative bit, or in a form that torch does not write")
     return tensor(args[:4])
 
 
 def tensor_v3(args: tuple[Any, ...]) -> PickledArray:
     """`_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
     if not 7 <= len(args) <= 8 or (len(args) == 8 and args[7]):
-        raise Unfit("has a tensor with bits for conjugation or sign, or one that torch does not write so")
+        raise Unfit("has a tensor with a conjugate or negative bit, or in a form that torch does not write")
     return tensor(args[:4], _torch_dtype(args[6]))
 
 
 def _torch_dtype(given: Any) -> str:
     if not isinstance(given, PickledGlobal) or given.name not in TORCH:
-        name = given.name if isinstance(given, PickledGlobal) else "that is none"
+        name = given.name if isinstance(given, PickledGlobal) else "without a name"
         raise Unfit(f"has a tensor of dtype {name}, which no checkpoint can hold")
     return TORCH[given.name]
 
@@ -166,14 +166,14 @@ def _torch_dtype(given: Any) -> str:
 def parameter(args: tuple[Any, ...]) -> PickledArray:
     """`_rebuild_parameter(data, requires_grad, hooks[, state])`: its data. Attributes of the parameter are ignored."""
     if not 3 <= len(args) <= 4 or not isinstance(args[0], PickledArray):
-        raise Unfit("has a parameter that torch does not write so")
+        raise Unfit("has a parameter in a form that torch does not write")
     return args[0]
 
 
 def device_tensor(args: tuple[Any, ...]) -> PickledArray:
     """`_rebuild_device_tensor_from_numpy(data, dtype, device, requires_grad)`, and the same from a tensor."""
     if len(args) != 4 or not isinstance(args[0], PickledArray) or args[0].dtype != _torch_dtype(args[1]):
-        raise Unfit("has a tensor of a device whose values have another type")
+        raise Unfit("has a tensor whose values and dtype disagree")
     return args[0]
 
 
@@ -203,7 +203,7 @@ def subclass(args: tuple[Any, ...]) -> PickledArray:
     """`torch._tensor._rebuild_from_type_v2(function, class, args, state)`: a tensor or parameter with attributes."""
     if not (len(args) == 4 and isinstance(args[0], PickledGlobal) and isinstance(args[2], tuple)):
         raise Unfit("has a tensor in a form that torch does not write")
-    function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else "of no name"
+    function, kind = args[0].name, args[1].name if isinstance(args[1], PickledGlobal) else "without a name"
     if function not in TENSORS or kind not in _CLASSES:
-        raise Unfit(f"has a tensor of class {kind}, which holds its values in its own way")
+        raise Unfit(f"has a tensor of class {kind}, which stores its values in its own format")
     return TENSORS[function](args[2])

@@ -26,7 +26,7 @@ def _values(args: tuple[Any, ...], what: str) -> list[Any] | tuple[Any, ...]:
     if not args:
         return ()
     if len(args) > 1 or type(args[0]) not in (list, tuple):
-        raise Unfit(f"makes a {what} of what is neither a list nor a tuple")
+        raise Unfit(f"makes a {what} from something other than a list or tuple")
     values: list[Any] | tuple[Any, ...] = args[0]
     return values
 
@@ -37,7 +37,7 @@ def _dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     items: list[Any] = []
     for pair in _values(args, "dict"):
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise Unfit("makes a dict of what are no pairs")
+            raise Unfit("makes a dict from something other than pairs")
         items += pair
     if items:
         m.set_items(mapping, items)
@@ -47,14 +47,14 @@ def _dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
 def _default_dict(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     factory = args[0] if len(args) == 1 else None
     if len(args) > 1 or (factory is not None and (type(factory) is not PickledGlobal or factory.name not in _FACTORIES)):
-        raise Unfit("makes a dict with its own defaults")
+        raise Unfit("makes a defaultdict with a default that cannot be read")
     mapping: dict[Any, Any] = m.counted({})
     return mapping
 
 
 def _counter(m: PickleMachine, args: tuple[Any, ...]) -> dict[Any, Any]:
     if len(args) != 1 or type(args[0]) is not dict:
-        raise Unfit("makes a Counter from something that is not a dict")
+        raise Unfit("makes a Counter from something other than a dict")
     mapping: dict[Any, Any] = args[0]
     return mapping
 
@@ -87,7 +87,7 @@ def _size(m: PickleMachine, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _complex(m: PickleMachine, args: tuple[Any, ...]) -> complex:
     if len(args) != 2 or not all(type(part) is float for part in args):
-        raise Unfit("makes a complex number of what are not two floats")
+        raise Unfit("makes a complex number from something other than two floats")
     value: complex = m.counted(complex(*args))
     return value
 
@@ -98,24 +98,24 @@ def _bytes(m: PickleMachine, args: tuple[Any, ...]) -> PickledBytes | LatinBytes
     if not args:
         return PickledBytes(m.stream.path, m.stream.where, 0)
     if len(args) != 1 or not isinstance(args[0], PickledBytes | LatinBytes):
-        raise Unfit("makes bytes from something else")
+        raise Unfit("makes bytes from something other than bytes")
     return args[0]
 
 
 def _encode(m: PickleMachine, args: tuple[Any, ...]) -> LatinBytes:
     """`_codecs.encode(text, "latin1")`: how protocols below 3 have bytes."""
     if len(args) != 2 or type(args[1]) is not str or args[1] not in _LATIN:
-        raise Unfit("encodes text as no pickle of bytes does")
+        raise Unfit("encodes text in a form that pickled bytes do not have")
     text = args[0]
     m.charge(200)
     if type(text) is PickledBytes:  # a long text
         return LatinBytes(text.offset, text.length, None)
     known = m.texts.get(id(text))
     if known is None or known[0] is not text:
-        raise Unfit("encodes text as no pickle of bytes does")
+        raise Unfit("encodes text in a form that pickled bytes do not have")
     if id(text) not in m.latin:  # looked through once, however often it is named
         if any(ord(character) > 255 for character in text):
-            raise Unfit("encodes text as no pickle of bytes does")
+            raise Unfit("encodes text in a form that pickled bytes do not have")
         m.charge(40)
         m.latin.add(id(text))
     return known[1]
@@ -124,7 +124,7 @@ def _encode(m: PickleMachine, args: tuple[Any, ...]) -> LatinBytes:
 def _attribute(m: PickleMachine, args: tuple[Any, ...]) -> PickledRecord:
     """`getattr(Class, "NAME")`: a member of an enumeration."""
     if len(args) != 2 or type(args[0]) is not PickledGlobal or type(args[1]) is not str or args[0].name not in m.allowed:
-        raise Unfit("takes an attribute, which could be anything")
+        raise Unfit("reads an attribute, which is not allowed")
     return m.record(args[0].name, (args[1],))
 
 
@@ -132,13 +132,13 @@ def _reconstructed(m: PickleMachine, args: tuple[Any, ...]) -> PickledRecord:
     """`copyreg._reconstructor(Class, object, None)`: objects of protocols 0 and 1, and of their subclasses."""
     plain = len(args) == 3 and args[1] == PickledGlobal("builtins.object") and args[2] is None
     if not plain or type(args[0]) is not PickledGlobal or args[0].name not in m.allowed:
-        raise Unfit("makes an object in a way that is not read")
+        raise Unfit("makes an object in a form that cannot be read")
     return m.record(args[0].name, ())
 
 
 def _layout(m: PickleMachine, args: tuple[Any, ...]) -> PickledGlobal:
     if len(args) != 1 or type(args[0]) is not str:
-        raise Unfit("has a layout of tensors without a name")
+        raise Unfit("has a tensor layout without a name")
     m.charge(100)
     return PickledGlobal(args[0])
 
@@ -155,7 +155,7 @@ def _dtype(m: PickleMachine, args: tuple[Any, ...]) -> NumpyDtype:
 def _unfilled(m: PickleMachine, args: tuple[Any, ...]) -> UnfilledArray:
     """`numpy._core.multiarray._reconstruct(ndarray, (0,), b"b")`; BUILD supplies the contents."""
     if len(args) != 3 or args[0] != PickledGlobal("numpy.ndarray"):
-        raise Unfit("has an array that numpy does not write so")
+        raise Unfit("has an array in a form that numpy does not write")
     m.charge(200)
     return UnfilledArray()
 
@@ -168,13 +168,13 @@ def _from_buffer(m: PickleMachine, args: tuple[Any, ...]) -> Any:
 def _scalar(m: PickleMachine, args: tuple[Any, ...]) -> Any:
     """`numpy._core.multiarray.scalar(dtype, bytes)`: the number."""
     if len(args) != 2 or type(args[0]) is not NumpyDtype:
-        raise Unfit("has a number that numpy does not write so")
+        raise Unfit("has a number in a form that numpy does not write")
     name = args[0].name
     data = m.bytes_of(args[1], NUMBER_BYTES_MAX)
     if isinstance(args[1], LatinBytes):
         data = data.decode().encode("latin1")
     if len(data) != dtypes.bits(name) // 8:
-        raise Unfit("has a number whose bytes are not those of one")
+        raise Unfit("has a number of the wrong size")
     return m.counted(np.frombuffer(data, dtypes.to_numpy(name))[0].item())
 
 

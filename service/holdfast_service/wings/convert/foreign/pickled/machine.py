@@ -66,7 +66,7 @@ class PickleMachine:
                 return True
             act = OPCODES.get(opcode)
             if act is None:
-                raise Unfit(f"has opcode {bytes((opcode,))!r}, which no tensor file of protocols 2 to 5 has")
+                raise Unfit(f"has opcode {bytes((opcode,))!r}, which tensor files of protocols 2 to 5 do not use")
             act(self)
         return False
 
@@ -84,13 +84,13 @@ class PickleMachine:
     def _check_limits(self) -> None:
         self.stream.check_length()
         if len(self.stack) + self._deep > STACK_MAX:
-            raise self.stream.limit(f"holds over {STACK_MAX} values in no container")
+            raise self.stream.limit(f"has over {STACK_MAX} values outside containers")
 
     def charge(self, count: int) -> None:
         """Count so many more bytes of memory."""
         self._spent += count
         if self._spent > MEMORY_BYTES_MAX:
-            raise self.stream.limit(f"needs over {MEMORY_BYTES_MAX} bytes of memory beside its arrays")
+            raise self.stream.limit(f"needs over {MEMORY_BYTES_MAX} bytes of memory in addition to its arrays")
 
     def counted(self, value: Any) -> Any:
         self.charge(getsizeof(value))
@@ -108,7 +108,7 @@ class PickleMachine:
 
     def mark(self) -> None:
         if len(self._below) >= MARKS_MAX:
-            raise Unfit(f"has over {MARKS_MAX} marks within each other")
+            raise Unfit(f"has over {MARKS_MAX} nested marks")
         self._below.append(self.stack)
         self._deep += len(self.stack)
         self.stack = []
@@ -130,14 +130,14 @@ class PickleMachine:
         elif index < len(memo):
             memo[index] = value
         else:
-            raise Unfit(f"notes a value as number {index}, and there are {len(memo)} before it")
+            raise Unfit(f"stores memo entry {index} after {len(memo)} entries")
         if type(value) is UnfilledArray:
             self.charge(40)
             value.places.append(index)
 
     def recall(self, index: int) -> None:
         if index >= len(self._memo):
-            raise Unfit(f"recalls value {index} of {len(self._memo)}")
+            raise Unfit(f"reads memo entry {index} of {len(self._memo)}")
         self.stack.append(self._memo[index])
 
     def text(self, length: int) -> None:
@@ -168,7 +168,7 @@ class PickleMachine:
         value = self._globals.get(full)
         if value is None:
             if full not in calls.NAMES and full not in KNOWN_CALLS and full not in self.allowed:
-                raise Unfit(f"names {full[:200]!r}, which is neither a tensor nor a plain value: it is not read, nor run")
+                raise Unfit(f"names {full[:200]!r}, which is neither a tensor nor a plain value, and is not executed")
             self.charge(400 + len(full))
             value = self._globals[full] = PickledGlobal(full)
         return value
@@ -176,12 +176,12 @@ class PickleMachine:
     def call(self, function: Any, args: Any) -> Any:
         """The result of a call."""
         if not isinstance(function, PickledGlobal) or type(args) is not tuple:
-            raise Unfit("calls what is not a function")
+            raise Unfit("calls something that is not a function")
         known = KNOWN_CALLS.get(function.name)
         if known is not None:
             return known(self, args)
         if function.name not in self.allowed:
-            raise Unfit(f"calls {function.name}, of which only the name is known")
+            raise Unfit(f"calls {function.name}, which is not allowed")
         return self.record(function.name, args)
 
     def record(self, name: str, args: tuple[Any, ...]) -> PickledRecord:
@@ -202,7 +202,7 @@ class PickleMachine:
         elif type(value) is PickledRecord and value.state is None:
             value.build(state)
         elif type(value) is not dict or type(state) is not dict or len(state) > 1 or "_metadata" not in state:
-            raise Unfit(f"gives attributes to a value of type {type(value).__name__}")
+            raise Unfit(f"sets attributes of a value of type {type(value).__name__}")
 
     def extend(self, value: Any, items: list[Any]) -> None:
         """Append to a list, or to a record's items."""
@@ -254,5 +254,5 @@ class PickleMachine:
 
     def bytes_of(self, value: Any, length_max: int) -> bytes:
         if not isinstance(value, PickledBytes | LatinBytes) or value.length > 2 * length_max:
-            raise Unfit("has a number whose bytes are not those of one")
+            raise Unfit("has a number of the wrong size")
         return self.stream.again(value.offset, value.length)

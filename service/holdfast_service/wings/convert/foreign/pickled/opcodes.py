@@ -26,7 +26,7 @@ Act = Callable[["PickleMachine"], None]
 def _proto(m: PickleMachine) -> None:
     m.protocol = m.stream.number(1)
     if m.protocol not in PROTOCOLS:
-        raise Unfit(f"has protocol {m.protocol}; {PROTOCOLS.start} to {PROTOCOLS.stop - 1} are read")
+        raise Unfit(f"has protocol {m.protocol}; only {PROTOCOLS.start} to {PROTOCOLS.stop - 1} can be read")
 
 
 def _frame(m: PickleMachine) -> None:
@@ -133,7 +133,7 @@ def _global(m: PickleMachine) -> None:
 def _stack_global(m: PickleMachine) -> None:
     name, module = m.pop(), m.pop()
     if not (type(name) is str and type(module) is str and len(name) + len(module) <= NAME_BYTES_MAX):
-        raise Unfit("names a class by what is not a name")
+        raise Unfit("gives a class name that is not text")
     m.stack.append(m.find(module, name))
 
 
@@ -151,7 +151,7 @@ def _new_object_ex(m: PickleMachine) -> None:
     keywords, args, kind = m.pop(), m.pop(), m.pop()
     record = m.call(kind, args)
     if keywords and (type(keywords) is not dict or type(record) is not PickledRecord):
-        raise Unfit("makes a value of named arguments")
+        raise Unfit("makes a value with named arguments")
     if keywords:
         record.build(keywords)
     m.stack.append(record)

@@ -60,7 +60,7 @@ class PickleStream:
         """Skip bytes; returns the byte of the file at which they begin."""
         first = self.where
         if count > self.stop - first:
-            raise self.cut_off(f"{count} bytes of a value, of which {self.stop - first} are there")
+            raise self.cut_off(f"{count} bytes of a value, of which only {self.stop - first} remain")
         self._skipped += count
         if self._at + count <= len(self._buffer):
             self._at += count
@@ -76,7 +76,7 @@ class PickleStream:
     def check_length(self) -> None:
         """`LimitExceeded` if more was read than a pickle's own part may have."""
         if self.where - self._start - self._skipped > PICKLE_BYTES_MAX:
-            raise self.limit(f"has over {PICKLE_BYTES_MAX} bytes beside its arrays")
+            raise self.limit(f"has over {PICKLE_BYTES_MAX} bytes in addition to its arrays")
 
     def refused(self, what: str, hint: str = AGAIN) -> CheckpointError:
         return StateMismatch(self._said(what), hint=hint, file=self.path)
@@ -100,5 +100,7 @@ class PickleStream:
         self._buffer, self._base, self._at = self._files.read(self.path, first, length), first, 0
         if len(self._buffer) < length:
             raise CorruptManifest(
-                f"{self.path} became shorter while it was read", hint="import it when no process writes it", file=self.path
+                f"{self.path} was truncated while being read",
+                hint="import it again when no process is writing it",
+                file=self.path,
             )

@@ -23,7 +23,7 @@ _LEGACY_PROTOCOL = 1001
 _SIZE_BYTES = 8
 VALUE_BYTES_MAX = 64  # of a storage whose CRC-32 is compared at once: a number, which a caller may use before all is copied
 _MARKS = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
-_SCRIPT = "it is a TorchScript program; save the state_dict of the module that it was made from"
+_SCRIPT = "it is a TorchScript program: save the state_dict of the original module"
 
 
 class _StorageId(NamedTuple):
@@ -41,7 +41,7 @@ class _StorageId(NamedTuple):
 def _storage_id(given: Any, parts: int) -> _StorageId:
     """Parse one of torch's persistent ids; `Unfit` for any other."""
     if not (type(given) is tuple and len(given) == parts and given[0] == "storage" and type(given[1]) is PickledGlobal):
-        raise Unfit("refers to something outside it that is not a storage")
+        raise Unfit("refers to something outside the pickle that is not a storage")
     _, kind, key, location, elements = given[:5]
     if type(key) is not str:
         raise Unfit("has a storage without a key")
@@ -63,9 +63,9 @@ def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
     held = zip_members.members(zip_file)
     roots = {name[: -len("data.pkl")] for name in held if name.endswith("/data.pkl") and name.count("/") == 1}
     if any(name.rpartition("/")[2] == "constants.pkl" for name in held):
-        raise zip_file.refused("its pickle is not one of torch.save", _SCRIPT)
+        raise zip_file.refused("it was not written by torch.save", _SCRIPT)
     if len(roots) != 1:
-        raise zip_file.refused("the zip file has no data.pkl, or several")
+        raise zip_file.refused("the zip file does not have exactly one data.pkl")
     (root,) = roots
     data = f"{root}data/"
     unknown = [name for name in held if name not in {root + mark for mark in _MARKS} and not name.startswith(data)]
@@ -78,7 +78,7 @@ def read_zip(zip_file: ZipWindow, allowed: Collection[str]) -> Any:
     stream = PickleStream(zip_file.files, zip_file.path, start, start + held[f"{root}data.pkl"].bytes)
     value = PickleMachine(stream, allowed, storages.find).run()
     if stream.where != stream.stop:
-        raise stream.refused(f"ends at byte {stream.where}, before its member does")
+        raise stream.refused(f"ends at byte {stream.where}, before the end of its member")
     unused = [name for name in held if name.startswith(data) and name[len(data) :] not in storages.found]
     if unused:
         raise zip_file.refused(f"no tensor refers to its member {unused[0]!r}")
@@ -90,7 +90,7 @@ def _check_order_of_bytes(zip_file: ZipWindow, member: ZipMember | None) -> None
         return
     order = zip_file.read(zip_members.data_start(zip_file, member), min(member.bytes, 16))
     if order != b"little":
-        raise zip_file.refused(f"its values are in the byte order {order!r}; only little-endian ones are read")
+        raise zip_file.refused(f"its values are in the byte order {order!r}; only little-endian values can be read")
 
 
 class _ZipStorages:
@@ -102,7 +102,7 @@ class _ZipStorages:
         storage = _storage_id(given, 5)
         member = self._held.get(self._data + storage.key)
         if member is None or member.bytes != storage.nbytes:
-            problem = "is not there" if member is None else f"has {member.bytes} bytes instead of {storage.nbytes}"
+            problem = "is missing" if member is None else f"has {member.bytes} bytes instead of {storage.nbytes}"
             raise Unfit(f"has a storage {storage.key[:40]!r}, which {problem}")
         if storage.key not in self.found:
             start = zip_members.data_start(self._zip, member)
@@ -123,9 +123,9 @@ def read_legacy(files: Files, path: str, size: int, allowed: Collection[str]) ->
         at = stream.where
     magic, protocol, machine = heads
     if magic != LEGACY_MAGIC or protocol != _LEGACY_PROTOCOL or not isinstance(machine, dict):
-        raise stream.refused("is not what torch.save writes before a value")
+        raise stream.refused("does not have the header that torch.save writes before a value")
     if machine.get("little_endian") is not True:
-        raise stream.refused("says that values are big-endian; only little-endian ones are read")
+        raise stream.refused("says that values are big-endian; only little-endian values can be read")
     storages = _LegacyStorages(path)
     first = PickleStream(files, path, at, size)
     PickleMachine(first, allowed, storages.note).run()
@@ -146,7 +146,7 @@ class _LegacyStorages:
     def note(self, given: Any) -> PickledArray:
         storage = _storage_id(given, 6)
         if storage.nbytes != self._named.setdefault(storage.key, storage).nbytes:
-            raise Unfit(f"has a storage {storage.key[:40]!r} of two lengths")
+            raise Unfit(f"gives two lengths for storage {storage.key[:40]!r}")
         return _values(storage, 0, self._path)
 
     def find(self, given: Any) -> PickledArray:
@@ -157,7 +157,7 @@ class _LegacyStorages:
         """Find the storages that follow in this order, each after its number of elements."""
         known = isinstance(order, list) and all(type(key) is str for key in order)
         if not known or len(order) != len(self._named) or set(order) != self._named.keys():
-            raise stream.refused("has other storages behind it than those that it names")
+            raise stream.refused("is followed by different storages than it names")
         at = stream.where
         for key in order:
             storage = self._named[key]
@@ -170,8 +170,8 @@ class _LegacyStorages:
                     file=self._path,
                 )
             if int.from_bytes(head, "little") != storage.elements:
-                raise stream.refused(f"names a storage {storage.key[:40]!r} of another length than the one at byte {at}")
+                raise stream.refused(f"gives storage {storage.key[:40]!r} another length than the one stored at byte {at}")
             self._starts[storage.key] = at
             at += storage.nbytes
         if at != stream.stop:
-            raise stream.refused(f"is followed by {stream.stop - at} bytes that belong to nothing")
+            raise stream.refused(f"is followed by {stream.stop - at} unused bytes")

@@ -25,7 +25,7 @@ _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _NONE_32 = 2**32 - 1
-_COPY = "copy the file again: it is not what its writer wrote"
+_COPY = "copy the file again: it is damaged"
 
 
 class ZipMember(NamedTuple):
@@ -52,7 +52,7 @@ class ZipWindow(NamedTuple):
     def read(self, at: int, length: int) -> bytes:
         data = self.files.read(self.path, at, length) if self.start <= at <= at + length <= self.stop else b""
         if len(data) != length:
-            raise self.broken(f"says that {length} bytes stand at byte {at}, which it has not")
+            raise self.broken(f"refers to {length} bytes at byte {at}, beyond its end")
         return data
 
     def broken(self, what: str) -> CheckpointError:
@@ -72,11 +72,11 @@ def members(zip_file: ZipWindow) -> dict[str, ZipMember]:
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data):
-            raise zip_file.broken("has a directory that ends too early")
+            raise zip_file.broken("has a truncated directory")
         zip_members.append(_member(zip_file, data, at))
         at += _ENTRY.size + sum(_ENTRY.unpack_from(data, at)[10:13])
     if at != len(data):
-        raise zip_file.broken("has a directory with more in it than members")
+        raise zip_file.broken("has extra bytes in its directory")
     return _apart(zip_file, zip_members, first)
 
 
@@ -88,7 +88,7 @@ def data_start(zip_file: ZipWindow, member: ZipMember) -> int:
     named = head[9] == len(name) and read.endswith(name)
     start: int = member.header + len(read) + head[10]
     if head[0] != MAGIC or not named or head[3] != 0 or start + member.bytes > member.stop:
-        raise zip_file.broken(f"has two different headers for its member {member.name!r}, or one that does not fit")
+        raise zip_file.broken(f"has inconsistent headers for its member {member.name!r}")
     return start
 
 
@@ -107,17 +107,17 @@ def _directory(zip_file: ZipWindow) -> tuple[int, int, int]:
     at = zip_file.stop - _END.size
     end = _END.unpack(zip_file.read(at, _END.size))
     if end[0] != b"PK\x05\x06" or end[7] != 0:
-        raise zip_file.broken("is cut off: its directory is not at its end")
+        raise zip_file.broken("is cut off: it does not end with its directory")
     count, length, first = end[4], end[5], end[6]
     before = zip_file.read(at - _LOCATOR.size, _LOCATOR.size) if at - _LOCATOR.size >= zip_file.start else b""
     if before.startswith(b"PK\x06\x07"):  # torch always writes a zip64 directory, whose numbers take precedence
         at = zip_file.start + _LOCATOR.unpack(before)[2]
         end_64 = _END_64.unpack(zip_file.read(at, _END_64.size))
         if end_64[0] != b"PK\x06\x06":
-            raise zip_file.broken("is cut off: its directory is not at its end")
+            raise zip_file.broken("is cut off: it does not end with its directory")
         count, length, first = end_64[7], end_64[8], end_64[9]
     if zip_file.start + first + length != at:
-        raise zip_file.broken("has a directory that is not at its end")
+        raise zip_file.broken("does not end with its directory")
     return zip_file.start + first, length, count
 
 
@@ -130,9 +130,9 @@ def _member(zip_file: ZipWindow, data: bytes, at: int) -> ZipMember:
     except UnicodeDecodeError:
         raise zip_file.broken(f"has a member {raw[:80]!r}, whose name is not ASCII") from None
     if entry[0] != b"PK\x01\x02" or not name or name_bytes > NAME_BYTES_MAX:
-        raise zip_file.broken("has a directory that is not one")
+        raise zip_file.broken("has a malformed directory")
     if name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
-        raise zip_file.refused(f"its member {name!r} would be outside the file")
+        raise zip_file.refused(f"its member {name!r} has a path outside the archive")
     extra_at = at + _ENTRY.size + name_bytes
     packed, size, header = _sizes(zip_file, entry, data[extra_at : extra_at + extra_bytes])
     if entry[4] != 0 or packed != size or entry[3] & 1:
@@ -164,7 +164,7 @@ def _apart(zip_file: ZipWindow, zip_members: list[ZipMember], directory: int) ->
     made: dict[str, ZipMember] = {}
     for member, (header, stop) in zip(ordered, pairwise(bounds), strict=True):
         if header < zip_file.start or header + _LOCAL.size + len(member.name) + member.bytes > stop:
-            raise zip_file.broken(f"has a member {member.name!r} that reaches into another")
+            raise zip_file.broken(f"has a member {member.name!r} that overlaps another")
         if member.name in made:
             raise zip_file.broken(f"has two members {member.name!r}")
         made[member.name] = member._replace(stop=stop)
