@@ -99,6 +99,7 @@ DELETE /v1/jobs/{job_id}                                         write seen
 GET    /v1/events                                                read  seen
 GET    /                                                         read  seen
 GET    /runs/{run}                                               read  path
+GET    /runs/{run}/saves                                         read  path
 GET    /runs/{run}/about                                         read  path
 POST   /runs/{run}/about                                         write path form
 POST   /runs/{run}/life                                          write path form

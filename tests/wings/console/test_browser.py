@@ -59,11 +59,13 @@ def test_overview_goes_on_by_itself(shown: Window, at: Live) -> None:
 def test_a_run_goes_on_by_itself(shown: Window, at: Live) -> None:
     """Its table, its plots and its sentence follow without a reload, and the range that was zoomed to stays."""
     page = shown.go(f"/runs/{RUN}")
-    before = page.locator("#checkpoints ~ .table-box tbody tr").first.get_attribute("id") or ""
-    drawn = "() => document.querySelectorAll('#lanes canvas').length"
-    assert page.evaluate(drawn) == 1
-    expect(page.locator("#checkpoints ~ .table-box tbody tr").first).not_to_have_attribute("id", before, timeout=30_000)
-    assert page.evaluate(drawn) == 1
+    newest = page.locator("table.saved tbody tr").first
+    before = newest.get_attribute("id") or ""
+    expect(page.locator("#lanes canvas")).to_have_count(1)
+    counted = page.locator("#pointed").inner_text()
+    expect(newest).not_to_have_attribute("id", before, timeout=30_000)
+    expect(page.locator("#pointed")).not_to_have_text(counted, timeout=30_000)
+    expect(page.locator("#lanes canvas")).to_have_count(1)
     expect(page.locator("#verdict")).to_contain_text("The last good checkpoint is step")
     expect(page.locator("[data-metric='loss'] canvas")).to_be_visible()
 

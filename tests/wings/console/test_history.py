@@ -52,12 +52,12 @@ def test_what_became_of_each_save() -> None:
         checkpoint(2, verified=False),
         checkpoint(3, healthy=False),
         checkpoint(4, damage={"code": "corrupt-extent"}),
-        checkpoint(5),
-        checkpoint(6, abandoned=True),
+        checkpoint(5, pinned=True),
+        checkpoint(6, abandoned=True, pinned=True),
     ]
     rounds = [a_round(step, "committed") for step in range(1, 8)]
     rounds += [a_round(8, "dropped", code="generation-dropped"), a_round(9, "aborted"), a_round(10, "sealed", ended=None)]
-    found = history.saves(checkpoints, rounds, {5})
+    found = history.saves(checkpoints, rounds)
     outcomes = {save["step"]: save["outcome"] for save in found}
     standing = ["verified", "committed", "unhealthy", "damaged", "pinned", "abandoned"]
     assert [outcomes[step] for step in range(1, 11)] == [*standing, "removed", "dropped", "aborted", "under way"]
@@ -78,8 +78,17 @@ def test_what_does_not_stand_any_more_was_removed(
     steps: tuple[int, int], complete: bool, outcomes: list[tuple[int, str]]
 ) -> None:
     rounds = [a_round(number, "committed").model_copy(update={"step": step}) for number, step in enumerate(steps, 2)]
-    found = history.saves([checkpoint(steps[-1])], rounds, set(), complete=complete)
+    found = history.saves([checkpoint(steps[-1])], rounds, complete=complete)
     assert [(save["step"], save["outcome"]) for save in found] == outcomes
+
+
+def test_columns_of_saves() -> None:
+    """One value of each list for a save; of a metric that a checkpoint has not, none."""
+    made = [checkpoint(1, metrics={"loss": 2.0}), checkpoint(2, metrics={"loss": 1.0, "acc": 0.5}), checkpoint(3)]
+    found = history.columns(history.saves(made, []))
+    assert (found["step"], found["outcome"]) == ([1, 2, 3], ["verified"] * 3)
+    assert found["metrics"] == {"acc": [None, 0.5, None], "loss": [2.0, 1.0, None]}
+    assert history.columns([]) == {"metrics": {}}
 
 
 def test_measurements_of_a_save() -> None:
@@ -87,14 +96,14 @@ def test_measurements_of_a_save() -> None:
     phases = {"stall_s": 0.1, "stage_s": 1.0, "queue_s": 0.5, "write_s": 2.0, "commit_s": 0.5, "bytes": 4000.0}
     measured = a_round(1, "committed", measured=phases | {"disk_bytes_per_second": 3000.0})
     plain = a_round(2, "committed")
-    one, two = history.saves([checkpoint(1), checkpoint(2)], [measured, plain], set())
+    one, two = history.saves([checkpoint(1), checkpoint(2)], [measured, plain])
     assert (one["stall"], one["durable"], one["rate"], one["limit"]) == (0.1, 4.0, 2000.0, 3000.0)
     assert (two["stall"], two["durable"], two["rate"], two["bytes"]) == (None, 1.0, None, 1000)
 
 
 def test_saves_older_than_what_was_asked_for_are_not_removed() -> None:
     """A committed round of a step below the oldest checkpoint listed says nothing about whether it is still there."""
-    found = history.saves([checkpoint(5)], [a_round(1, "committed"), a_round(5, "committed")], set())
+    found = history.saves([checkpoint(5)], [a_round(1, "committed"), a_round(5, "committed")])
     assert [save["step"] for save in found] == [5]
 
 
@@ -184,13 +193,12 @@ def stored(outcomes: list[str]) -> list[dict[str, Any]]:
 def test_when_storage_is_full() -> None:
     """From the newest saves and what is left; nothing where that says little."""
     five = stored(["verified"] * 5)
-    assert history.full_in(growing(), five, limited=False) == 600.0
-    assert history.full_in(growing(quota_bytes=700), five, limited=False) == 120.0
-    assert history.full_in(growing(), five[:4], limited=False) is None
-    assert history.full_in(growing(), stored(["removed"]) + five, limited=False) is None
-    assert history.full_in(growing(), five, limited=True) is None
-    assert history.full_in(growing(life="finished"), five, limited=False) is None
-    assert history.full_in(growing(interval_s=None), five, limited=False) is None
+    assert history.full_in(growing(), five) == 600.0
+    assert history.full_in(growing(quota_bytes=700), five) == 120.0
+    assert history.full_in(growing(), five[:4]) is None
+    assert history.full_in(growing(), stored(["removed"]) + five) is None
+    assert history.full_in(growing(life="finished"), five) is None
+    assert history.full_in(growing(interval_s=None), five) is None
 
 
 def test_a_list_shows_what_it_knows() -> None:

@@ -53,7 +53,7 @@ PAGES = {
     f"{STEP}/histogram?group=model&name=embed.weight&minus=10": ("Change from step 10 to 5", "Step 10"),
     f"{STEP}/restore?tp=2&group=optim": ("2 ranks, group optim", "Reads ÷ needs"),
     f"{STEP}/restore?layout=&group=model": ("holdfast restore tiny@5", "import holdfast", "curl -f -o rank0.safetensors"),
-    f"{STEP}/restore": ("Resume from step 5", "restore(step=5)", "marks 2 checkpoints", "Advanced"),
+    f"{STEP}/restore": ("Resume from step 5", "restore(step=5)", "marks 2 newer checkpoints", "Advanced"),
     "/runs/tiny/checkpoints/15/restore": ("Nothing is lost or left behind",),
     "/runs/other/checkpoints/1/remove": ("Remove step 1?", "Type the step to confirm"),
     "/nodes": ("node-1", "Catalog and storage answer"),

@@ -102,7 +102,7 @@ def test_an_older_step_leaves_newer_ones_behind(pages: Pages, tmp_path: Path) ->
     """The page says which, and how one is kept: as a checkpoint of its own that verifies."""
     pages.train("older")
     text, lines = Page(pages.page("older", 20)).text, pages.lines("older", 20)
-    assert "marks 2 checkpoints (step 30 to 40) as abandoned" in text
+    assert "marks 2 newer checkpoints (step 30 to 40) as abandoned" in text
     assert loop(lines["loop"], steps=25)[0] == list(range(21, 26))
     assert pages.abandoned("older") == set()  # nothing was saved on the new line yet
     shell(lines["keep"], tmp_path)

@@ -46,14 +46,15 @@ def title(code: str) -> str:
     return TITLES.get(code, code.replace("-", " ").capitalize())
 
 
-def button(alert: Alert) -> Button:
+def button(alert: Alert, *, on_its_page: bool = False) -> Button | None:
+    """What mends it. The run's own page has a button to resume, and needs no link to itself."""
     if alert.run is None:
         return _of_the_service(alert)
     run, step = alert.run, alert.step
     mend = f"{to(run)}/mend"
-    if alert.remedy == "resume" and step is not None:
+    if alert.remedy == "resume" and step is not None and not on_its_page:
         return Button(f"Resume from step {step}", to(run, step, "restore"))
-    if alert.remedy == "restore-healthy" and alert.healthy is not None:
+    if alert.remedy == "restore-healthy" and alert.healthy is not None and not on_its_page:
         return Button(f"Resume from step {alert.healthy}", to(run, alert.healthy, "restore"))
     if alert.remedy == "raise-quota":
         return _form("Raise the quota by half", mend, remedy="raise-quota")
@@ -68,7 +69,7 @@ def button(alert: Alert) -> Button:
     if alert.remedy == "retry-replicas" and alert.subject:
         return _form("Copy again now", mend, remedy="retry-replicas", subject=alert.subject)
     label, place = _LOOKS.get(alert.code, ("Look at the saves", ""))
-    return Button(label, f"{to(run)}{place}")
+    return Button(label, f"{to(run)}{place}") if place or not on_its_page else None
 
 
 def _form(label: str, address: str, **fields: str) -> Button:

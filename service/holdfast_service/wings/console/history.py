@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ _PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
 
 
 def saves(
-    checkpoints: Sequence[bodies.CheckpointInfo], rounds: Sequence[bodies.Round], pinned: set[int], complete: bool = False
+    checkpoints: Sequence[bodies.CheckpointInfo], rounds: Sequence[bodies.Round], complete: bool = False
 ) -> list[dict[str, Any]]:
     """Every save of which there is a round or a checkpoint, oldest first.
 
@@ -49,9 +49,16 @@ def saves(
                 continue  # not removed, only not requested
             steps.add(round_.step)
             checkpoint = checkpoint if last[round_.step] == round_.id else None
-        saves_shown.append(_of_round(round_, checkpoint, pinned))
-    saves_shown += [_of_checkpoint(round_, pinned) for round_ in checkpoints if round_.step not in steps]
+        saves_shown.append(_of_round(round_, checkpoint))
+    saves_shown += [_of_checkpoint(round_) for round_ in checkpoints if round_.step not in steps]
     return sorted(saves_shown, key=lambda save: (save["at"], save["step"]))
+
+
+def columns(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same as one list for each value, which is a third of the bytes; `metrics` has a list for each metric."""
+    names = sorted({name for save in found for name in save["metrics"]})
+    listed: dict[str, Any] = {name: [save[name] for save in found] for name in (found[0] if found else ())}
+    return listed | {"metrics": {name: [save["metrics"].get(name) for save in found] for name in names}}
 
 
 METRICS_DRAWN = 12
@@ -65,11 +72,13 @@ def marks(checkpoints: Sequence[bodies.CheckpointInfo], ill: FirstNonFinite | No
     return found + ([] if ill is None else [{"step": ill.step, "what": f"{ill.kind} from"}])
 
 
-def full_in(summary: RunSummary, drawn: Sequence[dict[str, Any]], limited: bool) -> float | None:
-    """Seconds until the disk or the quota is full if a training run goes on saving like this; None if that is not known."""
+def full_in(summary: RunSummary, drawn: Sequence[dict[str, Any]]) -> float | None:
+    """Seconds until the disk or the quota is full if a training run goes on saving like its newest saves, and nothing is
+    removed; None if that is not known.
+    """
     newest: list[int] = [save["bytes"] for save in drawn if save["outcome"] in KEPT and save["bytes"]][-GROWTH_SAVES_MIN:]
     gone = any(save["outcome"] == "removed" for save in drawn)
-    if summary.life != "training" or not summary.interval_s or limited or gone or len(newest) < GROWTH_SAVES_MIN:
+    if summary.life != "training" or not summary.interval_s or gone or len(newest) < GROWTH_SAVES_MIN:
         return None
     left = summary.free_bytes
     if summary.quota_bytes is not None:
@@ -100,7 +109,7 @@ def metrics(checkpoints: Sequence[bodies.CheckpointInfo]) -> list[MetricExtremes
     return [MetricExtremes(name, *min(metrics_by_name[name]), *max(metrics_by_name[name])) for name in drawn]
 
 
-def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
+def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None) -> dict[str, Any]:
     times = SaveTimes.model_validate(save.measured or {})
     phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
     opened = stamp(save.opened)
@@ -111,7 +120,7 @@ def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinn
         "at": ended or opened,
         "step": save.step,
         "attempt": save.attempt,
-        "outcome": _outcome(save, checkpoint, pinned),
+        "outcome": _outcome(save, checkpoint),
         "why": save.code,
         "stall": times.stall_s,
         "durable": durable if save.state == "committed" else None,
@@ -122,14 +131,13 @@ def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinn
     }
 
 
-def _of_checkpoint(checkpoint: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, Any]:
-    outcome = "pinned" if checkpoint.step in pinned and checkpoint.state in ("verified", "committed") else checkpoint.state
+def _of_checkpoint(checkpoint: bodies.CheckpointInfo) -> dict[str, Any]:
     nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
     known = {
         "at": stamp(checkpoint.created),
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
-        "outcome": outcome,
+        "outcome": _standing(checkpoint),
         "bytes": checkpoint.bytes,
     }
     return known | nothing | {"metrics": _finite(checkpoint)}
@@ -139,13 +147,15 @@ def _finite(checkpoint: bodies.CheckpointInfo | None) -> dict[str, float]:
     return {} if checkpoint is None else {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
 
 
-def _outcome(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:
+def _outcome(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None) -> str:
     if save.state in ("aborted", "dropped"):
         return save.state
     if save.state != "committed":
         return "under way"
-    if checkpoint is None:
-        return "removed"
-    if save.step in pinned and checkpoint.state in ("verified", "committed"):
-        return "pinned"
-    return checkpoint.state
+    return "removed" if checkpoint is None else _standing(checkpoint)
+
+
+def _standing(checkpoint: bodies.CheckpointInfo) -> str:
+    """A checkpoint with a label is kept as one with a pin is."""
+    kept = (checkpoint.pinned or checkpoint.labels) and checkpoint.state in ("verified", "committed")
+    return "pinned" if kept else checkpoint.state

@@ -43,8 +43,12 @@ def place(nodes: bodies.Page[bodies.Node] | None, url: object) -> str:
     """What `at=` of a trainer takes: the root, or the service's address for viewers that are not shown it. Another directory
     would begin a training without its checkpoints.
     """
-    root = nodes.items[0].root if nodes and nodes.items else None
-    return root or str(url).rstrip("/")
+    return root_of(nodes) or str(url).rstrip("/")
+
+
+def root_of(nodes: bodies.Page[bodies.Node] | None) -> str | None:
+    """The root, for viewers that are shown it."""
+    return nodes.items[0].root if nodes and nodes.items else None
 
 
 def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snippet]:
@@ -68,7 +72,7 @@ def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snipp
     )
     return [
         Snippet("loop", "Python, your own loop", loop, _NOTES[how]),
-        Snippet("trainer", "transformers Trainer", attached, _NOTES[how]),
+        Snippet("trainer", "transformers Trainer", attached),
         *_torchrun(checkpoint, how),
     ]
 
@@ -85,7 +89,7 @@ def _torchrun(checkpoint: bodies.CheckpointInfo, how: How) -> list[Snippet]:
     command = f"torchrun --standalone --nproc-per-node {min(checkpoint.world, RANKS_OF_A_MACHINE)} train.py\n"
     ranks = f"Saved by {checkpoint.world} {'rank' if checkpoint.world == 1 else 'ranks'}; any number of ranks restores it."
     if how != "step":
-        return [Snippet("torchrun", "torchrun", command, f"Every rank runs the same lines. {ranks}")]
+        return [Snippet("torchrun", "torchrun", command, ranks)]
     read = 'wanted = os.environ.get("RESUME_STEP")\nfirst = checkpointer.restore(step=int(wanted) if wanted else None) + 1\n'
     again = "Do not use `--max-restarts` here: restarted ranks would go back to this step."
     return [

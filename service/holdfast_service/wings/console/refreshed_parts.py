@@ -28,7 +28,7 @@ class _AlertPart(NamedTuple):
     seen_by: str | None
     seen_at: Markup | None
     seen_until: Markup | None
-    button: Button
+    button: Button | None
     may_mend: bool
     may_answer: bool
     back: str
@@ -79,7 +79,7 @@ def run_columns(summaries: Sequence[RunSummary], metric: str, column: str) -> Ru
 
 def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True) -> Markup:
     """An alert as an item of a list, with its button; `back` names the page to return to."""
-    seen, button = one.acknowledged, alert_actions.button(one)
+    seen, button = one.acknowledged, alert_actions.button(one, on_its_page=back == "run")
     return _alert(
         _AlertPart(
             run=one.run,
@@ -93,7 +93,7 @@ def alert(one: Alert, back: str, may: Callable[..., bool], *, hint: bool = True)
             seen_at=_when(seen.at) if seen else None,
             seen_until=_when(seen.until) if seen else None,
             button=button,
-            may_mend=button.fields is None or may("admin", one.run or None),
+            may_mend=button is None or button.fields is None or may("admin", one.run or None),
             may_answer=may("write", one.run) if one.run else may("admin", None),
             back=back,
         )

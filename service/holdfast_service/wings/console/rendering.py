@@ -37,7 +37,6 @@ MESSAGES = {
     "unlabelled": "Label removed.",
     "removed": "The checkpoint was removed.",
     "noted": "Saved.",
-    "death-seen": "Acknowledged. The run raises no alert until it dies again.",
     "archived": "Archived. A new launch unarchives the run.",
     "unarchived": "Unarchived.",
     "renamed": "The run was renamed. Change the name in your trainer too.",

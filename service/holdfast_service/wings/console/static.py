@@ -30,6 +30,7 @@ SERVED = (
     "overview.css",
     "find.js",
     "reference.js",
+    "run.css",
     "icon.svg",
     "vendor/htmx-4.0.1.min.js",
     "vendor/swagger-ui-5.32.6-bundle.js",

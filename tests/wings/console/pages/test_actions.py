@@ -221,15 +221,15 @@ def test_archive_and_take_back(browser: httpx.Client) -> None:
 
 
 def test_acknowledge(service: Served, browser: httpx.Client) -> None:
-    """A run that died has the button, and one that was dealt with has not."""
+    """A run that died has the button, with its alert; one that was dealt with can be counted again."""
     decisions = service.services.control.run_metadata
     decisions.launched("tiny", RunLaunch(attempt=1, at="2030-01-31T12:00:00Z", world=2, info={"git": {"commit": "c0ffee"}}))
     lives = {"tiny": RunActivity("died", "2026-01-02T00:00:00Z")}
     service.services.summaries._lives = lambda runs: lives
     assert "Acknowledge" in Page(browser.get("/runs/tiny").text).text
-    page = Page(browser.post("/runs/tiny/life", data={"what": "acknowledge"}).text)
-    assert "raises no alert until it dies again" in page.text and "It died, and anybody here acknowledged that" in page.text
-    assert "acknowledge" not in [e.attributes.get("value") for e in page.all("input")]
+    page = Page(browser.post("/runs/tiny/alerts/run-died", data={"do": "acknowledge", "back": "run"}).text)
+    assert "Acknowledged by anybody here" in page.text and "It died, and anybody here acknowledged that" in page.text
+    assert "acknowledge" not in [e.attributes.get("value") for e in page.all("button")]
     assert "c0ffee" in Page(browser.get("/runs/tiny/about").text).text
     odd = {"git": "v1", "command": {"a": [1]}, "host": ["<b>"], "items": {"keys": None}, "config": {"lr": 1}}
     decisions.launched("tiny", RunLaunch(attempt=2, at="then", world=1, info=odd))

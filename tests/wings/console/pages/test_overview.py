@@ -122,13 +122,25 @@ def test_buttons_mend(service: Served, browser: httpx.Client) -> None:
 
 
 def test_a_run_says_its_verdict_first(browser: httpx.Client) -> None:
-    """One sentence, then alerts, figures, how to resume, checkpoints and curves; nothing is said twice."""
-    page = Page(browser.get(f"/runs/{LONG}").text)
+    """One sentence, then how to resume, figures, alerts and checkpoints; nothing is said twice, and one button resumes."""
+    got = browser.get(f"/runs/{LONG}")
+    page = Page(got.text)
     assert page.faults() == []
-    said = ("The last good checkpoint is step 1", "ranks were killed", "Last commit", "checkpointer.restore()")
-    places = [page.text.index(one) for one in (*said, "Kept because", "Saves by step", "lowest 2.5 at step 1")]
+    said = ("The last good checkpoint is step 1", "checkpointer.restore()", "Last commit", "ranks were killed", "Filter")
+    places = [page.text.index(one) for one in (*said, "no rule limits what is kept", "Saves by step")]
     assert places == sorted(places)
-    assert page.text.count("ranks were killed") == 1 == page.text.count("The last good checkpoint is")
+    for once in ("ranks were killed", "The last good checkpoint is", "Resume from step 1", "no rule limits", ">Acknowledge"):
+        assert (got.text if once[0] == ">" else page.text).count(once) == 1
+
+
+def test_the_plots_fetch_the_saves(browser: httpx.Client) -> None:
+    """So the page itself has none of them, however many there are."""
+    page = browser.get("/runs/tiny").text
+    assert 'data-saves="/runs/tiny/saves"' in page and "application/json" not in page
+    drawn = browser.get("/runs/tiny/saves").json()
+    assert drawn["saves"]["step"] == [5, 10] and drawn["all"] is True and drawn["marks"] == []
+    assert drawn["metrics"] == [{"name": "loss", "low": 2.5, "low_step": 5, "high": 2.5, "high_step": 10}]
+    assert browser.get("/runs/nope/saves").status_code == 404
 
 
 def test_runs_are_compared(browser: httpx.Client) -> None:

@@ -107,7 +107,7 @@ async def show_restoring(
         shown(api.get(bodies.CheckpointInfo, at(run, "latest-healthy"))),
         shown(api.page(bodies.Node, "/v1/nodes")),
     )
-    root = (nodes.value.items[0].root if nodes.value and nodes.value.items else None) or "."
+    root = recipes.root_of(nodes.value) or "."
     healthy_step = None if healthy.value is None else healthy.value.step
     how = recipes.how_to_reach(checkpoint, newer.items, healthy_step)
     return page(

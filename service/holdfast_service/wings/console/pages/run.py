@@ -1,26 +1,29 @@
-"""A run: its saves, its checkpoints, and the policy's verdicts on them."""
+"""A run: its figures, how to resume it, its checkpoints with the policy's verdicts on them, and its saves."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, NamedTuple
+from zlib import crc32
 
 from fastapi import Depends, Query, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
 from holdfast_service.wings.console import history, recipes, refreshed_parts, run_status
 from holdfast_service.wings.console.pages.overview import KINDS
-from holdfast_service.wings.console.recipes import Snippet
-from holdfast_service.wings.console.rendering import link, may_of, page
+from holdfast_service.wings.console.recipes import LeftBehind, Snippet
+from holdfast_service.wings.console.rendering import HEADERS, link, may_of, page
 from holdfast_service.wings.console.routing import page_router
 from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, PagePart, ViewerApi, at, shown, to
 
 router = page_router()
 
 CHECKPOINTS_SHOWN = 10
+ROUNDS_LOOKED_AT = 50
+FAILED_SHOWN = 20
 SAVES_DRAWN = LIMIT_MAX
 BACK = "run"
 VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these are on the policy's own page
@@ -39,25 +42,23 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 
 @router.get("/runs/{run}")
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
-    """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
-    run_found = await api.get(bodies.Run, at(run))
-    listed, drawn, rounds, summary, preview, nodes = await asyncio.gather(
-        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
-        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
-        api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
+    """Figures, how to resume, and a page of checkpoints. The plots fetch the saves after that."""
+    path = at(run) + "/checkpoints"
+    run_found, listed, newest, rounds, summary, nodes = await asyncio.gather(
+        api.get(bodies.Run, at(run)),
+        api.page(bodies.CheckpointInfo, path, cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
+        api.page(bodies.CheckpointInfo, path, limit=CHECKPOINTS_SHOWN),
+        api.page(bodies.Round, "/v1/rounds", run=run, limit=ROUNDS_LOOKED_AT),
         shown(api.get(RunSummary, at(run) + "/summary")),
-        _preview(api, run_found),
         shown(api.page(bodies.Node, "/v1/nodes")),
     )
+    preview = await _preview(api, run_found)
     kept_averages = [] if nodes.value is None else [one for node in nodes.value.items for one in node.averages]
-    by_step = {verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {}
-    kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
     alerts = _alerts(summary.value)
     may = may_of(request)
     unseen = [one for one in alerts if one.acknowledged is None]
     by_level = {level: [one for one in unseen if one.level == level] for level in ("error", "warning")}
-    saves = history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None)
-    failed = [item for item in rounds.items if item.state in ("aborted", "dropped")]
+    ends = [f"{item.id} {item.state}" for item in rounds.items[:CHECKPOINTS_SHOWN]]
     return page(
         request,
         "run.html",
@@ -70,47 +71,87 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         errors_open=len(by_level["error"]),
         kinds=" ".join(KINDS),
         here=link(to(run), cursor=cursor, **filters),
-        metrics=history.metrics(drawn.items),
-        newest=drawn.items[0] if drawn.items else None,
+        newest=newest.items[0] if newest.items else None,
         checkpoints=listed.items,
         next=listed.next,
         first=cursor is None,
         filters=filters,
         states=STATES,
         average=next((one for one in kept_averages if one.run == run), None),
-        verdicts=by_step,
-        saved=preview.value.bytes_saved if preview.value else 0,
-        next_saved=preview.value.bytes_thinned + preview.value.bytes_compacted if preview.value else 0,
-        could_save=preview.value.could_save if preview.value else {},
-        failed=failed[:20],
+        preview=preview.value,
+        verdicts={verdict.step: verdict for verdict in preview.value.verdicts} if preview.value else {},
+        failed=[item for item in rounds.items if item.state in ("aborted", "dropped")][:FAILED_SHOWN],
         under_way=[item for item in rounds.items if item.state in ("open", "sealed")],
-        saves=saves,
-        marks=history.marks(drawn.items, None if summary.value is None else summary.value.nonfinite),
-        held_before=max(run_found.bytes - sum(item.bytes for item in drawn.items), 0),
-        full_in=None if summary.value is None else history.full_in(summary.value, saves, limited=_limits(preview.value)),
-        resume=_resume(run_found, summary.value, drawn.items, recipes.place(nodes.value, request.base_url)),
-        lanes=history.OUTCOMES,
-        drawn_all=drawn.next is None,
+        saved_as=crc32(" ".join([*ends, *(f"{one.step} {one.state} {one.pinned}" for one in newest.items)]).encode()),
+        full_in=_full_in(summary.value, newest, rounds, preview.value),
+        resume=_resume(summary.value, newest, nodes.value, request),
     )
 
 
-def _limits(preview: Preview | None) -> bool:
-    """Whether the policy removes checkpoints, or may: then storage does not grow for ever."""
-    return preview is None or preview.policy.limits
+@router.get("/runs/{run}/saves")
+async def saves(api: Asked, run: str) -> Response:
+    """What the plots of the run's page draw: its newest saves, and what to mark on them."""
+    run_found, drawn, rounds, summary = await asyncio.gather(
+        api.get(bodies.Run, at(run)),
+        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
+        api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
+        shown(api.get(RunSummary, at(run) + "/summary")),
+    )
+    found = history.saves(drawn.items, rounds.items, complete=drawn.next is None)
+    return JSONResponse(
+        {
+            "saves": history.columns(found),
+            "all": drawn.next is None,
+            "lanes": history.OUTCOMES,
+            "marks": history.marks(drawn.items, None if summary.value is None else summary.value.nonfinite),
+            "metrics": [one._asdict() for one in history.metrics(drawn.items)],
+            "held": max(run_found.bytes - sum(item.bytes for item in drawn.items), 0),
+        },
+        headers=HEADERS,
+    )
+
+
+class Resume(NamedTuple):
+    """How training goes on from a step: lines to copy, and what becomes of newer checkpoints."""
+
+    step: int
+    recipes: list[Snippet]
+    left: LeftBehind | None
 
 
 def _resume(
-    run: bodies.Run,
     summary: RunSummary | None,
-    drawn: list[bodies.CheckpointInfo],
-    place: str,
-) -> Snippet | None:
-    """For a run that died: the loop that goes on from its last good checkpoint."""
-    good = None if summary is None or run.life != "died" else summary.good
-    if summary is None or good is None or not drawn:
+    newest: bodies.Page[bodies.CheckpointInfo],
+    nodes: bodies.Page[bodies.Node] | None,
+    request: Request,
+) -> Resume | None:
+    """From the last good checkpoint: of the newer ones, `restore()` skips the damaged and abandoned, `healthy=True` those
+    with NaN too.
+    """
+    good = None if summary is None else summary.good
+    if summary is None or good is None or not newest.items:
         return None
     how: recipes.How = "healthy" if summary.nonfinite is not None else "newest"
-    return recipes.resume(drawn[0].model_copy(update={"step": good.step}), how, place)[0]
+    place = recipes.place(nodes, request.base_url)
+    like = newest.items[0].model_copy(update={"step": good.step})
+    newer = [one for one in newest.items if one.step > good.step]
+    more = len(newer) == len(newest.items) and newest.next is not None
+    left = recipes.left_behind(like, newer, more, recipes.root_of(nodes) or ".")
+    return Resume(good.step, recipes.resume(like, how, place), left)
+
+
+def _full_in(
+    summary: RunSummary | None,
+    newest: bodies.Page[bodies.CheckpointInfo],
+    rounds: bodies.Page[bodies.Round],
+    preview: Preview | None,
+) -> float | None:
+    """Seconds until the disk or the quota is full. Where the policy removes checkpoints, or may, storage does not grow for
+    ever.
+    """
+    if summary is None or preview is None or preview.policy.limits:
+        return None
+    return history.full_in(summary, history.saves(newest.items, rounds.items, complete=newest.next is None))
 
 
 def _alerts(summary: RunSummary | None) -> list[Alert]:

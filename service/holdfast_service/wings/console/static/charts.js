@@ -1,28 +1,33 @@
-// The run's plots: what became of each save, and measurements below it, all over steps.
+// The run's plots: what became of each save, and measurements below it, all over steps. The page is there before the saves
+// are: they are fetched, and fetched again when the page says that they have changed.
 (function () {
   "use strict";
-  const island = document.getElementById("saves");
+  const plots = document.getElementById("plots");
   if (!window.uPlot) return;
-  if (!island) { // the first save is still to come
-    document.addEventListener("htmx:after:swap", () => { if (document.getElementById("saves")) location.reload(); });
+  if (!plots) { // the first save is still to come
+    document.addEventListener("htmx:after:swap", () => { if (document.getElementById("plots")) location.reload(); });
     return;
   }
-  let saves, lanes, run, marks, held, steps;
-  // Saves by step: a step that was saved again after a resume has several. `stored` are the bytes of all up to it.
-  function take(text) {
-    ({ saves, lanes, run, marks, held } = JSON.parse(text));
+  const run = plots.dataset.run, pointed = document.getElementById("pointed");
+  let saves = [], lanes, marks, metrics, all, steps = [];
+  // Saves by step: a step that was saved again after a resume has several. `held` are the bytes of all up to it.
+  function take(found) {
+    ({ lanes, marks, metrics, all } = found);
+    const { metrics: measured, ...columns } = found.saves;
+    const rows = (of, index) => Object.fromEntries(Object.entries(of).map(([name, values]) => [name, values[index]]));
+    saves = (columns.step || []).map((_, index) => ({ ...rows(columns, index), metrics: rows(measured, index) }));
     saves.sort((a, b) => a.step - b.step || a.at - b.at);
     steps = saves.map((save) => save.step);
-    let stored = held;
+    let stored = found.held;
     for (const save of saves) {
       if (lanes.indexOf(save.outcome) < 6) stored += save.bytes || 0;
       save.held = stored;
     }
   }
-  take(island.textContent);
-  let drawn = island.textContent;
-  const pointed = document.getElementById("pointed");
-  const resting = () => `${saves.length} ${saves.length === 1 ? "save" : "saves"}. Point at one for details; click to open it.`;
+  function resting() {
+    const dashed = marks.length ? ` Dashed: ${marks.map((one) => `${one.what} ${one.step}`).join(", ")}.` : "";
+    return `${saves.length} ${saves.length === 1 ? "save" : "saves"}${all ? "" : ", the newest"}. Point at one for details; click to open it.${dashed}`;
+  }
   let charts = [];
   let zoomed = null; // [from, to] in steps, null for everything
 
@@ -75,7 +80,7 @@
     if (save.durable !== null) parts.push(`durable after ${seconds(save.durable)}`);
     if (save.rate !== null) parts.push(`${bytes(save.rate)}/s`);
     if (save.bytes !== null) parts.push(bytes(save.bytes));
-    for (const [name, value] of Object.entries(save.metrics)) parts.push(`${name} ${+value.toPrecision(4)}`);
+    for (const [name, value] of Object.entries(save.metrics)) if (value !== null) parts.push(`${name} ${+value.toPrecision(4)}`);
     pointed.textContent = parts.join(" · ");
   }
   function openSave(index) {
@@ -88,7 +93,7 @@
   // Round steps, at distances of 1, 2 or 5 and zeros; large ones in thousands.
   const ROUND = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((zeros) => [1, 2, 5].map((one) => one * 10 ** zeros));
   const short = (value) => (value >= 1e6 ? `${+(value / 1e6).toPrecision(6)}M` : value >= 1e4 ? `${+(value / 1e3).toPrecision(6)}k` : `${value}`);
-  const stepAxis = () => axis({ values: (_, ticks) => ticks.map(short), space: 60, incrs: ROUND });
+  const stepAxis = () => axis({ values: (_, ticks) => ticks.map(short), space: 60, incrs: ROUND, size: 30 });
   // Where training was resumed, and where NaN began.
   function mark(chart) {
     const pen = chart.ctx, { left, top, width, height } = chart.bbox;
@@ -192,27 +197,75 @@
     charts.push(chart);
   }
 
+  // One figure for each metric, with links to its lowest and its highest value.
+  function figures() {
+    const charts = document.querySelector("#measured .charts"), made = [...charts.querySelectorAll("[data-metric]")];
+    document.getElementById("measured").hidden = !metrics.length;
+    if (made.map((one) => one.dataset.metric).join("\n") !== metrics.map((one) => one.name).join("\n")) {
+      charts.replaceChildren(...metrics.map(({ name }) => {
+        const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
+        figure.className = "panel";
+        chart.className = "chart";
+        chart.dataset.metric = name;
+        chart.role = "img";
+        chart.ariaLabel = `${name} of each checkpoint; the lowest and the highest of healthy ones are marked`;
+        figure.append(caption, chart);
+        return figure;
+      }));
+    }
+    const link = (step) => Object.assign(document.createElement("a"), { href: `${run}/checkpoints/${step}`, textContent: `step ${step}` });
+    charts.querySelectorAll("[data-metric]").forEach((chart, index) => {
+      const { name, low, low_step, high, high_step } = metrics[index];
+      const unit = document.createElement("span");
+      unit.className = "unit";
+      unit.append(`lowest ${+low.toPrecision(4)} at `, link(low_step), `, highest ${+high.toPrecision(4)} at `, link(high_step));
+      chart.previousSibling.replaceChildren(`${name} `, unit);
+      chart.dataset.low = low_step;
+      chart.dataset.high = high_step;
+    });
+  }
+
   function draw() {
+    if (!saves.length) return;
     for (const chart of charts) chart.destroy();
     for (const none of document.querySelectorAll(".chart .nodata")) none.remove();
     charts = [];
-    drawLanes();
-    drawMeasure("stall", ["stall"], seconds);
-    drawMeasure("durable", ["durable"], seconds);
-    drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
-    drawMeasure("held", ["held"], bytes);
-    drawMeasure("bytes", ["bytes"], bytes);
-    for (const element of document.querySelectorAll("[data-metric]")) drawMetric(element);
+    // What is folded has no width; it is drawn when it is opened.
+    const open = (id) => document.getElementById(id).closest("details").open;
+    if (open("lanes")) drawLanes();
+    if (open("stall")) {
+      drawMeasure("stall", ["stall"], seconds);
+      drawMeasure("durable", ["durable"], seconds);
+      drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
+      drawMeasure("bytes", ["bytes"], bytes);
+      drawMeasure("held", ["held"], bytes);
+    }
+    if (document.getElementById("measured").open) for (const element of document.querySelectorAll("[data-metric]")) drawMetric(element);
+    tell(null);
   }
 
-  // The page has been fetched again: what is drawn follows, and the range that was zoomed to stays.
-  document.addEventListener("htmx:after:swap", () => {
-    const now = document.getElementById("saves");
-    if (!now || now.textContent === drawn) return;
-    drawn = now.textContent;
-    take(drawn);
+  let loaded = "", last = 0, later = null;
+  async function load() {
+    later = null;
+    loaded = plots.dataset.as;
+    const begun = performance.now();
+    try {
+      const answer = await fetch(plots.dataset.saves, { headers: { Accept: "application/json" } });
+      if (!answer.ok) throw new Error(answer.statusText);
+      take(await answer.json());
+    } catch {
+      pointed.textContent = "The saves could not be fetched. Reload the page.";
+      return;
+    }
+    last = performance.now() - begun;
+    figures();
     draw();
+  }
+  // As the page does, what takes long is fetched less often, so that one viewer does not keep a core busy.
+  document.addEventListener("htmx:after:swap", () => {
+    if (plots.dataset.as !== loaded && later === null) later = setTimeout(load, Math.min(20 * last, 8000));
   });
+  for (const fold of plots.querySelectorAll("details.fold")) fold.addEventListener("toggle", draw);
 
   const MOVES = {
     in: ([from, to]) => [from + (to - from) / 4, to - (to - from) / 4],
@@ -228,5 +281,5 @@
   let resized;
   window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(draw, 120); });
   document.addEventListener("theme", draw);
-  draw();
+  load();
 })();

@@ -54,5 +54,13 @@
     menu.querySelector("summary").focus();
   });
 
-  for (const hidden of document.querySelectorAll("[data-copy], [data-scripted]")) hidden.hidden = false;
+  // What a phone would have to scroll past is folded there; a page that is fetched again does not fold it.
+  const wide = window.matchMedia("(min-width: 641px)").matches;
+  for (const fold of document.querySelectorAll("[data-fold]")) fold.open = wide;
+
+  const unhide = () => {
+    for (const hidden of document.querySelectorAll("[data-copy], [data-scripted]")) hidden.hidden = false;
+  };
+  document.addEventListener("htmx:after:swap", unhide);
+  unhide();
 })();

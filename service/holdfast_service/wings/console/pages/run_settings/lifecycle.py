@@ -1,4 +1,4 @@
-"""A run as a whole: its owner and launches, and the actions that archive it, acknowledge its death or delete it."""
+"""A run as a whole: its owner and launches, and the actions that archive it or delete it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class LaunchChange(NamedTuple):
 
 
 _DONE = {
-    "acknowledge": (RunChange(acknowledged=True), "death-seen"),
     "archive": (RunChange(archived=True), "archived"),
     "unarchive": (RunChange(archived=False), "unarchived"),
 }
@@ -63,7 +62,7 @@ async def set_about(api: Asked, run: str, form: Posted) -> Response:
 
 @router.post("/runs/{run}/life")
 async def change_life(api: Asked, run: str, form: Posted) -> Response:
-    """Acknowledge its death, archive it, or take it back from the archive."""
+    """Archive it, or take it back from the archive."""
     what = form.text("what")
     if what not in _DONE:
         raise InvalidRequest(f"{what!r} is not an action for a run", hint=f"one of {', '.join(_DONE)}")
