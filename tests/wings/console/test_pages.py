@@ -58,7 +58,7 @@ PAGES = {
     "/runs/other/checkpoints/1/remove": ("Remove step 1?", "Type the step to confirm"),
     "/nodes": ("node-1", "Catalog and storage answer"),
     "/daemons": ("Daemons", "This daemon watches no other daemon", "tiny"),
-    "/notifications": ("Notifications", "This daemon notifies nobody"),
+    "/notifications": ("Notifications", "This daemon sends no notifications"),
     "/storage": ("Storage", "tiny", "Last day", "Older", "95.8 kB"),
     "/storage?q=nobody": ("No run that contains “nobody” holds a checkpoint",),
     "/quotas": ("Quotas of teams", "No team has a quota", "Set a quota"),
