@@ -18,7 +18,7 @@ NAN_AT = 5 * STEPS
 
 
 def main(socket: str, run: str, fate: str) -> None:
-    state = {"model": {"layers.0.weight": torch.ones(64, 8), "lm_head.weight": torch.ones(8, 64)}}
+    state = {"model": {"layers.0.weight": torch.ones(64, 8), "lm_head.weight": torch.linspace(-1, 1, 512).reshape(8, 64)}}
     with Checkpointer(run, state, at=socket) as checkpointer:
         step = checkpointer.restore()
         while fate != "finishes" or step < BEFORE * STEPS:
