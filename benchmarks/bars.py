@@ -67,7 +67,7 @@ def _loading(results: Results, ranks: int) -> list[Bar]:
     by_hand = ("safetensors", "reshard.safetensors, sliced by hand.warm")
     copied = ("safetensors", "load.safetensors load_file + copy.warm")
     return [
-        _at_most("warm load ÷ load_file + copy, ≤ 1.3", results.ratio(ranks, ours, copied), 1.3),
+        _at_most("warm load ÷ (load_file + copy), ≤ 1.3", results.ratio(ranks, ours, copied), 1.3),
         _at_most("cold load ÷ the fastest peer's, ≤ 1", figure(cold[n] / fastest[n] for n in cold if n in fastest), 1.0),
         _at_most("load from a held slot ÷ memcpy, ≤ 1.3", results.ratio(ranks, (OURS, "held"), (LIMITS, "memcpy")), 1.3),
         _at_most("reshard ÷ safetensors by hand, warm, ≤ 1", results.ratio(ranks, again, by_hand), 1.0),

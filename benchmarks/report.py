@@ -155,7 +155,7 @@ def _loading(results: Results, ranks: int) -> Table:
 
 
 def _bars(results: Results, ranks: int, small: bool) -> Table:
-    verdicts = {True: "kept", False: "missed"}
+    verdicts = {True: "met", False: "missed"}
     rows = [
         (bar.text, text(bar.measured), verdicts[bar.kept]) for bar in bars(results, ranks, small) if bar.kept is not None
     ]
