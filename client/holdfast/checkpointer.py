@@ -196,7 +196,7 @@ class Checkpointer:
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest(
             f"the Checkpointer of {self.run} cannot be copied or pickled: it holds a connection and memory of this process",
-            hint="construct one where it is needed, or leave it out of what is copied",
+            hint="construct it where it is needed, or leave it out of the copied object",
         )
 
     def __repr__(self) -> str:

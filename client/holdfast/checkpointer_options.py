@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, model: str | None = None) -> None:
     """`InvalidRequest` naming the option that cannot be what it is."""
     if slots > SLOTS_MAX:
-        raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
+        raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="use 2, or 3 where storage speed varies")
     if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
         raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
     if policy not in get_args(Policy):

@@ -97,7 +97,7 @@ def given_token() -> str | None:
 def check_token(text: str, where: str) -> str:
     """The token; `InvalidRequest` if it is invalid in an HTTP header. The error does not contain it."""
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > TOKEN_CHARACTERS_MAX:
-        raise InvalidRequest(f"{where} does not contain a token", hint="`holdfast token create` prints one")
+        raise InvalidRequest(f"{where} does not contain a token", hint="create one with `holdfast token create`")
     return text
 
 
@@ -127,8 +127,8 @@ def _launch_name(environment: Mapping[str, str]) -> str | None:
     name = environment.get("HOLDFAST_LAUNCH", "").strip()
     if len(name) > LAUNCH_CHARACTERS_MAX or not name.isprintable():
         raise InvalidRequest(
-            "HOLDFAST_LAUNCH is not a name for a launch",
-            hint=f"1 to {LAUNCH_CHARACTERS_MAX} printable characters, the same on all ranks and new at every start",
+            "HOLDFAST_LAUNCH is not a valid launch ID",
+            hint=f"use 1 to {LAUNCH_CHARACTERS_MAX} printable characters, the same on all ranks and new at every start",
         )
     return name or None
 

@@ -55,7 +55,7 @@ def test_every_node_reads_a_portion(site: Site) -> None:
         read = [_read(daemon) - was for daemon, was in zip(daemons, before, strict=True)]
     assert check["nodes"] == 3 and left(site) == 0
     size = int(str(check["bytes"]))
-    print(f"a checkpoint of {size} bytes was read back by three nodes: {read}")
+    print(f"a checkpoint of {size} bytes was verified by three nodes: {read}")
     assert sum(read) < size * 1.7  # manifests, and the layouts that are tried
 
 
@@ -103,7 +103,7 @@ def test_a_catalog_that_is_away_while_it_is_checked(site: Site) -> None:
         time.sleep(3)
         site.postgres.start()
         assert verified(a, 1)["nodes"] and verified(b, 1)["nodes"]
-        assert "read back by" in printed("show", f"{RUN}@1", "--url", a.url)
+        assert "verified by" in printed("show", f"{RUN}@1", "--url", a.url)
         wait_until(lambda: left(site) == 0)
 
 

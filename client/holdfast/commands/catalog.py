@@ -35,7 +35,7 @@ Catalog = Annotated[
         "--catalog", metavar="URL", help="With --root: URL of the catalog, if it is not the SQLite file in that directory."
     ),
 ]
-Thorough = Annotated[bool, typer.Option("--thorough", help="Read every manifest, also of unchanged checkpoints.")]
+Thorough = Annotated[bool, typer.Option("--thorough", help="Read every manifest, including those of unchanged checkpoints.")]
 
 
 @app.command("check")
@@ -103,7 +103,7 @@ def adopt(
     """
     with console.reporting(as_json):
         report = CatalogAdoption.model_validate(_offline("adopt", root, catalog))
-    had = f"; before, it belonged to {report.before}" if report.before is not None else ""
+    had = f"; it belonged to {report.before} before" if report.before is not None else ""
     console.answer(report, f"{report.catalog} now belongs to {report.root}{had}", as_json)
 
 

@@ -13,13 +13,15 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.installing import install
 
 _NEEDED = ("torch", "transformers", "safetensors", "fastapi", "uvicorn")
-Directory = Annotated[Path, typer.Option("--directory", metavar="DIR", help="Where everything is kept.")]
+Directory = Annotated[
+    Path, typer.Option("--directory", metavar="DIR", help="Directory for everything that the demo writes.")
+]
 Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="How many steps to train.")]
 KeepDaemon = Annotated[
     bool, typer.Option("--keep-daemon/--stop-daemon", help="Keep the daemon running, to look at its pages.")
 ]
 Device = Annotated[
-    Literal["cpu", "cuda"], typer.Option("--device", help="What it trains on; with cuda, up to two devices, one per rank.")
+    Literal["cpu", "cuda"], typer.Option("--device", help="Device to train on; with cuda, up to two, one per rank.")
 ]
 
 

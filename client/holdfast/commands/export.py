@@ -35,7 +35,9 @@ As = Annotated[
     str | None,
     typer.Option("--as", metavar="KIND", help="Export for another program: hf, peft, dcp, paddle-uc or paddle-flex."),
 ]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Directory of a checkpoint of any kind that import reads.")]
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Directory of a checkpoint, of any kind that `holdfast import` reads.")
+]
 NewTarget = Annotated[Path, typer.Argument(metavar="DEST", help="Target directory; it must not exist yet.")]
 MadeAs = Annotated[str, typer.Option("--as", metavar="KIND", help="What to make: hf, peft, dcp, paddle-uc or paddle-flex.")]
 Weights = Annotated[
@@ -47,7 +49,9 @@ Layout = Annotated[
 ]
 Program = Annotated[
     str | None,
-    typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),
+    typer.Option(
+        "--program", metavar="FILE", help="Map the tensors with this program: a file, or the name of a built-in one."
+    ),
 ]
 
 
@@ -172,7 +176,7 @@ def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
 
     out = console.out()
     size = console.human_bytes(int(done["bytes"]))
-    what = "a checkpoint" if done["committed"] else "a plain directory of the model"
+    what = "a checkpoint" if done["committed"] else "a plain model directory"
     if "as" in done:
         what = f"as {done['as']}, {done['tensors']} tensors, read back"
     out.print(Text.assemble((f"{word}  ", "green"), f"{target}: {size} in {done['files']} files, {what}"))

@@ -23,22 +23,28 @@ Source = Annotated[
     ),
 ]
 Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]
-Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, if more than one fits.")]
+Kind = Annotated[str | None, typer.Option("--from", metavar="KIND", help="The kind of SRC, if several fit.")]
 Program = Annotated[
     str | None,
-    typer.Option("--program", metavar="FILE", help="Map the tensors by this program: a file, or the name of a shipped one."),
+    typer.Option(
+        "--program", metavar="FILE", help="Map the tensors with this program: a file, or the name of a built-in one."
+    ),
 ]
 AsIs = Annotated[bool, typer.Option("--as-is", help="Keep the source's names and layouts; do not convert them to torch's.")]
-Flat = Annotated[bool, typer.Option("--assemble-flat", help="Assemble flat directories of Paddle that lack metadata.")]
+Flat = Annotated[
+    bool, typer.Option("--assemble-flat", help="Join Paddle's flat slices that lack metadata, in the order of the files.")
+]
 Int16 = Annotated[
     Literal["integers", "bfloat16"] | None,
-    typer.Option("--int16", metavar="integers|bfloat16", help="What 16-bit integers of SRC are: numbers, or bits."),
+    typer.Option(
+        "--int16", metavar="integers|bfloat16", help="How to read 16-bit integers of SRC: as integers, or as bfloat16."
+    ),
 ]
 Shards = Annotated[
     int | None,
-    typer.Option("--shards", metavar="N", min=1, help="How many ranks wrote shards that SRC does not count itself."),
+    typer.Option("--shards", metavar="N", min=1, help="Number of ranks that wrote shards, if SRC does not record it."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be imported, and write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be imported; write nothing.")]
 
 RECIPE_BYTES_MAX = 2**15
 

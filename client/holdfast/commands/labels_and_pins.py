@@ -25,12 +25,12 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; only check whether it could be removed.")]
 Target = Annotated[str, typer.Argument(metavar="RUN@STEP|RUN", help="The checkpoint, with its step number; or a whole run.")]
 AlsoPinned = Annotated[
-    bool, typer.Option("--pinned", help="Delete a run although some of its checkpoints are pinned or labelled.")
+    bool, typer.Option("--pinned", help="Delete a run even if some of its checkpoints are pinned or labelled.")
 ]
 Forced = Annotated[
     str | None,
     typer.Option(
-        "--force", metavar="WHICH", help=f"Remove it although it is the {' or the '.join(retention.FORCES)} checkpoint."
+        "--force", metavar="WHICH", help=f"Remove it even if it is the {' or the '.join(retention.FORCES)} checkpoint."
     ),
 ]
 
@@ -83,7 +83,7 @@ def rm(  # noqa: PLR0913 - one an option
     if "@" not in checkpoint:
         if force is not None:
             with console.reporting(as_json):
-                raise InvalidRequest("--force is for one checkpoint", hint="holdfast rm RUN@STEP, or `holdfast rm RUN`")
+                raise InvalidRequest("--force applies to one checkpoint", hint="holdfast rm RUN@STEP, or `holdfast rm RUN`")
         remove_run(checkpoint, url, marked=pinned, yes=yes, dry_run=dry_run, as_json=as_json)
         return
     with console.reporting(as_json):

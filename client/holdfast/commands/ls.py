@@ -25,7 +25,7 @@ State = Annotated[
     ),
 ]
 Healthy = Annotated[
-    bool, typer.Option("--healthy", help="Only checkpoints in which the service found no new NaN or infinities.")
+    bool, typer.Option("--healthy", help="Only checkpoints without new NaN or infinities, as the service found.")
 ]
 
 Sort = Annotated[

@@ -16,7 +16,9 @@ Forget = Annotated[
 
 Rotate = Annotated[
     bool,
-    typer.Option("--rotate-secret", help="Give the nodes a new shared secret. A second rotation ends the old one."),
+    typer.Option(
+        "--rotate-secret", help="Give the nodes a new shared secret. The old one stays valid until the next rotation."
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ On = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="CHECKPOINT", help=f"{SELECTED}, or a directory with safetensors files."),
 ]
-Inverse = Annotated[bool, typer.Option("--inverse", help="Check the way back instead.")]
+Inverse = Annotated[bool, typer.Option("--inverse", help="Check the inverse instead.")]
 SourceRanks = Annotated[
     int, typer.Option("--source-ranks", metavar="N", help="Ranks that share fused tensors in it.", min=1)
 ]
@@ -157,14 +157,16 @@ def _tried(checkpoint: str, config: Path | None, root: Path | None, url: str | N
 def _config(path: Path, needed: bool) -> Mapping[str, Any]:
     if not path.is_file():
         if needed:
-            raise NoSuchResource(f"the file {path} does not exist", hint="--config names the model's config.json")
+            raise NoSuchResource(
+                f"the file {path} does not exist", hint="pass the path of the model's config.json as --config"
+            )
         return {}
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{path} is not valid JSON: {problem}") from None
     if not isinstance(document, dict):
-        raise InvalidRequest(f"{path} is not a JSON object", hint="--config names the model's config.json")
+        raise InvalidRequest(f"{path} is not a JSON object", hint="pass the path of the model's config.json as --config")
     return document
 
 
@@ -176,7 +178,7 @@ def _check_back(program: Program, compiled: CompiledProgram, tried: Tried, ranks
     for key, spec in tried.specs.items():
         again = back.tensors.get(key)
         if key not in lost and (again is None or again.spec.shape != spec.shape):
-            raise StateMismatch(f"the way back does not make {key.name!r} as it was", tensor=key.name)
+            raise StateMismatch(f"the inverse does not reproduce {key.name!r}", tensor=key.name)
 
 
 def _document(program: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> dict[str, Any]:
@@ -220,8 +222,8 @@ def _print_program(program: Program, back: str | None, as_json: bool) -> None:
     out.print(
         f"{program.name}: {len(program.statements)} statements, from {program.source} to {program.target}", markup=False
     )
-    out.print(f"Way back: {'derived or written' if back is None else back}", markup=False)
-    out.print("Pass --checkpoint to see which tensors become which.", markup=False)
+    out.print(f"Inverse: {'derived or written' if back is None else back}", markup=False)
+    out.print("Pass --checkpoint to see how tensors are mapped.", markup=False)
 
 
 def _print_compiled(program: Program, back: str | None, compiled: CompiledProgram, tried: Tried) -> None:
@@ -244,5 +246,5 @@ def _print_compiled(program: Program, back: str | None, compiled: CompiledProgra
     for note in compiled.notes:
         out.print(f"note: {note}", markup=False)
     count = f"{len(tried.specs)} tensors of {tried.label} become {len(compiled.tensors)}"
-    way = "the way back makes the same tensors" if back is None else f"no way back: {back}"
+    way = "the inverse reproduces the same tensors" if back is None else f"no inverse: {back}"
     out.print(f"{program.name}: {count}; {way}.", markup=False)

@@ -36,7 +36,7 @@ def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: 
         try:
             done = finished(wanted, root, url, replicas=sources or ())
         except RootBusy as error:
-            hint = f"stop the daemon for as long as the repair takes, or have it repair: `holdfast repair {run}@{step}`"
+            hint = f"stop the daemon during the repair, or let it repair: `holdfast repair {run}@{step}`"
             raise RootBusy(error.detail, hint=hint, **error.members) from None
     console.answer(done, lambda: _print(f"{run}@{step}", done), as_json)
 

@@ -43,14 +43,14 @@ BestBy = Annotated[
 Steps = Annotated[list[int] | None, typer.Option("--step", metavar="STEP", help="Keep this step; repeatable.")]
 Full = Annotated[
     int | None,
-    typer.Option("--full", metavar="N", help="Of checkpoints older than the newest N whole ones keep the weights only."),
+    typer.Option("--full", metavar="N", help="Thin checkpoints older than the newest N whole ones to their weights."),
 ]
 Optim = Annotated[
     Literal["exact", "bf16", "int8"] | None,
-    typer.Option("--optim", help="Store older checkpoints in fewer bytes: optimizer states as bf16 or int8, or exact."),
+    typer.Option("--optim", help="Compact older checkpoints: optimizer states as bf16 or int8, or exact."),
 ]
 OptimFull = Annotated[
-    int | None, typer.Option("--optim-full", metavar="N", help="With --optim: the newest N stay exactly as they were saved.")
+    int | None, typer.Option("--optim-full", metavar="N", help="With --optim: the newest N stay exactly as saved.")
 ]
 Quota = Annotated[
     str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this size of the run, such as 2TB.")
@@ -153,7 +153,7 @@ def show(preview: Preview) -> None:
         forms = [
             f"{console.human_bytes(size)} {_FORMS[form]}" for form, size in preview.could_save.items() if form in _FORMS
         ]
-        out.print(f"older ones that stay could take less by about {', '.join(forms)}", markup=False)
+        out.print(f"keeping older ones in another form would free about {', '.join(forms)}", markup=False)
 
 
 def _said(preview: Preview) -> str:

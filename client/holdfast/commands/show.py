@@ -107,7 +107,7 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
         return "known only to a service; run `holdfast verify` to verify it now"
     if known.checking is not None:
         read = f"{console.human_bytes(known.checking.done_bytes)} of {console.human_bytes(known.checking.total_bytes)}"
-        return f"not checked yet since its commit: its nodes have read back {read}"
+        return f"not checked yet since its commit: its nodes have verified {read}"
     if known.unchecked:
         return "not checked yet since its commit"
     age = "" if known.checked is None else f", {console.human_age(known.checked)}"
@@ -116,7 +116,7 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
     tried = (known.check or {}).get("layouts")
     how = f"; restore tested in {'; '.join(tried)}" if tried else ""
     nodes = (known.check or {}).get("nodes")
-    how = f"; read back by {nodes} nodes{how}" if nodes else how
+    how = f"; verified by {nodes} nodes{how}" if nodes else how
     return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 

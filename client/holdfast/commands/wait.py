@@ -40,7 +40,7 @@ def wait(
     with console.reporting(as_json):
         if idle == (target is not None) or (idle and committed):
             raise InvalidRequest(
-                "wait for one thing: RUN@STEP, perhaps --committed, or --idle", hint="see `holdfast wait --help`"
+                "wait for either RUN@STEP (with or without --committed) or --idle", hint="see `holdfast wait --help`"
             )
         with Api(url or default_url()) as api:
             if target is None:
@@ -86,7 +86,7 @@ class _Awaited:
         if checkpoint.damage is not None:
             raise from_problem(checkpoint.damage)
         if not (checkpoint.verified or self._committed):
-            self._why = f"{self._run}@{self._step} is committed and not verified yet"
+            self._why = f"{self._run}@{self._step} is committed but not verified yet"
             return None
         return checkpoint
 

@@ -48,7 +48,7 @@ def mean_losses(launches: Sequence[LaunchRecord]) -> dict[int, float]:
 
 
 def print_claims(console: Console, claims: Sequence[Claim]) -> None:
-    table = Table(title="What was shown: bit for bit, against the uninterrupted run", title_justify="left")
+    table = Table(title="What this shows, bit for bit, against the uninterrupted run", title_justify="left")
     table.add_column("")
     table.add_column("claim", no_wrap=True)
     table.add_column("evidence", overflow="fold")
@@ -78,6 +78,7 @@ def print_log(console: Console, log: Path | None) -> None:
 def print_farewell(console: Console, daemon: DemoDaemon) -> None:
     """Print how to look at the daemon with two runs."""
     console.print(
-        f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True
+        f"The daemon is still running. See:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}",
+        soft_wrap=True,
     )
     console.print(f"Stop it:  kill {daemon.process.pid}   (it ends after 15 minutes without visitors)", soft_wrap=True)

@@ -147,7 +147,7 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
     if target.is_dir() and any(target.iterdir()):
         raise InvalidRequest(f"{target} is not empty", hint="export to a directory that is empty or does not exist yet")
     if not target.name.isprintable():
-        raise InvalidRequest(f"{target.name!r} has a character that does not print", hint="choose another name")
+        raise InvalidRequest(f"{target.name!r} contains a non-printing character", hint="choose another name")
     check_output_place(target)
     part = target.parent / naming.export_staging(target.name)
     try:
@@ -179,7 +179,7 @@ def _alone(target: Path) -> Iterator[None]:
             stack.enter_context(held(parent, leaf, str(target.parent / leaf)))
         except InUse:
             raise InUse(
-                f"another export writes to {target} already", hint="wait until it has ended, or choose another name"
+                f"another export is already writing to {target}", hint="wait until it ends, or choose another name"
             ) from None
         yield
 

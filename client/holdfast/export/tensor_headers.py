@@ -20,7 +20,7 @@ def headers(directory: Path) -> dict[TensorKey, TensorSpec]:
         for spec in _read(path):
             key = TensorKey(spec.group, spec.name)
             if key in specs:
-                raise StateMismatch(f"{path.name} has {spec.name!r}, as another file has", tensor=spec.name)
+                raise StateMismatch(f"{path.name} and another file both have {spec.name!r}", tensor=spec.name)
             specs[key] = spec
     return specs
 

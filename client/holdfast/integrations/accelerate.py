@@ -60,7 +60,7 @@ def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> Accelerato
     loaders are registered that it cannot store.
     """
     if isinstance(getattr(accelerator, "holdfast", None), AcceleratorCheckpoints):
-        raise InvalidRequest("this Accelerator is attached already", hint="attach each one once")
+        raise InvalidRequest("this Accelerator is attached already", hint="attach each Accelerator once")
     return AcceleratorCheckpoints(accelerator, run, options)
 
 
@@ -108,7 +108,7 @@ class AcceleratorCheckpoints:
         self._refuse_hooks(self._accelerator._save_model_state_pre_hook, "register_save_state_pre_hook")
         if not self._accelerator.gradient_state.sync_gradients:
             raise InvalidRequest(
-                "save_state() in the middle of an accumulation of gradients, which no checkpoint has",
+                "save_state() was called during gradient accumulation, and accumulated gradients are not saved",
                 hint="save where accelerator.sync_gradients is true",
             )
         project = self._accelerator.project_configuration
@@ -266,7 +266,7 @@ class AcceleratorCheckpoints:
     def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
         if hooks:
             raise InvalidRequest(
-                f"{len(hooks)} hooks of {name} would write or read their own files, which no checkpoint has",
+                f"{len(hooks)} hooks of {name} would write or read files that are not in the checkpoint",
                 hint="remove them: all prepared models are stored whole; register what else is to be kept with "
                 "accelerator.register_for_checkpointing",
             )
@@ -302,4 +302,4 @@ def _number(parts: dict[str, Any], name: str, entries: Any) -> None:
 
 def _refuse_arguments(name: str, given: Mapping[str, Any]) -> None:
     if given:
-        raise InvalidRequest(f"{name}() got {', '.join(given)}, which mean nothing to Holdfast", hint="leave them out")
+        raise InvalidRequest(f"{name}() got {', '.join(given)}, which Holdfast does not support", hint="leave them out")

@@ -58,7 +58,7 @@ class LoaderPosition:
         missing = [name for name in _USED if not hasattr(loader, name)]
         if missing:
             raise InvalidRequest(
-                f"the data loader {type(loader).__name__} was not prepared by accelerate as Holdfast knows it: it has no "
+                f"the data loader {type(loader).__name__} was not prepared by a known version of accelerate: it has no "
                 f"{', '.join(missing)}",
                 hint="attach after accelerator.prepare(), with accelerate 1.0 or newer",
             )

@@ -39,7 +39,7 @@ def adapter(model: nn.Module, name: str | None = None) -> Named:
         names = known.get(id(tensor), [])
         if not names:
             raise InvalidRequest(
-                f"PEFT saves {stored} of the adapter {name!r} in another form than the model trains it",
+                f"PEFT saves {stored} of the adapter {name!r} in a different form than the model trains",
                 hint="leave this option of the adapter out, or save the whole model: {'model': model, …}",
             )
         renamed[names.pop(0)] = stored  # tied tensors are listed under each of their names
@@ -75,7 +75,7 @@ def _one(model: nn.Module, name: str | None) -> tuple[Any, str]:
     _refuse_inexact(inner.peft_config[chosen])
     if inner.peft_config[chosen].is_prompt_learning:
         raise InvalidRequest(
-            f"{type(inner.peft_config[chosen]).__name__} is prompt learning: PEFT saves something else than it trains",
+            f"{type(inner.peft_config[chosen]).__name__} is prompt learning: PEFT saves a different form than it trains",
             hint="save the whole model: {'model': model, …}",
         )
     return inner, chosen
@@ -86,12 +86,12 @@ def _refuse_inexact(config: Any) -> None:
     kind = getattr(config.peft_type, "value", str(config.peft_type))
     if kind == "ADALORA":
         raise InvalidRequest(
-            "AdaLoRA keeps the importance of its ranks outside of the model, where nothing saves it",
-            hint="train with LoraConfig: a resumed AdaLoRA prunes other ranks than one that was not interrupted",
+            "AdaLoRA keeps the importance of its ranks outside the model, and it is not saved",
+            hint="train with LoraConfig: a resumed AdaLoRA prunes different ranks than an uninterrupted one",
         )
     way = getattr(config, "init_lora_weights", True)
     if isinstance(way, str) and way not in _INITS:
         raise InvalidRequest(
-            f"init_lora_weights={way!r} changes the base model randomly or by data, which the adapter does not record",
+            f"init_lora_weights={way!r} changes the base model at random or from data, which the adapter does not record",
             hint="save the whole model: {'model': model, …}, or initialize with 'pissa', 'olora' or a plain way",
         )

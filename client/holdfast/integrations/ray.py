@@ -107,7 +107,7 @@ def step(checkpoint: Any, run: str) -> int | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidRequest(
             f"{checkpoint} was not saved by Holdfast: its {POINTER} is missing, or has no step",
-            hint="load what Ray or your own code has saved as before, and save it once with Holdfast",
+            hint="load Ray's or your own checkpoint as before, then save once with Holdfast",
         ) from error
     if saved_run != run:
         raise InvalidRequest(
@@ -124,7 +124,7 @@ def _context() -> Any:
         return get_train_context()
     except RuntimeError as error:
         raise InvalidRequest(
-            "report() was called outside of a worker of Ray Train",
+            "report() was called outside a Ray Train worker",
             hint="call it in the training function of a TorchTrainer; elsewhere, checkpointer.save() is enough",
         ) from error
 
@@ -138,14 +138,14 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
         )
     if checkpointer.world != context.get_world_size():
         raise InvalidRequest(
-            f"the Checkpointer has a world of {checkpointer.world}, and Ray Train one of {context.get_world_size()}",
+            f"the Checkpointer has world size {checkpointer.world}, but Ray Train has {context.get_world_size()}",
             hint="use a TorchTrainer, which initializes torch.distributed, and construct the Checkpointer in its "
             "training function",
         )
     root, temporary = checkpointer.root(), Path(os.path.realpath(_temporary()))
     if root is not None and temporary in Path(os.path.realpath(root)).parents:
         raise InvalidRequest(
-            f"{root} is in the directory of this session of Ray, which the next one does not have",
+            f"{root} is in this Ray session's directory, which the next session does not have",
             hint="Ray starts workers in such a directory: give an absolute path as at=, or an address",
         )
 

@@ -225,7 +225,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         for path in Path(self.folder).glob("step-*") if not filesystem.is_remote(self.folder) else ():
             if (path / "COMMIT").is_file() and not self._is_ours(path):
                 raise InvalidRequest(
-                    f"{path} is a checkpoint of Holdfast, and not one of {self._config.run}",
+                    f"{path} is a Holdfast checkpoint, but not of {self._config.run}",
                     hint="choose another folder, or the run of that checkpoint",
                 )
         named = {field.name: getattr(self._config, field.name) for field in dataclasses.fields(BaseCheckpointManager.Config)}
@@ -266,7 +266,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         link = Path(self.folder, f"step-{step}")
         if os.path.lexists(link) and not self._is_ours(link):
             raise InvalidRequest(
-                f"{link} exists, and is not a checkpoint of {self.checkpointer.run}",
+                f"{link} exists but is not a checkpoint of {self.checkpointer.run}",
                 hint="move it away, or choose another folder",
             )
         return link

@@ -68,7 +68,7 @@ class ModelParts(nn.Module):
     def _refuse_twins(self, name: str, same: bool) -> None:
         if not same:
             raise InvalidRequest(
-                f"two parts of the model have a tensor {name!r}, and they are not the same",
+                f"two parts of the model have different tensors named {name!r}",
                 hint="parts of a pipeline have different layers: give them different names",
             )
 

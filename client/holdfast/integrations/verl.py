@@ -48,7 +48,7 @@ def install(run: str, **options: Unpack[Options]) -> None:
     """
     naming.check_run(run)
     if _settings and _settings != {"run": run, "options": options}:
-        raise InvalidRequest("install() was called before, with something else", hint="call uninstall() first")
+        raise InvalidRequest("install() was already called with other arguments", hint="call uninstall() first")
     _settings.update(run=run, options=options)
     _replace(_OWN, VerlCheckpoints)
 
@@ -97,13 +97,13 @@ class VerlCheckpoints(BaseCheckpointManager):
             return
         if hdfs_path is not None:
             raise InvalidRequest(
-                f"hdfs_path={hdfs_path!r}: Holdfast saves to its own root alone",
+                f"hdfs_path={hdfs_path!r}: Holdfast saves only to its own root",
                 hint="set trainer.default_hdfs_dir=null; `holdfast export` makes copies",
             )
         checkpointer = self._saving(local_path, max_ckpt_to_keep)
         link = _link(local_path)
         if os.path.lexists(link) and not _is_ours(checkpointer.run, link):
-            raise InvalidRequest(f"{link} exists, and is not a checkpoint of {checkpointer.run}", hint="move it away")
+            raise InvalidRequest(f"{link} exists but is not a checkpoint of {checkpointer.run}", hint="move it away")
         # staged first: verl moves parameters between devices when this returns, and other processes may want the memory
         groups = self._groups(checkpointer, self.checkpoint_save_contents)
         ticket = checkpointer.save(
@@ -153,8 +153,8 @@ class VerlCheckpoints(BaseCheckpointManager):
                 self._checkpointer.goes_on_from(self._restored)
         if self._checkpointer.run != run:
             raise InvalidRequest(
-                f"this worker saves to the run {self._checkpointer.run}, and {local_path} belongs to {run}",
-                hint="one manager has one role",
+                f"this worker saves to run {self._checkpointer.run}, but {local_path} belongs to {run}",
+                hint="use one manager per role",
             )
         return self._checkpointer
 
@@ -172,7 +172,7 @@ class VerlCheckpoints(BaseCheckpointManager):
         if wanted >= set(_GROUPS):
             return None
         if "optimizer" in wanted and self.optimizer is None:
-            raise InvalidRequest("contents have the optimizer, and this worker has none")
+            raise InvalidRequest("contents include the optimizer, but this worker has none")
         return tuple(group for name, group in _GROUPS.items() if name in wanted)
 
     def _existing(self, step: int) -> Any:
@@ -217,16 +217,16 @@ def _replace(old: type, new: type) -> None:
 def _refuse_config(manager: VerlCheckpoints) -> None:
     for name in (*manager.checkpoint_save_contents, *manager.checkpoint_load_contents):
         if name not in _KNOWN:
-            raise InvalidRequest(f"{name!r} is nothing that a checkpoint has", hint=f"known are {', '.join(_KNOWN)}")
+            raise InvalidRequest(f"a checkpoint has no {name!r}", hint=f"known are {', '.join(_KNOWN)}")
     config = manager.checkpoint_config
     if config and config.get("async_save", False):
         raise InvalidRequest(
-            "async_save=True: verl would not write down which step to resume from",
-            hint="leave async_save at False: a save returns when it is committed",
+            "async_save=True: verl would not record which step to resume from",
+            hint="set async_save to False: a save returns when it is committed",
         )
     if manager.should_save_lora_only:
         raise InvalidRequest(
-            "save_lora_only=True is not supported: a checkpoint has the whole model", hint="leave save_lora_only at False"
+            "save_lora_only=True is not supported: a checkpoint holds the whole model", hint="leave save_lora_only at False"
         )
     if manager.optimizer is not None and not isinstance(manager.optimizer, torch.optim.Optimizer):
         raise InvalidRequest(f"a {type(manager.optimizer).__name__} is not a torch optimizer, and would not be stored whole")
@@ -256,7 +256,8 @@ def _step(checkpointer: Checkpointer, local_path: str) -> int:
         return step
     if os.path.lexists(link):
         raise InvalidRequest(
-            f"{link} is not a checkpoint of {checkpointer.run} in this root", hint="install() the run that it belongs to"
+            f"{link} is not a checkpoint of {checkpointer.run} in this root",
+            hint="call install() with the run that it belongs to",
         )
     named = _STEP_FOLDER.fullmatch(link.parent.name)
     if checkpointer.root() is not None or named is None:

@@ -85,7 +85,7 @@ def whole_views(leaf: Leaf, moves: Sequence[BoxMove]) -> Iterator[tuple[str, Liv
             if packing(tensor.dtype) > 1 and (
                 share.stepped or share.target != box or share.axes != tuple(range(len(box.shape)))
             ):
-                raise InvalidRequest(f"{leaf.path}: elements of less than a byte are not rearranged by a program")
+                raise InvalidRequest(f"{leaf.path}: programs cannot rearrange elements smaller than a byte")
             for at, part in _apart(share, tensor if packing(tensor.dtype) > 1 else _turned(tensor, share, box)):
                 yield move.source.name, LivePiece(at, part)
 

@@ -27,7 +27,9 @@ def program_of(source: ProgramSource) -> Program | None:
     if isinstance(source, Path):
         return read_program(_read(source))
     if not isinstance(source, str):
-        raise InvalidRequest(f"a program is a file, its text, or a shipped one's name, not {type(source).__name__}")
+        raise InvalidRequest(
+            f"a program must be a file, its text, or the name of a built-in one, not {type(source).__name__}"
+        )
     if "\n" in source or "=" in source:
         return read_program(source)
     return read_program(_read(Path(source))) if source.endswith(".toml") else load(source)

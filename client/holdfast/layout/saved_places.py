@@ -132,7 +132,7 @@ class SavedPlaces:
                 raise StateMismatch(
                     f"tensor {name!r} of group {group!r} has the local shape {list(shape)}, rank {self._rank} of this "
                     f"layout {where}",
-                    hint="check the layout, the program, and that config.json is this model's",
+                    hint="check the layout, the program, and that config.json belongs to this model",
                     tensor=name,
                 )
             self._note(group, tensor)
@@ -145,7 +145,7 @@ class SavedPlaces:
 
     def _note(self, group: str, tensor: LocalTensor) -> None:
         if tensor.padding:
-            text = f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, and restored as zeros"
+            text = f"{tensor.padding} elements of {group}/{tensor.name} are padding: not saved, restored as zeros"
             self.notes[text] = group
 
     def _refuse_unruled(self, group: str, names: Iterable[str], rules: Rules) -> None:
@@ -199,7 +199,7 @@ class SharedCounts:
                     raise StateMismatch(
                         f"{first.path} is {value.item()} and {leaf.path} is {other.item()}, and both would be saved as "
                         f"{stored!r}",
-                        hint="parameters that are one tensor in the checkpoint must be stepped together",
+                        hint="step parameters together that form one tensor in the checkpoint",
                         tensors=[first.path, leaf.path],
                     )
 
@@ -209,7 +209,7 @@ def refuse_two(one: LivePiece, other: LivePiece, paths: tuple[str, str], stored:
     a, b = one.tensor, other.tensor
     if a.data_ptr() != b.data_ptr() or a.stride() != b.stride():
         raise InvalidRequest(
-            f"{paths[0]} and {paths[1]} would both be saved as {stored!r}, and nothing says that they stay equal",
+            f"{paths[0]} and {paths[1]} would both be saved as {stored!r}, but may diverge",
             hint="tie them in the module, or leave one out of the state",
             tensors=list(paths),
         )

@@ -61,7 +61,7 @@ def test_all_programs_are_listed_and_shown() -> None:
 
 
 def test_a_program_alone_is_checked(program: str, tmp_path: Path) -> None:
-    """Without a checkpoint, its statements are read, and the reason why there is no way back is told."""
+    """Without a checkpoint, its statements are read, and the reason why there is no inverse is told."""
     found = _run("check", program, "--json")
     assert found.exit_code == 0
     assert "what is dropped is lost" in json.loads(found.stdout)["no_inverse"]
@@ -84,7 +84,7 @@ def test_what_becomes_of_what_is_printed(program: str, directory: str) -> None:
     }
     assert {(one["name"], one["elements"]) for one in document["lost"]} == {("embed", 2), ("unused", 8)}
     shown = _run("check", program, "--checkpoint", directory)
-    assert "lost: 8 elements of unused" in shown.stdout and "no way back" in shown.stdout
+    assert "lost: 8 elements of unused" in shown.stdout and "no inverse" in shown.stdout
     other = Path(directory).parent / "other.json"
     other.write_text('{"vocab_size": 9}')
     refused = _run("check", program, "--checkpoint", directory, "--config", str(other))

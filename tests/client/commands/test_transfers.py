@@ -159,7 +159,7 @@ def test_repair_without_a_daemon(root: Path, tmp_path: Path) -> None:
     assert call("repair", "tiny@77", "--root", root).exit_code == 3
     lock = lock_root(root)
     refused = call("repair", "tiny@5", "--root", root)
-    assert refused.exit_code == 4 and "have it repair: `holdfast repair tiny@5`" in " ".join(refused.output.split())
+    assert refused.exit_code == 4 and "let it repair: `holdfast repair tiny@5`" in " ".join(refused.output.split())
     lock.release()
 
 

@@ -257,7 +257,7 @@ def test_one_writer_for_several_steps(saver: Saver) -> None:
     for wrong in ("abc", "5x", True, -1, 1.5, b"5", ""):
         with pytest.raises(InvalidRequest):
             steps.of_id(wrong)
-    with pytest.raises(CheckpointException, match="step of this save is not known"):
+    with pytest.raises(CheckpointException, match="step of this save is unknown"):
         dcp.save({"n": 1}, storage_writer=HoldfastStorageWriter(saver.run, at=saver.root))
 
 

@@ -50,7 +50,7 @@ def test_extra_state_of_every_kind_is_restored() -> None:
 
 def test_two_parts_with_one_name() -> None:
     """One of them would be lost."""
-    with pytest.raises(InvalidRequest, match=r"two parts of the model have a tensor 'weight'"):
+    with pytest.raises(InvalidRequest, match=r"two parts of the model have different tensors named 'weight'"):
         ModelParts([nn.Linear(2, 2), nn.Linear(2, 2)])
 
 

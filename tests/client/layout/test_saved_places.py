@@ -208,7 +208,7 @@ def test_padding_is_left_out_and_named() -> None:
     """Rows beyond the vocabulary are not in the checkpoint; the save's notes say so, and a restore makes them zeros."""
     held = {"b": array(4, 2)}
     snapshot = alone({"model": held}, "a -> b, size=2, pad_to=4").snapshot()
-    assert snapshot.notes == ("4 elements of model/b are padding: not saved, and restored as zeros",)
+    assert snapshot.notes == ("4 elements of model/b are padding: not saved, restored as zeros",)
     saved = Checkpoint(snapshot)
     restored(alone({"model": held}, "a -> b, size=2, pad_to=4"), saved)
     assert held["b"].tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]

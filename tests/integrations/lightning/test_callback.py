@@ -203,7 +203,7 @@ def test_gradients_in_the_making_are_not_saved(daemon: RunningDaemon, tmp_path: 
     class Saves(Small):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
-                with pytest.raises(InvalidRequest, match="accumulation of gradients"):
+                with pytest.raises(InvalidRequest, match="gradient accumulation"):
                     self.trainer.save_checkpoint(tmp_path / "half.ckpt")
 
     callback = saves(daemon, "times", train_time_interval=timedelta(0), save_top_k=-1)

@@ -361,7 +361,7 @@ def test_the_exception_that_ends_a_training_is_the_one_that_is_told(daemon: Runn
     """OnExceptionCheckpoint saves in the middle of an accumulation, or before a resumed training has taken up its place."""
     callbacks = [saves(daemon, "told", every_n_train_steps=1), OnExceptionCheckpoint(tmp_path)]
     fitting = trainer(tmp_path, *callbacks, accumulate_grad_batches=3)
-    with pytest.raises(RuntimeError, match="dies"), pytest.warns(UserWarning, match="middle of an accumulation"):
+    with pytest.raises(RuntimeError, match="dies"), pytest.warns(UserWarning, match="during gradient accumulation"):
         fitting.fit(Tracing(dies=4), shuffled())
 
     class Early(Tracing):

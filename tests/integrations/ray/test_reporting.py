@@ -30,10 +30,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("outside", "outside of a worker"),
+        ("outside", "outside a Ray Train worker"),
         ("policy", "'newest-wins'"),
-        ("temporary", "session of Ray"),
-        ("world", "a world of 1, and Ray Train one of 2"),
+        ("temporary", "Ray session's directory"),
+        ("world", "world size 1, but Ray Train has 2"),
         ("foreign", "was not saved by Holdfast"),
         ("another run", "step 2 of the run 'run', not of 'other'"),
     ],

@@ -89,7 +89,7 @@ def test_a_script_that_is_started_again_goes_on(daemon: RunningDaemon, run: str,
     second.train()
     assert starts.steps == [4] and second.state.global_step == 6
     assert [entry["step"] for entry in second.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(InvalidRequest, match=f"has trained the run {run} already"):
+    with pytest.raises(InvalidRequest, match=f"has already trained the run {run}"):
         second.train()
     second.train(resume_from_checkpoint=True)
     assert starts.steps == [4, 6]
@@ -417,7 +417,7 @@ def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_pat
         ("nowhere", "neither a step nor a path"),
         (-1, "step must be a whole number"),
         (2.5, "cannot be understood"),
-        ("other", "none of the run"),
+        ("other", "not of run"),
     ],
 )
 def test_what_cannot_be_resumed_from(daemon: RunningDaemon, run: str, tmp_path: Path, asked: Any, message: str) -> None:
@@ -437,7 +437,7 @@ def test_a_run_of_this_name_in_another_root(daemon: RunningDaemon, run: str, tmp
     (tmp_path / "checkpoint-9").symlink_to(other.with_name("step-00000009"))
     (tmp_path / "elsewhere").symlink_to(other)
     for asked in (other, tmp_path / "elsewhere"):
-        with pytest.raises(InvalidRequest, match=f"none of the run {run} that the Trainer is attached to"):
+        with pytest.raises(InvalidRequest, match=f"not of run {run}, to which the Trainer is attached"):
             attach(plain(tmp_path), run, at=daemon.socket).train(resume_from_checkpoint=str(asked))
     attach(plain(tmp_path, save_total_limit=1), run, at=daemon.socket).train(resume_from_checkpoint=False)
     assert (tmp_path / "checkpoint-9").is_symlink()

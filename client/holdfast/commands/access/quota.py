@@ -34,7 +34,7 @@ def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False)
         made = api.parsed(api.request("PUT", _path(pattern), json=body).content, Quota)
     used, quota = (console.human_bytes(size) for size in (made.used_bytes, made.quota_bytes))
     if made.used_bytes > made.quota_bytes:
-        console.warn(f"runs {made.pattern} hold more than that: their saves are refused until something is removed")
+        console.warn(f"runs {made.pattern} already hold more: their saves are refused until checkpoints are removed")
     console.answer(made, f"runs {made.pattern} may hold {quota}; they hold {used}", as_json)
 
 

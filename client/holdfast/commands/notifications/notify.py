@@ -35,6 +35,6 @@ def test(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     elif delivery.delivered:
         console.out().print(f"{name} accepted the test message", markup=False)
     else:
-        console.err().print(f"{name} was not reached: {delivery.problem}\n  {delivery.hint}", markup=False)
+        console.err().print(f"{name} could not be reached: {delivery.problem}\n  {delivery.hint}", markup=False)
     if not delivery.delivered:
         raise typer.Exit(1)

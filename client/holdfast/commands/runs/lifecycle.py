@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
     str | None,
-    typer.Option("--owner", metavar="NAME", help='The contact of the run; "" is the name that its trainer gives.'),
+    typer.Option("--owner", metavar="NAME", help="The contact of the run; an empty value restores the trainer's."),
 ]
-Notes = Annotated[str | None, typer.Option("--notes", metavar="TEXT", help='Replace the notes; "" are the trainer\'s.')]
-NewName = Annotated[str, typer.Argument(metavar="NAME", help="Its new name.")]
-Undo = Annotated[bool, typer.Option("--undo", help="Take it back.")]
+Notes = Annotated[
+    str | None, typer.Option("--notes", metavar="TEXT", help="Replace the notes; an empty value restores the trainer's.")
+]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]
+Undo = Annotated[bool, typer.Option("--undo", help="Unarchive it.")]
 
 
 def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
@@ -62,7 +64,7 @@ def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) ->
     else:
         console.out().print(f"renamed {run} to {name}", markup=False)
         for step, why in sorted(renamed.damaged.items()):
-            console.out().print(f"{name}@{step} is damaged, as it was before: {why}; `holdfast repair {name}@{step}`")
+            console.out().print(f"{name}@{step} was already damaged before: {why}; `holdfast repair {name}@{step}`")
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:

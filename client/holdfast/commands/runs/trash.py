@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.", autocompletion=completion.deleted)]
 Entry = Annotated[
-    str | None, typer.Option("--entry", metavar="ENTRY", help="As it was deleted then: a name that `holdfast trash` shows.")
+    str | None, typer.Option("--entry", metavar="ENTRY", help="Which deletion, by its name in `holdfast trash`.")
 ]
-Empty = Annotated[str | None, typer.Option("--empty", metavar="RUN", help="Remove what was deleted of this run for good.")]
+Empty = Annotated[str | None, typer.Option("--empty", metavar="RUN", help="Remove this deleted run for good.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
@@ -60,7 +60,7 @@ def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url =
             found = runs.trash(api)
         else:
             if not yes:
-                console.confirm(f"Remove what was deleted of {empty} for good?", "nothing was removed", as_json)
+                console.confirm(f"Remove the deleted run {empty} for good?", "nothing was removed", as_json)
             found = runs.empty_trash(api, empty, entry)
     if as_json:
         console.print_json(found)
@@ -77,7 +77,7 @@ def _show(trash: Trash) -> None:
         console.out().print("The trash is empty.")
         return
     console.show(console.table_of(lists.TRASH, trash.items))
-    console.out().print(f"{console.human_bytes(trash.bytes)} in all; it goes first when the disk is full", markup=False)
+    console.out().print(f"{console.human_bytes(trash.bytes)} in total; removed first when the disk is full", markup=False)
 
 
 def _size(trashed_run: TrashedRun) -> str:

@@ -96,7 +96,7 @@ def _paths(plan: SavePlan) -> Mapping[str, names.Path]:
     known = isinstance(noted, Mapping) and all(isinstance(p, tuple) and p and isinstance(p[0], str) for p in noted.values())
     if not known:
         raise InvalidRequest(
-            f"the planner's data, of type {type(noted).__name__}, has no paths of names",
+            f"the planner's data, of type {type(noted).__name__}, has no key paths",
             hint="use DefaultSavePlanner or a planner derived from it",
         )
     return dict(noted)
@@ -112,7 +112,7 @@ def _looked_up(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             values[item.index.fqn] = lookup(MetadataIndex(item.index.fqn))
         else:
             raise InvalidRequest(
-                f"{item.index.fqn}: {type(planner).__name__} gives this value only pickled, and nothing is stored pickled",
+                f"{item.index.fqn}: {type(planner).__name__} gives this value only pickled, which is not stored",
                 hint="derive the planner from DefaultSavePlanner, which has lookup_object()",
             )
     return values

@@ -61,7 +61,7 @@ class HoldfastStorageReader(StorageReader):
         self._place = address.place(at)
         if self._place.socket is not None:
             raise InvalidRequest(
-                f"at={str(at)!r} is a socket, and checkpoints are read from a directory or over HTTP",
+                f"at={str(at)!r} is a socket, but checkpoints are read from a directory or over HTTP",
                 hint="pass the directory that the daemon serves, or its address",
             )
         self._at = at

@@ -87,12 +87,12 @@ class HoldfastStorageWriter(StorageWriter):
         """Before planning, refuse a save without a step, and one in which ranks do not plan together."""
         if self.step is None:
             raise InvalidRequest(
-                "the step of this save is not known",
+                "the step of this save is unknown",
                 hint="HoldfastStorageWriter(run, step=…), or dcp.save(…, checkpoint_id=step)",
             )
         if not kwargs.get("use_collectives", True):
             raise InvalidRequest(
-                "with use_collectives=False no rank knows what the others save",
+                "with use_collectives=False, ranks do not know what others save",
                 hint="leave use_collectives out, or use no_dist=True if one rank saves alone",
             )
 
@@ -117,7 +117,7 @@ class HoldfastStorageWriter(StorageWriter):
         if not isinstance(part, runs.RankPart):
             raise InvalidRequest(
                 f"the plan was made for another storage writer: it has a {type(part).__name__}",
-                hint="planners with enable_plan_caching=True share plans by class: use it for one kind of writer only",
+                hint="do not use enable_plan_caching=True with several kinds of writers: planners share plans by class",
             )
         assert self.step is not None  # set_up_storage_writer refuses that
         process = self._process

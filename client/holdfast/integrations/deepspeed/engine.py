@@ -84,9 +84,7 @@ class AttachedEngine:
         check(engine)
         taken = sorted(_OWN & state.keys())
         if taken:
-            raise InvalidRequest(
-                f"state= of attach() has the key {taken[0]!r}, which the engine itself has in the checkpoint"
-            )
+            raise InvalidRequest(f"state= of attach() has the key {taken[0]!r}, which the engine itself stores")
         self._engine, self._frozen = engine, frozen
         self._kind = type(engine.optimizer).__name__
         self._parts: dict[str, Fragment] = {}
@@ -118,7 +116,7 @@ class AttachedEngine:
             )
             raise InvalidRequest(
                 f"save_checkpoint() in the middle of gradient accumulation: the gradients of {which} would be lost",
-                hint="save when engine.is_gradient_accumulation_boundary() was true at the last engine.step()",
+                hint="save only if engine.is_gradient_accumulation_boundary() was true at the last engine.step()",
             )
 
     def save(self, save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool) -> None:
@@ -129,8 +127,8 @@ class AttachedEngine:
         path = _path(save_dir, tag)
         if self._root is not None and Path(os.path.realpath(path.parent)).is_relative_to(self._root):
             raise InvalidRequest(
-                f"{save_dir} is inside of {self._root}, the directory of Holdfast, where links are not allowed",
-                hint="save to a directory outside of at=",
+                f"{save_dir} is inside {self._root}, Holdfast's own directory, where links are not allowed",
+                hint="save to a directory outside at=",
             )
         step = engine.global_steps
         self._progress.tag, self._progress.client_state = tag, dict(client_state)
@@ -140,7 +138,7 @@ class AttachedEngine:
         if before is not None and before[0] != tag:
             if before[1] != state_text:
                 raise InvalidRequest(
-                    f"step {step} is saved as {before[0]!r} with another client_state, and a run has one checkpoint a step",
+                    f"step {step} is saved as {before[0]!r} with another client_state, but a step has one checkpoint",
                     hint="use the same tag, or make another step before the next save",
                 )
             existing = "same"
@@ -288,8 +286,8 @@ def _step_of_run(attached: AttachedEngine, place: str) -> int | None:
     step = naming.linked_step(attached.checkpointer.run, place)
     if step is not None and os.path.isdir(place) and attached.checkpointer.step_at(place) is None:
         raise InvalidRequest(
-            f"{place} is a checkpoint of another root than the one that this engine is attached to",
-            hint="attach with at= of that root, or `holdfast import` it",
+            f"{place} belongs to another root than this engine's",
+            hint="attach with at= of that root, or import it with `holdfast import`",
         )
     return step
 
@@ -318,7 +316,7 @@ def _number(tag: str) -> int:
     """The number at the end of a tag without a link."""
     match = re.search(r"(\d+)$", tag)
     if match is None:
-        raise InvalidRequest(f"the tag {tag!r} has no link to a checkpoint, and does not end in the number of a step")
+        raise InvalidRequest(f"the tag {tag!r} has no link to a checkpoint and does not end in a step number")
     return int(match[1])
 
 

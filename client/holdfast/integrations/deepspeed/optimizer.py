@@ -63,7 +63,7 @@ class _UnitState:
             elif isinstance(value, torch.Tensor):
                 raise InvalidRequest(
                     f"{type(self.base).__name__} keeps {key!r} of shape {list(value.shape)} for a flat tensor of "
-                    f"{self.unit.flat.numel()} elements, and Holdfast does not know which parameters these belong to",
+                    f"{self.unit.flat.numel()} elements, and Holdfast cannot assign these to parameters",
                     hint="use an optimizer that keeps one value for each element, or save with DeepSpeed itself",
                 )
             else:
@@ -137,7 +137,9 @@ class _UnitState:
         if type(self.base).__name__ in _COUNTS and type(self.base).__module__.startswith("deepspeed."):
             return int(number)
         if not any(parent.__module__.startswith("torch.optim.") for parent in type(self.base).__mro__[:-1]):
-            raise StateMismatch(f"{type(self.base).__name__} has made no step, and how it counts its steps is not known")
+            raise StateMismatch(
+                f"{type(self.base).__name__} has not stepped yet, and Holdfast does not know how it counts steps"
+            )
         on_device = any(self.base.defaults.get(name) for name in ("capturable", "fused"))
         return value.detach().clone().to(self.unit.flat.device if on_device else "cpu")
 

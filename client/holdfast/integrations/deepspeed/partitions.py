@@ -88,7 +88,7 @@ def _stage_3(optimizer: Any, names: Mapping[int, str]) -> Iterator[Unit]:
             sub_group, at, length = optimizer.grad_position[parameter.ds_id]
             start, count, weight = stage_3_part(parameter)
             if sub_group != number or length != parameter.ds_tensor.numel():
-                raise _strange(STAGE_3, names[id(parameter)], "has its gradient elsewhere than its master")
+                raise _strange(STAGE_3, names[id(parameter)], "has its gradient and master in different places")
             parts.append(MasterPart(names[id(parameter)], whole_shape(parameter), start, count, at, weight))
         yield Unit(optimizer.sub_group_to_group_id[number], flat, tuple(parts))
 
@@ -113,7 +113,7 @@ def _mapped(groups: Sequence[Sequence[Any]], flats: Sequence[torch.Tensor], name
                 continue
             low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
             if low.numel != high.numel or mapping.hp_fragment.data_ptr() != flat[high.start :].data_ptr():
-                raise _strange("ZeRO", names[id(parameter)], "has its master elsewhere than the optimizer")
+                raise _strange("ZeRO", names[id(parameter)], "has its master outside the optimizer")
             weight = line.narrow(0, low.start, low.numel)
             parts.append(MasterPart(names[id(parameter)], tuple(parameter.shape), low.start, low.numel, high.start, weight))
         yield Unit(number, flat, tuple(parts))
@@ -148,6 +148,6 @@ def _check(kind: str, unit: Unit) -> None:
 
 def _strange(kind: str, name: str, what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{kind}: the parameter {name!r} {what}, as Holdfast does not expect it of DeepSpeed",
+        f"{kind}: the parameter {name!r} {what}, which Holdfast does not expect",
         hint="Holdfast is tested with DeepSpeed 0.19.8; save with DeepSpeed itself, and tell us your version",
     )

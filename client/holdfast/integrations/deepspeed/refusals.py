@@ -83,6 +83,6 @@ def _check_optimizer(engine: Any) -> None:
 
 def _refused(what: str, instead: str = "") -> InvalidRequest:
     return InvalidRequest(
-        f"{what}: Holdfast does not know where DeepSpeed keeps all that trains, so nothing would be safe",
+        f"{what}: Holdfast does not know where DeepSpeed then keeps the training state",
         hint=f"{instead + ', or ' if instead else ''}save with DeepSpeed itself: do not attach Holdfast to this engine",
     )

@@ -173,7 +173,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
                     self._save_checkpoint(trainer, name)
                     self._save_last_checkpoint(trainer, candidates)
         except InvalidRequest as refusal:  # the exception itself is what counts
-            framework.part("utilities.rank_zero").rank_zero_warn(f"nothing was saved on the exception: {refusal}")
+            framework.part("utilities.rank_zero").rank_zero_warn(f"nothing was saved after the exception: {refusal}")
         self.holdfast.end_after(exception)
         if name is not None and os.path.isdir(name):  # a link to what is committed
             framework.part("utilities.rank_zero").rank_zero_info(f"{type(exception).__name__}: saved {name}")

@@ -79,7 +79,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         with the path of a value that is neither tensor nor JSON.
         """
         if storage_options is not None:
-            raise InvalidRequest("storage_options mean nothing to Holdfast", hint="leave them out")
+            raise InvalidRequest("Holdfast does not support storage_options", hint="leave them out")
         step = _step(checkpoint, path)
         model = next((name for name in _MODEL if is_tensors(checkpoint.get(name))), None)
         plain = configs.stored(checkpoint)

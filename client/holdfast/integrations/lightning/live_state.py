@@ -85,8 +85,8 @@ class LiveState:
             values[AVERAGED] = True
         elif not isinstance(tensors, NotGathered):
             raise InvalidRequest(
-                "a hook has replaced checkpoint['state_dict'], and Holdfast saves the live tensors",
-                hint="put what the hook adds under its own key",
+                "a hook has replaced checkpoint['state_dict'], but Holdfast saves the live tensors",
+                hint="put the hook's additions under their own key",
             )
         if OPTIMIZERS in values:
             values[OPTIMIZERS] = len(values[OPTIMIZERS])

@@ -61,8 +61,8 @@ class LoopProgress:
             return None
         if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
             return InvalidRequest(
-                "training_step() takes a dataloader_iter, and fetches as it likes: no position in it can be stored",
-                hint="take batches in training_step(), or save at the end of epochs (every_n_epochs=1)",
+                "training_step() takes a dataloader_iter, so Holdfast cannot record the position in the data",
+                hint="let training_step() take a batch, or save at the end of epochs (every_n_epochs=1)",
             )
         stateful = {is_stateful(loader) for loader in combined.flattened}
         if len(stateful) > 1:
@@ -73,7 +73,7 @@ class LoopProgress:
             )
         if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
             return InvalidRequest(
-                "a data loader has begun again within the epoch, because others are longer: its order cannot be found again",
+                "a data loader restarted within the epoch because others are longer: its order cannot be restored",
                 hint="use loaders with their own state (StatefulDataLoader), or save at the end of epochs",
             )
         return None

@@ -140,8 +140,8 @@ class EpochPosition:
         refusal = None if self.progress.between_epochs else self.progress.refusal()
         if refusal is None and self.mid_step:
             refusal = InvalidRequest(
-                "a save in the middle of a training step: the optimizer has stepped, and the batch counts as not trained",
-                hint="the newest checkpoint of the run is one step older",
+                "the save is in the middle of a training step: the optimizer has stepped, but the batch is not counted yet",
+                hint="use the newest checkpoint of the run, which is one step older",
             )
         if refusal is not None:
             raise refusal

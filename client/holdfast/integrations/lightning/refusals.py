@@ -19,7 +19,7 @@ def check_trainer(trainer: Any) -> None:
     """Raise `InvalidRequest` for an unknown Trainer class, or one that saves in another way."""
     if not isinstance(trainer, framework.part("").Trainer):
         raise InvalidRequest(
-            f"the Trainer is not one of {framework.name()}, for which the callback is made",
+            f"the Trainer does not come from {framework.name()}, for which the callback was made",
             hint="import the package whose Trainer you use before holdfast.integrations.lightning",
         )
     for place, names in _USED.items():
@@ -39,13 +39,13 @@ def check_trainer(trainer: Any) -> None:
         raise InvalidRequest(f"the strategy {kinds[0]} is not supported", hint=hint)
     if getattr(strategy, "_start_method", "popen") not in (None, "popen"):
         raise InvalidRequest(
-            f"the start method {strategy._start_method!r} makes the ranks from a process that cannot see their checkpoints",
+            f"the start method {strategy._start_method!r} starts ranks from a process that cannot see their checkpoints",
             hint='Trainer(strategy="ddp"), or start the script with torchrun',
         )
     io = type(strategy.checkpoint_io).__name__
     if io != "TorchCheckpointIO":
         raise InvalidRequest(
-            f"the plugin {io} would never be asked: HoldfastCheckpoint saves without a CheckpointIO",
+            f"the plugin {io} would never be used: HoldfastCheckpoint saves without a CheckpointIO",
             hint="leave the plugin out, or use ModelCheckpoint with HoldfastCheckpointIO",
         )
 
@@ -65,24 +65,24 @@ def check_callbacks(trainer: Any, callback: Any) -> None:
     others = [one for one in trainer.callbacks if type(one) is type(callback) and one is not callback]
     if others:
         raise InvalidRequest(
-            "two HoldfastCheckpoint callbacks would be two runs of one training",
-            hint="use one, and ModelCheckpoint for the others: what those save goes into the same run",
+            "two HoldfastCheckpoint callbacks would make two runs of one training",
+            hint="use one, and ModelCheckpoint for the others: its saves go into the same run",
         )
     swa = framework.part("callbacks").StochasticWeightAveraging
     if any(isinstance(one, swa) for one in trainer.callbacks):
         raise InvalidRequest(
-            "StochasticWeightAveraging does not average in an epoch that is resumed, and Lightning has no option for it",
+            "StochasticWeightAveraging does not average in a resumed epoch, and Lightning has no option to change that",
             hint="use WeightAveraging or EMAWeightAveraging, whose averages are stored",
         )
     for logger in trainer.loggers:
         if getattr(logger, "_log_model", False) in (True, "all"):  # DummyLogger has an object under every name
             raise InvalidRequest(
-                f"{type(logger).__name__}(log_model=…) uploads checkpoints as files, and these are directories",
+                f"{type(logger).__name__}(log_model=…) uploads checkpoints as files, but these are directories",
                 hint="set log_model=False; `holdfast export` makes a copy to upload",
             )
     if "://" in str(callback.dirpath or ""):
         raise InvalidRequest(
-            f"dirpath={callback.dirpath!r} is not a directory of this machine, where links could be made",
+            f"dirpath={callback.dirpath!r} is not a directory on this machine, so links cannot be made there",
             hint="give a local directory",
         )
 
@@ -110,6 +110,6 @@ def check_save(trainer: Any) -> None:
     """Raise `InvalidRequest` during an accumulation of gradients, which no checkpoint contains."""
     if accumulates(trainer):
         raise InvalidRequest(
-            "a save in the middle of an accumulation of gradients, which no checkpoint has",
+            "the save is during gradient accumulation, and accumulated gradients are not saved",
             hint="save after every accumulate_grad_batches-th batch; HoldfastCheckpoint waits for it",
         )

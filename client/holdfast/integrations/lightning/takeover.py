@@ -93,7 +93,7 @@ class TakenOver:
                     return
                 if wanted.step is not None or not fitting:
                     raise NoSuchCheckpoint(
-                        f"the run {self._run.run} has no checkpoint", hint="`holdfast ls` lists what there is"
+                        f"the run {self._run.run} has no checkpoint", hint="list checkpoints with `holdfast ls`"
                     )
                 own(None)
             self._shown = None
@@ -119,7 +119,7 @@ class TakenOver:
         names, self.names = self.names, []
         if storage_options is not None:
             raise InvalidRequest(
-                "save_checkpoint() got storage_options, which mean nothing to Holdfast", hint="leave them out"
+                "save_checkpoint() got storage_options, which Holdfast does not support", hint="leave them out"
             )
         status = self._trainer.state.status
         requeued = Path(filepath).name.startswith("hpc_ckpt_")  # SLURM's signal came, at any moment
@@ -143,10 +143,10 @@ class TakenOver:
         """Training ended with an exception during a step: report what is not saved."""
         put_off, self._put_off = self._put_off, []
         for path, _ in put_off:
-            self._warn(f"{path} was not saved: the step in which it was asked for did not end")
+            self._warn(f"{path} was not saved: the step in which it was requested did not complete")
 
     def _warn(self, text: str) -> None:
-        hint = "the newest checkpoint of the run is what there is"
+        hint = "use the newest checkpoint of the run"
         framework.part("utilities.rank_zero").rank_zero_warn(f"{text}; {hint}")
 
     def _load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

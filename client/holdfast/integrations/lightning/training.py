@@ -104,7 +104,7 @@ class LightningRun:
             with_nothing.close(wait=False)
         if with_nothing.last_restore is not None:
             raise InvalidRequest(
-                f"the run {self.run} has checkpoints up to step {newest}, and this training would begin without them",
+                f"the run {self.run} has checkpoints up to step {newest}, but this training would start without them",
                 hint='fit(…, ckpt_path="last") continues from the newest; give a new training another run',
             )
 
@@ -221,7 +221,7 @@ class LightningRun:
             except Damaged as error:
                 if wanted.step is not None:
                     raise
-                log.warning("%s@%d is damaged (%s): an older step is restored", self.run, step, error)
+                log.warning("%s@%d is damaged (%s): restoring an older step", self.run, step, error)
                 step = self._restore_older()
         self._settle(step)
 

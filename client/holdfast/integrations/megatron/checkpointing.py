@@ -86,8 +86,8 @@ def save_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
     args = _arguments()
     _check_groups(groups)
     ranks = {"pipeline_rank": pipeline_rank, "expert_rank": expert_rank, "tensor_rank": tensor_rank}
-    _refuse({name: value for name, value in ranks.items() if value is not None}, "the ranks are those of parallel_state")
-    _refuse({"release": release or None}, "a checkpoint holds the training: export one with `holdfast export`")
+    _refuse({name: value for name, value in ranks.items() if value is not None}, "Holdfast uses the ranks of parallel_state")
+    _refuse({"release": release or None}, "a checkpoint holds the whole training state: export one with `holdfast export`")
     _refuse({"non_persistent_ckpt": non_persistent_ckpt or None}, "save more often instead, and keep fewer: keep_last=")
     if getattr(args, "dataloader_save", None):
         raise InvalidRequest(
@@ -140,7 +140,7 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
         if pretrained is not None:
             return _pretrained(args, ddp_model, optimizer, opt_param_scheduler, strict)
         if getattr(args, "exit_on_missing_checkpoint", False):
-            raise NoSuchCheckpoint(f"--{load_arg} {place} has no checkpoint, and one must be there")
+            raise NoSuchCheckpoint(f"--{load_arg} {place} has no checkpoint, but one is required")
         return 0, 0
     saved = peeked[1]
     if saved is None:
@@ -189,7 +189,7 @@ def _arguments() -> Any:
         from megatron.training import get_args
     except ImportError:
         raise InvalidRequest(
-            "Megatron's arguments are not known: there is no megatron.training here",
+            "Megatron's arguments are unknown: megatron.training is not installed",
             hint="pass them to holdfast.integrations.megatron.configure(args=…): an object with save, load and so on",
         ) from None
     return get_args()
@@ -199,9 +199,7 @@ def _checkpoints(
     place: str | PathLike[str] | None, option: str, model: Sequence[Any], optimizer: Any, scheduler: Any
 ) -> MegatronCheckpoints:
     if place is None and _settings.run is None:
-        raise InvalidRequest(
-            f"--{option} is not given, so it is not known where checkpoints are", hint=f"--{option} ROOT/RUN"
-        )
+        raise InvalidRequest(f"--{option} is missing, so the checkpoints' location is unknown", hint=f"--{option} ROOT/RUN")
     at, run = _place(place, option)
     known = _open.get((str(at), str(run)))
     if known is not None:
@@ -293,7 +291,7 @@ def _check_groups(given: dict[str, Any]) -> None:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
         if value and (name not in known or value is not known[name]()):
             raise InvalidRequest(
-                f"{name}={value!r} is not the one of parallel_state", hint="your own process groups are not supported"
+                f"{name}={value!r} is not the group of parallel_state", hint="your own process groups are not supported"
             )
 
 
@@ -302,7 +300,7 @@ def _refuse_rerun(train_data_iterator: Any) -> None:
 
     if get_rerun_state_machine().state_dict(train_data_iterator, "torch_dist") is not None:
         raise InvalidRequest(
-            "the rerun state machine is in the middle of repeating a step, which no checkpoint can hold",
+            "the rerun state machine is repeating a step, which a checkpoint cannot record",
             hint="save after the step, or train with --rerun-mode disabled",
         )
 

@@ -71,8 +71,8 @@ class MegatronCheckpoints:
         same = len(model) == len(self.model) and all(a is b for a, b in zip(model, self.model, strict=True))
         if not same or optimizer is not self.optimizer or scheduler is not self.scheduler:
             raise InvalidRequest(
-                f"another model, optimizer or scheduler than before is saved to or loaded from {self.checkpointer.run}",
-                hint="one program trains one model in a run: use another directory, or close() first",
+                f"a different model, optimizer or scheduler than before is used with {self.checkpointer.run}",
+                hint="train one model per run: use another directory, or close() first",
             )
 
     def open(self, run: str, options: Options) -> None:
@@ -118,8 +118,8 @@ class MegatronCheckpoints:
     def _foreign(self, step: int, foreign: bool) -> tuple[int, None]:
         if not foreign:
             raise StateMismatch(
-                f"step {step} of {self.checkpointer.run} was not saved by Megatron: it has no counters of it",
-                hint="load_checkpoint(…, strict=False) takes weights and optimizer over, --finetune the weights",
+                f"step {step} of {self.checkpointer.run} was not saved by Megatron: it lacks Megatron's counters",
+                hint="load weights and optimizer with load_checkpoint(…, strict=False), or the weights with --finetune",
             )
         return step, None
 

@@ -110,7 +110,8 @@ class HuggingFaceNames:
             wrong.append(f"tie_word_embeddings: {self._config['tie_word_embeddings']}, Megatron's {tied}")
         if wrong:
             raise InvalidRequest(
-                f"the Hugging Face config is not this model's: {'; '.join(wrong)}", hint="use the config of this model"
+                f"the Hugging Face config does not belong to this model: {'; '.join(wrong)}",
+                hint="use the config of this model",
             )
 
     def renamed(self, tensors: ModelTensors) -> ModelTensors:
@@ -139,7 +140,8 @@ class HuggingFaceNames:
                 around.run(statement, None)
         except StateMismatch as problem:
             raise InvalidRequest(
-                f"the Hugging Face config is not this model's: {problem.detail}", hint="use the config of this model"
+                f"the Hugging Face config does not belong to this model: {problem.detail}",
+                hint="use the config of this model",
             ) from problem
         for name in map(called.__getitem__, around.unnamed()):
             raise InvalidRequest(

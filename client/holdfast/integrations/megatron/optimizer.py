@@ -145,7 +145,7 @@ class MegatronOptimizerByName:
         if tensor.shape != one.stepped.shape or not tensor.is_contiguous():
             raise InvalidRequest(
                 f"the optimizer keeps {key} of {one.weight.own} as a tensor of shape {list(tensor.shape)}, and steps one of "
-                f"shape {list(one.stepped.shape)}: it is not known which element belongs to which",
+                f"shape {list(one.stepped.shape)}: Holdfast cannot match their elements",
                 hint="supported are optimizers whose state has the parameter's form, such as Adam and SGD",
             )
         before = self._cut.get((id(one.stepped), key))
@@ -226,12 +226,12 @@ def _trained(member: Any, known: Mapping[Any, Stored]) -> Iterator[Trained]:
         )
     for number, parameter, stepped, begin, copied in optimizer:
         if stepped is None:
-            raise InvalidRequest(f"{type(member).__name__} keeps a part of a parameter where it cannot be found (FP8)")
+            raise InvalidRequest(f"{type(member).__name__} keeps part of a parameter (FP8) in an unknown place")
         stored = known.get(place(parameter))
         if stored is None:
             raise InvalidRequest(
                 f"{type(member).__name__} steps a parameter of shape {list(parameter.shape)} that is not in the model",
-                hint="pass the model for which the optimizer was made",
+                hint="pass the model that the optimizer was made for",
             )
         yield Trained(stored, member.optimizer, number, stepped, begin, copied)
 
@@ -283,7 +283,7 @@ def _plain(member: Any) -> Iterator[_Found]:
 def _refuse(member: Any) -> None:
     config = getattr(member, "config", None)
     for name, text in (
-        ("use_precision_aware_optimizer", "keeps copies and moments inside of a fused optimizer, scaled"),
+        ("use_precision_aware_optimizer", "keeps scaled copies and moments inside a fused optimizer"),
         ("optimizer_cpu_offload", "keeps a part of its state on the CPU, in its own optimizers"),
     ):
         if getattr(config, name, False):

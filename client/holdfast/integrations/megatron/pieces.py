@@ -137,7 +137,7 @@ def _take(own: str, value: Any, live: _Live, tensors: list[Stored], modules: dic
         parts = [part for _, part in _leaves(value.build(), "")]
         strange = [type(part).__name__ for part in parts if not isinstance(part, ShardedTensor)]
         if strange:
-            raise InvalidRequest(f"{own}: its ShardedTensorFactory builds a {strange[0]}, not tensors alone")
+            raise InvalidRequest(f"{own}: its ShardedTensorFactory builds a {strange[0]}; only tensors are supported")
         pieces = tuple(sorted((_piece(own, part, tensor) for part in parts), key=lambda piece: piece.start))
         _check_tiled(own, tensor, pieces)
         tensors.append(Stored(tensor, own, pieces))
@@ -152,7 +152,7 @@ def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
     """The piece of a `ShardedTensor` over all of a local tensor, or over a range of it."""
     data = part.data
     if getattr(part, "flattened_range", None) is not None:
-        raise InvalidRequest(f"{own}: sharded_state_dict() gives a flattened range of it, which no version since 0.16 makes")
+        raise InvalidRequest(f"{own}: sharded_state_dict() gives a flattened range, which versions since 0.16 do not")
     same = data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and data.dtype == tensor.dtype
     start = data.storage_offset() - tensor.storage_offset()
     if not same or not data.is_contiguous() or start < 0 or start + data.numel() > tensor.numel():
@@ -190,7 +190,7 @@ def _check_tiled(own: str, tensor: torch.Tensor, pieces: Sequence[ParameterPiece
         at = piece.stop
     if at != tensor.numel():
         raise InvalidRequest(
-            f"{own}: the parts that its ShardedTensorFactory builds are not the parameter, each element once"
+            f"{own}: the parts that its ShardedTensorFactory builds do not cover each element of the parameter once"
         )
 
 
@@ -206,7 +206,7 @@ class _Live:
             raise InvalidRequest(f"{own}: sharded_state_dict() has a {type(data).__name__} there, not a tensor")
         if type(data) not in (torch.Tensor, torch.nn.Parameter):
             raise InvalidRequest(
-                f"{own} is a {type(data).__name__}, whose memory cannot be stored as it is",
+                f"{own} is a {type(data).__name__}, whose memory cannot be stored unchanged",
                 hint="parameters in FP8 are not supported: train without fp8_param, so that they are in bfloat16",
             )
         live_tensor = self._by_place.get(place(data))
@@ -216,7 +216,7 @@ class _Live:
                 "buffer of the module, so a restore into it would be lost"
             )
         if not live_tensor.is_contiguous():
-            raise InvalidRequest(f"{own} is not contiguous, so it is not known which of its elements are where")
+            raise InvalidRequest(f"{own} is not contiguous, so its elements cannot be located")
         return live_tensor
 
     def owner(self, own: str) -> torch.nn.Module:
@@ -240,7 +240,7 @@ class _Live:
             raise InvalidRequest(
                 f"sharded_state_dict() leaves out {len(left)} parameters of {type(self._chunk).__name__}: "
                 f"{', '.join(left[:5])}",
-                hint="let the modules that own them return them",
+                hint="let the modules that own them return them from sharded_state_dict()",
             )
 
 

@@ -33,8 +33,8 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
         raise InvalidRequest("torch_xla and SageMaker's model parallelism are not supported", hint=_PLAIN)
     if args.auto_find_batch_size:
         raise InvalidRequest(
-            "auto_find_batch_size trains again with another batch size, which a resumed run could not continue",
-            hint="set per_device_train_batch_size to the size that was found",
+            "auto_find_batch_size restarts with another batch size, which a resumed run could not continue",
+            hint="set per_device_train_batch_size to the size it found",
         )
     if getattr(trainer.model, "_hf_peft_config_loaded", False) is True:  # set by add_adapter() since transformers 4.33
         raise InvalidRequest(
@@ -49,7 +49,7 @@ def check_trial(trainer: Any, trial: object) -> None:
     if trial is not None or trainer.hp_search_backend is not None:
         raise InvalidRequest(
             "the trials of a hyperparameter search would overwrite each other's checkpoints in one run",
-            hint="search with a Trainer that is not attached, then attach the one that trains",
+            hint="search with an unattached Trainer, then attach the one that trains",
         )
 
 
@@ -72,7 +72,7 @@ def _check_limits(args: Any, options: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"save_total_limit={limit} and keep_last={keep_last} contradict each other", hint="give one")
     if args.load_best_model_at_end and is_remote(options):
         raise InvalidRequest(
-            "load_best_model_at_end needs a daemon on this machine, because a link keeps the best checkpoint",
+            "load_best_model_at_end needs a daemon on this machine, because a link protects the best checkpoint",
             hint="give the daemon's directory as at=, or set load_best_model_at_end=False",
         )
 

@@ -71,7 +71,7 @@ def links(output_dir: str, run: str) -> dict[int, Path]:
 def not_of(run: str, path: Path) -> InvalidRequest:
     """The error for a checkpoint of another run, or of a run of this name in another root."""
     return InvalidRequest(
-        f"{path} is a Holdfast checkpoint, but none of the run {run} that the Trainer is attached to",
+        f"{path} is a Holdfast checkpoint, but not of run {run}, to which the Trainer is attached",
         hint=f"attach it to the run and the root of that checkpoint, or `holdfast import {path} {run}@STEP`; with a daemon "
         "elsewhere, pass the number of a step",
     )

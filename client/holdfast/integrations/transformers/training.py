@@ -82,8 +82,8 @@ class TrainerRun:
         wanted = resuming.wanted(asked, self.run)
         if asked is None and self._trained:
             raise InvalidRequest(
-                f"this Trainer has trained the run {self.run} already",
-                hint="pass resume_from_checkpoint=True to go on, False to begin the run again, or attach it to another run",
+                f"this Trainer has already trained the run {self.run}",
+                hint="pass resume_from_checkpoint=True to continue or False to start over, or attach it to another run",
             )
         while True:
             try:
@@ -138,9 +138,7 @@ class TrainerRun:
         """Save the step, and link it where transformers looks for it."""
         checkpointer, trainer = self._checkpointer, self.trainer
         if checkpointer is None:
-            raise InvalidRequest(
-                "no training is under way", hint="save_model() writes the model of a training that has ended"
-            )
+            raise InvalidRequest("no training is under way", hint="after training, call save_model() to write the model")
         trainer.store_flos()
         step: int = trainer.state.global_step
         self._note_best(step)
@@ -191,13 +189,13 @@ class TrainerRun:
             step = probe.restore(wanted.step, groups=("extra",), exclude=nothing, strict=False, healthy=wanted.healthy)
             own = resuming.own_checkpoint(self.trainer.args.output_dir) if wanted == Wanted(needed=True) else None
             if own is not None and own[0] > step:
-                log.info("%s is newer than what %s has: transformers resumes from it", own[1], self.run)
+                log.info("%s is newer than the checkpoints of %s: transformers resumes from it", own[1], self.run)
                 return None, own[1]
             if step == 0 and wanted.needed:
                 raise NoSuchCheckpoint(
                     f"No valid checkpoint found in output directory ({self.trainer.args.output_dir}), and none in the run "
                     f"{self.run}",
-                    hint="train() without resume_from_checkpoint resumes if there is one, and else begins again",
+                    hint="without resume_from_checkpoint, train() resumes if it can and starts over otherwise",
                 )
             if step == 0:
                 return None, None

@@ -55,7 +55,9 @@ class Readers:
                     f"{run}@{step} is being replaced by a new save", hint="check it again when the new save is committed"
                 )
             if (run, step) in self._removing:
-                raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")
+                raise NoSuchCheckpoint(
+                    f"{run}@{step} is being removed", hint=f"list its checkpoints with `holdfast ls {run}`"
+                )
             self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
             opened = who.startswith(OPENED)
             known = max(self._announced.get(((run, step), kind), 0.0) for kind in {False, opened}) > self._clock()
