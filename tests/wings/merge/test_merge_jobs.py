@@ -333,7 +333,7 @@ def test_adapters_of_other_models_are_refused(world: MergeWorld) -> None:
             world.merge(recipe.replace("tuned", f"tuned{number}"))
         assert refused.value.members["tensor"] and hint in refused.value.hint
     put_adapter(world, "wide", {name: np.ones((5, 5), np.float32) for name in arrays}, config | {"r": 5})
-    with pytest.raises(StateMismatch, match="not added"):
+    with pytest.raises(StateMismatch, match="cannot be added"):
         world.merge(recipe.replace("tuned", "wide"))
     with pytest.raises(NoSuchResource, match="no adapter"):
         world.merge(recipe.replace("./tuned", "one@1"))
@@ -350,7 +350,7 @@ UNLIKE: dict[str, tuple[Arrays, str, str]] = {
         "up_prj",
     ),
     "another tensor": ({**BASE, "lm_head.weight": BASE["model.embed_tokens.weight"]}, "lm_head.weight", ""),
-    "a shape": (changed(**{"model.norm.weight": np.ones(8, BF16)}), "model.norm.weight", "same sizes"),
+    "a shape": (changed(**{"model.norm.weight": np.ones(8, BF16)}), "model.norm.weight", "equal sizes"),
     "a dtype": (changed(**{"model.norm.weight": np.ones(16, np.float32)}), "model.norm.weight", "`dtype`"),
     "a number type": (changed(**{"model.positions": np.arange(9, dtype=np.int32)}), "model.positions", ""),
     "whole numbers": (changed(**{"model.positions": np.arange(9)[::-1].copy()}), "model.positions", "equal"),

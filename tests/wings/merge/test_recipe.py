@@ -73,7 +73,7 @@ def test_the_dialect_of_paddle() -> None:
 LINEAR = "merge_method: linear\nmodels:\n  - model: a@1\n    parameters: {weight: 1}\n"
 WRONG = {
     "an unknown key": (f"{LINEAR}dtyp: float32\n", 5, "dtyp", "dtype"),
-    "a key of mergekit's": (f"{LINEAR}tokenizer_source: union\n", 5, "tokenizer_source", "of the base"),
+    "a key of mergekit's": (f"{LINEAR}tokenizer_source: union\n", 5, "tokenizer_source", "from the base"),
     "slices": ("merge_method: linear\nslices: []\n", 2, "slices", "whole models"),
     "a method of mergekit's": (LINEAR.replace("linear", "model_stock"), 1, "model_stock", "ties"),
     "no method": (LINEAR.replace("linear", "linaer"), 1, "linaer", "linear"),
@@ -137,7 +137,11 @@ def test_refused(text: str, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "what"),
-    [("{}", "no weight"), ("{weight: 1, density: 0}", "leaves nothing"), ("{weight: 1, density: 0.9, epsilon: 0.2}", "±")],
+    [
+        ("{}", "no weight"),
+        ("{weight: 1, density: 0}", "would drop a whole model"),
+        ("{weight: 1, density: 0.9, epsilon: 0.2}", "±"),
+    ],
 )
 def test_refused_for_a_tensor(parameters: str, what: str) -> None:
     recipe = read_recipe(f"{{merge_method: della, base_model: a@1, models: [{{model: b@1}}], parameters: {parameters}}}")
@@ -147,7 +151,7 @@ def test_refused_for_a_tensor(parameters: str, what: str) -> None:
 
 def test_weights_that_cancel() -> None:
     text = LINEAR + "  - model: b@1\n    parameters: {weight: -1}\n"
-    with pytest.raises(InvalidRequest, match="0 together"):
+    with pytest.raises(InvalidRequest, match="sum to 0"):
         read_recipe(text).terms("w", 0)
 
 

@@ -61,12 +61,12 @@ def adapted(
     for module, (low, high) in pairs.items():
         target = f"{module}{_WEIGHT}"
         if target not in weights:
-            hint = did_you_mean(target, weights, "is it an adapter of another model?")
-            raise StateMismatch(f"{name}: the model has no tensor {target!r}, which it adapts", hint=hint, tensor=target)
+            hint = did_you_mean(target, weights, "check that the adapter belongs to this model")
+            raise StateMismatch(f"{name} adapts tensor {target!r}, which the model does not have", hint=hint, tensor=target)
         spec, rank = weights[target].spec, terms.rank
         if len(spec.shape) != 2 or low.spec.shape != (rank, spec.shape[1]) or high.spec.shape != (spec.shape[0], rank):
             shapes = f"{list(high.spec.shape)} × {list(low.spec.shape)}"
-            raise StateMismatch(f"{name}: {shapes} is not added to {target!r} of {list(spec.shape)}", tensor=target)
+            raise StateMismatch(f"{name}: {shapes} cannot be added to {target!r} of {list(spec.shape)}", tensor=target)
         added = TensorSpec(spec.group, spec.name, "F32", spec.shape)
         adapted_weights[target] = ForeignTensor(added, (), decoder=Adapted(weights[target], low, high, terms.scale))
     return adapted_weights
@@ -98,7 +98,7 @@ def _check_rank(pairs: Mapping[str, tuple[ForeignTensor, ForeignTensor]], rank: 
     """`StateMismatch` for a product of another rank than the configuration's: it would be scaled wrong."""
     for low, _ in pairs.values():
         if low.spec.shape[:1] != (rank,):
-            what = f"r of its {lora_config.NAME} is {rank}, but {low.spec.name!r} has shape {list(low.spec.shape)}"
+            what = f"its {lora_config.NAME} has r = {rank}, but {low.spec.name!r} has shape {list(low.spec.shape)}"
             lora_config.refuse(name, what, low.spec.name)
 
 
@@ -109,7 +109,7 @@ def _pairs(adapter: Mapping[str, ForeignTensor], name: str) -> dict[str, tuple[F
         if not key.startswith(_PREFIX) or not key.endswith((_A, _B)):
             lora_config.refuse(name, f"{key!r} is neither lora_A nor lora_B of a weight", key)
         if other not in adapter:
-            lora_config.refuse(name, f"{key!r} is there without {other!r}", key)
+            lora_config.refuse(name, f"{key!r} exists without {other!r}", key)
         if key.endswith(_A):
             pairs[key.removeprefix(_PREFIX).removesuffix(_A)] = tensor, adapter[other]
     return pairs

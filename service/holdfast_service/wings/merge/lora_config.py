@@ -13,7 +13,7 @@ from holdfast_formats.errors import StateMismatch
 
 NAME = "adapter_config.json"
 BYTES_MAX = 2**24
-_HINT = "merge it with PEFT's merge_and_unload(), and import the model"
+_HINT = "merge it with PEFT's merge_and_unload() and import the result"
 
 
 class LoraTerms(NamedTuple):
@@ -115,14 +115,14 @@ def read(config: bytes, name: str) -> LoraTerms:
     except (ValueError, RecursionError) as error:
         raise StateMismatch(f"{name}: cannot read {NAME}: {error}", file=NAME) from error
     if not isinstance(document, dict) or "peft_type" not in document:
-        refuse(name, f"{NAME} is not that of a LoRA adapter")
+        refuse(name, f"its {NAME} does not describe a LoRA adapter")
     for key in ("r", "lora_alpha"):
         if key not in document:
             refuse(name, f"its {NAME} has no {key}")
     for key, value in document.items():
         understood = _UNDERSTOOD.get(key)
         if understood is None and value is not None:  # an option that is null is not used
-            refuse(name, f"its {NAME} has {key} = {_shown(value)}, and nothing is known of this key")
+            refuse(name, f"its {NAME} has {key} = {_shown(value)}, an unknown key")
         if understood is not None and not understood(value):
             refuse(name, f"{key} of its {NAME} is {_shown(value)}")
     rank, alpha = document["r"], document["lora_alpha"]

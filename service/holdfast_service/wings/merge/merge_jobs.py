@@ -88,7 +88,7 @@ class Merger:
         if self._tier.size(f"{path}/{naming.COMMIT}") is None:
             raise NoSuchCheckpoint(
                 f"there is no checkpoint {name}",
-                hint=f"`holdfast ls {checkpoint_id.run}` lists them; a directory has a / in its name",
+                hint=f"list them with `holdfast ls {checkpoint_id.run}`; write a directory with a /",
             )
         held.enter_context(self._control.readers.reading(*checkpoint_id))
         return ModelPlace(name, self._tier, path)
@@ -105,6 +105,6 @@ def checkpoint_named(name: str) -> CheckpointId | None:
     if not naming.is_run_name(run) or not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
         raise InvalidRequest(
             f"{name!r} does not name a checkpoint",
-            hint="give RUN@STEP with a step number, or the path of a directory with a /",
+            hint="give RUN@STEP with a step number, or a directory's path with a /",
         )
     return CheckpointId(run, naming.check_step(int(step)))

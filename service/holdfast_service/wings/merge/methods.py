@@ -84,7 +84,7 @@ WEIGHT = MergeParameter("weight", float, None, of_model=True)
 def _mean(named: MergedName, shared: Values, models: Sequence[Values]) -> Terms:
     weights = tuple(float(one["weight"]) for one in models)
     if shared["normalize"] and not sum(weights):
-        raise InvalidRequest(f"the weights for tensor {named.tensor!r} are 0 together, and cannot be normalized")
+        raise InvalidRequest(f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized")
     return MeanTerms(weights, bool(shared["normalize"]), named.dialect)
 
 
@@ -139,7 +139,7 @@ def _task(way: _Way) -> Callable[[MergedName, Values, Sequence[Values]], Terms]:
 
 def _shares(weights: tuple[float, ...], named: MergedName) -> tuple[float, ...]:
     if not sum(weights):
-        raise InvalidRequest(f"the weights for tensor {named.tensor!r} are 0 together, and cannot be normalized")
+        raise InvalidRequest(f"the weights for tensor {named.tensor!r} sum to 0 and cannot be normalized")
     return tuple(weight / sum(weights) for weight in weights)
 
 
@@ -162,7 +162,7 @@ def _sparsity(way: _Way, values: Values, trim: Trim, named: MergedName) -> Spars
         return Sparsity("none", 1.0)
     if density <= 0:
         raise InvalidRequest(
-            f"density {density:g} for tensor {named.tensor!r} leaves nothing of a model", hint="give it weight: 0 instead"
+            f"density {density:g} for tensor {named.tensor!r} would drop a whole model", hint="set weight: 0 instead"
         )
     if way.how == "ranked" and density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
         raise InvalidRequest(f"density {density:g} ± epsilon {epsilon:g} for tensor {named.tensor!r} is not between 0 and 1")

@@ -130,7 +130,7 @@ def _config(source: MergeSource, sources: MergeSources) -> bytes:
         return config_bytes
     if lora_config.NAME not in source.listing.assets:
         raise NoSuchResource(
-            f"{source.name} has no {lora_config.NAME}, which says how its adapter is added",
+            f"{source.name} has no {lora_config.NAME}, which describes how to add its adapter",
             hint="pass it as an asset when you save: assets=holdfast.integrations.peft.adapter_config(model)",
         )
     return sources.watched.read(f"{source.number}/{lora_config.NAME}", 0, lora_config.BYTES_MAX)
@@ -142,7 +142,7 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
         missing = sorted(here.tensors.keys() - second.tensors.keys(), key=natural_key)
         if missing:
             left = second.tensors.keys() - here.tensors.keys()
-            usual = "models of one architecture have the same names; a mapping program renames"
+            usual = "use models of one architecture, or rename with a mapping program"
             hint = did_you_mean(missing[0], left, usual)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StateMismatch(
@@ -151,13 +151,13 @@ def _check_fits(first: Model, other: Model, recipe: MergeRecipe) -> None:
     for name, tensor in first.tensors.items():
         shape, others = tensor.spec.shape, other.tensors[name].spec.shape
         if shape != others:
-            what = f"tensor {name!r} has shape {list(shape)} in {first.name}, and {list(others)} in {other.name}"
-            raise StateMismatch(what, hint="merge models of the same sizes and the same vocabulary", tensor=name)
+            what = f"tensor {name!r} has shape {list(shape)} in {first.name}, but {list(others)} in {other.name}"
+            raise StateMismatch(what, hint="merge models of equal sizes and vocabulary", tensor=name)
         kinds = first.stored[name], other.stored[name]
         loose = recipe.dtype is not None and set(kinds) <= FLOATS
         if kinds[0] != kinds[1] and not loose:
-            what = f"tensor {name!r} is {kinds[0]} in {first.name}, and {kinds[1]} in {other.name}"
-            raise StateMismatch(what, hint="set `dtype` in the recipe, if all are floating-point numbers", tensor=name)
+            what = f"tensor {name!r} is {kinds[0]} in {first.name}, but {kinds[1]} in {other.name}"
+            raise StateMismatch(what, hint="set `dtype` in the recipe if both are floating-point", tensor=name)
 
 
 def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> dict[TensorKey, ForeignTensor]:
@@ -173,8 +173,8 @@ def _merged(recipe: MergeRecipe, models: Sequence[Model], reference: Model) -> d
             merged_tensors[key] = identical(key, [model.name for model in models], inputs)
         else:
             raise StateMismatch(
-                f"tensor {name!r} is {dtype}; models of {', '.join(sorted(FLOATS))} are merged",
-                hint="quantised weights are merged before they are quantised",
+                f"tensor {name!r} is {dtype}; only {', '.join(sorted(FLOATS))} can be merged",
+                hint="merge quantised models before quantisation",
                 tensor=name,
             )
     return merged_tensors
@@ -202,7 +202,7 @@ def _listing(
 def _uses(source: MergeSource, recipe: MergeRecipe) -> list[FileUse]:
     if source.name == recipe.assets_of.model:
         return list(source.listing.files)
-    why = f"configuration and tokenizer are those of {recipe.assets_of.model}"
+    why = f"configuration and tokenizer come from {recipe.assets_of.model}"
     return [FileUse(one.file, "unused", why) if one.use == "asset" else one for one in source.listing.files]
 
 
@@ -210,7 +210,7 @@ def _notes(recipe: MergeRecipe, sources: MergeSources, tensors: list[str]) -> li
     notes = [f"merged by {recipe.method.name} in the dialect of {recipe.dialect}, seed {recipe.seed}"]
     unused = recipe.unused_filters(tensors)
     if unused:
-        notes.append(f"filters that fit no tensor: {', '.join(unused[:NAMED_MAX])}")
+        notes.append(f"filters that match no tensor: {', '.join(unused[:NAMED_MAX])}")
     for source in sources.by_name.values():
         notes += [f"{source.name}: {note}" for note in source.listing.notes]
         others = {key.group for key in source.listing.tensors} - {recipe.group, *_ADAPTER_GROUPS}

@@ -32,11 +32,11 @@ KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtyp
 GROUP = "model"
 # Keys of mergekit's that are refused by name, and what to do instead.
 NOT_SUPPORTED = {
-    "slices": "list whole models under `models`; filters and gradients reach single layers",
+    "slices": "list whole models under `models`; use filters and gradients for single layers",
     "modules": "list whole models under `models`",
-    "tokenizer_source": "tokenizer and configuration are those of the base; merge models of one tokenizer",
-    "tokenizer": "tokenizer and configuration are those of the base; merge models of one tokenizer",
-    "chat_template": "it is that of the base; change its file in the result's export",
+    "tokenizer_source": "tokenizer and configuration come from the base; merge models with one tokenizer",
+    "tokenizer": "tokenizer and configuration come from the base; merge models with one tokenizer",
+    "chat_template": "it comes from the base; edit the file in an export of the result",
 }
 _OF_MERGEKIT = ("arcee_fusion", "karcher", "model_stock", "multislerp", "nearswap", "nuslerp", "ram", "ramplus_tl", "sce")
 
@@ -129,7 +129,7 @@ def read_recipe(text: str) -> MergeRecipe:
     keys = document.mapping()
     for key in keys:
         if key in NOT_SUPPORTED:
-            keys[key].refuse("is a key of mergekit's that Holdfast does not support", NOT_SUPPORTED[key])
+            keys[key].refuse("is a mergekit key that Holdfast does not support", NOT_SUPPORTED[key])
     document.mapping(KEYS)
     method = _method(_needed(document, keys, "merge_method"))
     dialect = _dialect(keys.get("dialect"), method)
@@ -146,7 +146,7 @@ def read_recipe(text: str) -> MergeRecipe:
 
 def _needed(document: Located, keys: dict[str, Located], name: str) -> Located:
     if name not in keys:
-        raise InvalidRequest(f"the recipe has no {name}", hint=did_you_mean(name, keys, "docs/merging.md has examples"))
+        raise InvalidRequest(f"the recipe has no {name}", hint=did_you_mean(name, keys, "see docs/merging.md for examples"))
     return keys[name]
 
 
@@ -156,15 +156,13 @@ def _without_base(recipe: MergeRecipe, document: Located, keys: dict[str, Locate
     at = keys["models"]
     for number, one in enumerate(recipe.models):
         if any(one.name.same(other.name) for other in recipe.models[:number]):
-            raise InvalidRequest(f"recipe, line {one.name.line}: {one.name} is a model twice", line=one.name.line)
+            raise InvalidRequest(f"recipe, line {one.name.line}: {one.name} lists a model twice", line=one.name.line)
     if method.needs_base:
         if base is None:
             raise InvalidRequest(f"the recipe has no base_model, which {method.name} needs", key="base_model")
         recipe = recipe._replace(models=tuple(one for one in recipe.models if not one.name.same(base)))
     elif base is not None and not any(one.name.same(base) for one in recipe.models):
-        keys["base_model"].refuse(
-            f"is not one of the models, and {method.name} takes nothing else", "list it under `models`"
-        )
+        keys["base_model"].refuse(f"is not one of the models, as {method.name} requires", "list it under `models`")
     most = method.models_max or MODELS_MAX
     if not method.models_min <= len(recipe.models) <= most:
         besides = " besides the base" if method.needs_base else ""
@@ -176,7 +174,7 @@ def _without_base(recipe: MergeRecipe, document: Located, keys: dict[str, Locate
 def _method(given: Located) -> Method:
     name = given.text()
     if name in _OF_MERGEKIT:
-        given.refuse(f"is {name!r}, a method of mergekit's that Holdfast does not have", f"one of {', '.join(METHODS)}")
+        given.refuse(f"is {name!r}, a mergekit method that Holdfast does not support", f"one of {', '.join(METHODS)}")
     if name not in METHODS:
         given.refuse(f"is {name!r}, which is not a method", did_you_mean(name, METHODS, f"one of {', '.join(METHODS)}"))
     return METHODS[name]
@@ -186,9 +184,9 @@ def _dialect(given: Located | None, method: Method) -> Dialect:
     if given is None:
         return "mergekit"
     if given.value not in get_args(Dialect):
-        given.refuse(f"is {given.value!r}, which is not a dialect", f"one of {', '.join(get_args(Dialect))}")
+        given.refuse(f"is {given.value!r}, which is not a known dialect", f"one of {', '.join(get_args(Dialect))}")
     if given.value not in method.dialects:
-        given.refuse(f"is {given.value!r}, whose {method.name} is not what Holdfast computes", "leave the dialect out")
+        given.refuse(f"is {given.value!r}, in which Holdfast cannot compute {method.name}", "leave the dialect out")
     return given.value
 
 
@@ -213,7 +211,7 @@ def _seed(given: Located | None) -> int:
     if given is None:
         return 0
     if isinstance(given.value, bool) or not isinstance(given.value, int) or not 0 <= given.value <= SEED_MAX:
-        given.refuse(f"is {given.value!r} instead of a whole number from 0 on")
+        given.refuse(f"is {given.value!r} instead of a whole number of at least 0")
     return given.value
 
 
@@ -243,9 +241,10 @@ def _settings(given: Located, method: Method, of_models: bool) -> dict[str, Sett
         parameter = method.parameter(name)
         if parameter is None:
             inner.refuse(
-                f"is not a parameter of {method.name}", did_you_mean(name, known, f"known are {', '.join(known) or 'none'}")
+                f"is not a parameter of {method.name}",
+                did_you_mean(name, known, f"known parameters: {', '.join(known) or 'none'}"),
             )
         if not of_models and not parameter.of_model:
-            inner.refuse("is a parameter of all models together", "move it to `parameters` at the top")
+            inner.refuse("applies to all models together", "move it to `parameters` at the top")
         settings[name] = read_setting(inner, parameter)
     return settings

@@ -36,7 +36,7 @@ class Located:
                 if key not in names:
                     raise InvalidRequest(
                         f"recipe, line {inner.line}: unknown key {key!r} in {self.at}",
-                        hint=did_you_mean(key, names, f"known are {', '.join(names)}"),
+                        hint=did_you_mean(key, names, f"known keys: {', '.join(names)}"),
                         line=inner.line,
                         key=key,
                     )
@@ -49,7 +49,7 @@ class Located:
 
     def text(self) -> str:
         if not isinstance(self.value, str) or not self.value:
-            self.refuse(f"is {self.value!r} instead of a text")
+            self.refuse(f"is {self.value!r} instead of text")
         return self.value
 
 
@@ -108,10 +108,10 @@ class _Reader:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise InvalidRequest(f"recipe, line {line}: a key that is not a text", line=line)
+                raise InvalidRequest(f"recipe, line {line}: a key that is not text", line=line)
             name = str(key.value)
             if name in mapping:
-                raise InvalidRequest(f"recipe, line {line}: {name!r} is there twice", line=line, key=name)
+                raise InvalidRequest(f"recipe, line {line}: {name!r} appears twice", line=line, key=name)
             mapping[name] = Located(self.read(value, name, depth + 1).value, name, line)
         return mapping
 
@@ -126,4 +126,6 @@ def _scalar(node: yaml.Node, at: str, line: int) -> Scalar:
             return scalar
         except (yaml.YAMLError, ValueError, KeyError) as error:
             raise InvalidRequest(f"recipe, line {line}: {at} cannot be read: {error}", line=line, key=at) from None
-    raise InvalidRequest(f"recipe, line {line}: {at} is of the type {node.tag!r}, which no recipe has", line=line, key=at)
+    raise InvalidRequest(
+        f"recipe, line {line}: {at} is of the type {node.tag!r}, which a recipe cannot have", line=line, key=at
+    )

@@ -157,7 +157,7 @@ def _foreign(place: ModelPlace, number: int, watched: WatchedSource) -> MergeSou
     try:
         kind = choose(files, None, KINDS)
     except StateMismatch as error:
-        error.hint = "import it first, and merge the checkpoint: `holdfast import` takes --from KIND"
+        error.hint = "import it first with `holdfast import`, then merge the checkpoint"
         raise
     listing = kind.read(files, ReadOptions())
     report = {"model": place.name, "kind": kind.name, "files": f"{number}/"}

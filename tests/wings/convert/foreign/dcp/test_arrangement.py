@@ -194,7 +194,10 @@ def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
         "twice": ({"state": {}, "param_groups": [{"params": ["x"]}, {"params": ["x"]}]}, "in two of its parameter groups"),
         "numbers": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"params": [0]}]}, "have no names"),
         "groups": ({"state": {"x": {"a": torch.ones(1)}}, "param_groups": [{"lr": 1.0}]}, "lacks its parameters"),
-        "slash": ({"state": {"x": {"a/b": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]}, "no checkpoint can"),
+        "slash": (
+            {"state": {"x": {"a/b": torch.ones(1)}}, "param_groups": [{"params": ["x"]}]},
+            "cannot be stored in a checkpoint",
+        ),
     }
     for name, (state, said) in odd.items():
         _save(tmp_path / name, {"model": {"x": torch.zeros(1)}, "optim": state})

@@ -208,7 +208,7 @@ def _set(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (
             OPTIMIZER,
             _set("optimizer_state_dict", "base_optimizer_state", "state", 0, "step", to=7),
-            "\\] has|from another step",
+            r"_states.pt has|from another step",
         ),
         (OPTIMIZER, _set("optimizer_state_dict", "base_optimizer_state", "state", 0, "exp_avg", to="x"), "neither flat nor"),
         (OPTIMIZER, _set("optimizer_state_dict", "base_optimizer_state", to=[]), "has no dict"),

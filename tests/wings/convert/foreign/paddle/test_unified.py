@@ -382,7 +382,7 @@ def test_optimizers_that_are_not_understood(tmp_path: Path) -> None:
         read(KIND, folder)
     del held[f"{DOWN}/moment1_0"]
     write_set(folder, "optimizer", halves(held))
-    with pytest.raises(StateMismatch, match=r"down_proj\.weight/moment2_0' is F32 .* codes would be I8"):
+    with pytest.raises(StateMismatch, match=r"down_proj\.weight/moment2_0' is F32 .* codes must be I8"):
         read(KIND, folder)
     write_set(folder, "optimizer", halves(written.optimizer()), ckpt_quant_stage="O9")
     with pytest.raises(StateMismatch, match="unknown quantisation 'O9'"):
