@@ -282,7 +282,7 @@ class Checkpointer:
         Args:
             step: The training step, at least 0.
             groups: The groups to save; default: all.
-            metrics: Numbers stored with the checkpoint, such as the loss. NaN and infinities are left out, with a warning.
+            metrics: Numbers stored with the checkpoint, such as the loss; NaN and infinities too.
             wait: `"staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with
                 it. `"durable"` returns when the step is committed and raises if it is not; it waits for a slot under every
                 policy.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.read.checkpoint_index import ServiceIndex, open_library, open_source, parse_target
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
+from holdfast_formats import metric_values
 from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
         "created": f"{manifest.created} ({console.human_age(manifest.created)})",
         "written by": f"attempt {manifest.attempt}, {manifest.world} ranks" + (f", mesh {mesh}" if mesh else ""),
         "size": f"{console.human_bytes(manifest.bytes)} in {len(manifest.files)} files",
-        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
+        "metrics": ", ".join(f"{name} {metric_values.text(one)}" for name, one in manifest.all_metrics.items()) or "none",
     }
     if manifest.thinned is not None:
         lost = f"without {', '.join(manifest.thinned.groups)}; it had {console.human_bytes(manifest.thinned.bytes)}"

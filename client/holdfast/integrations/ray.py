@@ -16,7 +16,6 @@ Ray gets a small directory of its own, with links to the checkpoint: if Ray remo
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ def report(
     """Save, and report the metrics to Ray together with the checkpoint once it is committed. Training goes on meanwhile.
 
     Every worker calls it, in place of `ray.train.report()`, with the same step. `options` are those of `Checkpointer.save`;
-    metrics that are finite numbers are remembered with the checkpoint, too. If the save fails later, nothing is reported,
+    metrics that are numbers are remembered with the checkpoint, too. If the save fails later, nothing is reported,
     and Ray ends this attempt of the training with the error, as it does when an upload of its own fails.
 
     Raises what `Checkpointer.save` raises, and `InvalidRequest`, before anything is saved: outside of a Ray Train worker,
@@ -231,4 +230,4 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
 import operator
@@ -24,8 +23,6 @@ from holdfast_formats.errors import (
     TornSnapshot,
 )
 from holdfast_formats.lineage import Existing
-
-log = logging.getLogger(__name__)
 
 Wait = Literal["staged", "durable"]
 Check = Literal["sampled", "full"]
@@ -125,7 +122,7 @@ def check_check(check: str) -> str:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that JSON can hold, as Python floats; `InvalidRequest` for anything but numbers."""
+    """Return the metrics as Python floats; `InvalidRequest` for anything but numbers."""
     if not isinstance(metrics, Mapping):
         raise InvalidRequest(f"metrics must be a mapping of names to numbers, not {type(metrics).__name__}")
     kept: dict[str, float] = {}
@@ -136,11 +133,7 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
             hint = "call .item() on it" if hasattr(value, "item") else "give a number, or leave it out"
             raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}", hint=hint)
         try:
-            number = float(value)
+            kept[name] = float(value)
         except OverflowError:  # an integer or a fraction beyond what a float holds
-            number = math.inf
-        if math.isfinite(number):
-            kept[name] = number
-        else:
-            log.warning("metric %s is %s, which JSON cannot represent: it is not stored", name, number)
+            kept[name] = math.inf if value > 0 else -math.inf
     return kept

@@ -13,6 +13,7 @@ from holdfast.stage.background_copy import Move
 from holdfast.state.train_state import Leaf, Snapshot
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.torch_dtypes import SIGNED, as_integers
+from holdfast_formats import metric_values
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -171,6 +172,7 @@ def encode_table(  # noqa: PLR0913 - each is one thing that a table says
     average: AveragePart | None = None,
 ) -> bytes:
     """Everything the daemon needs to save this rank's part without this rank."""
+    finite, words = metric_values.split(metrics)
     return slot_table.encode(
         SlotTable(
             *who,
@@ -179,7 +181,8 @@ def encode_table(  # noqa: PLR0913 - each is one thing that a table says
             values=snapshot.values,
             aliases=snapshot.aliases if average is None else {**snapshot.aliases, EMA: average.aliases},
             blobs=tuple(blob for blob, _ in layout.blobs),
-            metrics=dict(metrics),
+            metrics=finite,
+            nonfinite_metrics=words,
             mesh=snapshot.mesh,
             file_bytes_max=file_bytes_max,
             restored=intent.restored,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex
 from holdfast.terminal import console
+from holdfast_formats import metric_values
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.columns import Column
 
@@ -47,7 +48,7 @@ def extra(library: CheckpointIndex, sort: str) -> Column[bodies.Run] | None:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+    return "-" if value is None else metric_values.text(value)
 
 
 def _newest(values: list[float | None]) -> float | None:

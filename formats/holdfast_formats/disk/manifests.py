@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from holdfast_formats import decoding, dtypes, lineage, naming
+from holdfast_formats import decoding, dtypes, lineage, metric_values, naming
 from holdfast_formats.digest import check_digest, check_digests
 from holdfast_formats.disk import compacted
 from holdfast_formats.disk.compacted import Compacted
@@ -77,7 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     name.
 
     `restored`, `turn` and `rewinds` are its lineage; older manifests have none. `thinned` is missing while no group was
-    removed, `compacted` while all tensors are stored as saved.
+    removed, `compacted` while all tensors are stored as saved. `metrics` are the finite ones, `nonfinite_metrics` the
+    others, which older readers do not see.
     """
 
     format: int
@@ -96,6 +97,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     rewinds: tuple[Rewind, ...] = ()
     thinned: Thinned | None = None
     compacted: Compacted | None = None
+    nonfinite_metrics: dict[str, metric_values.Word] = {}
+
+    @property
+    def all_metrics(self) -> dict[str, float]:
+        return metric_values.joined(self.metrics, self.nonfinite_metrics)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -288,7 +294,7 @@ def _validate(manifest: Manifest) -> None:
         raise _broken(f"format {manifest.format} is not {FORMAT}")
     naming.check_run(manifest.run)
     naming.check_step(manifest.step)
-    check_metrics(manifest.metrics)
+    check_metrics(manifest.metrics, manifest.nonfinite_metrics)
     if manifest.attempt < 0 or manifest.world < 1:
         raise _broken(f"attempt {manifest.attempt} and world size {manifest.world} are not valid")
     lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
@@ -337,10 +343,12 @@ def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
     return files
 
 
-def check_metrics(metrics: Mapping[str, float]) -> None:
+def check_metrics(metrics: Mapping[str, float], nonfinite: Mapping[str, metric_values.Word]) -> None:
+    if twice := sorted(metrics.keys() & nonfinite.keys()):
+        raise InvalidRequest(f"metric {twice[0]!r} is finite and not finite")
     for name, value in metrics.items():
         if not isfinite(value):
-            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="leave it out")
+            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="state it as not finite")
 
 
 def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from holdfast_formats import metric_values
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 
 FORMAT = 1
@@ -45,11 +46,14 @@ def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks:
                 merged[group][key] = _merge_one(held, len(ranks))
             except (ValueError, RecursionError) as error:
                 raise InvalidRequest(f"value {key!r} of group {group!r} is not a JSON document: {error}") from error
-    document = {"format": FORMAT, "step": step, "metrics": dict(metrics), "groups": merged}
+    finite, words = metric_values.split(metrics)
+    document = {"format": FORMAT, "step": step, "metrics": finite, "groups": merged}
+    if words:
+        document["nonfinite_metrics"] = words
     try:  # ASCII, so that a string that is not valid Unicode survives
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     except ValueError as error:
-        raise InvalidRequest(f"the state or its metrics contain a number that JSON cannot represent: {error}") from error
+        raise InvalidRequest(f"the state contains a number that JSON cannot represent: {error}") from error
 
 
 def with_source(encoded: bytes, source: Mapping[str, Any]) -> bytes:

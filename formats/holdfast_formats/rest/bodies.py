@@ -9,7 +9,7 @@ from pydantic import Field
 
 from holdfast_formats.body import Body
 from holdfast_formats.lineage import Rewind
-from holdfast_formats.rest.measurements import Life, RunLife
+from holdfast_formats.rest.measurements import Life, MetricValue, RunLife
 from holdfast_formats.staging import messages
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class CheckpointInfo(Body):
     tensors: int
     files: int
     bytes: int
-    metrics: dict[str, float]
+    metrics: dict[str, MetricValue]
     verified: bool = Field(description="read back after the commit; every byte matched its digest")
     checked: str | None = Field(default=None, description="time of the last check, whatever its result")
     check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tested")
@@ -175,7 +175,7 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         tensors=coded.count(manifest),
         files=len(manifest.files),
         bytes=manifest.bytes,
-        metrics=dict(manifest.metrics),
+        metrics=manifest.all_metrics,
         verified=verified,
         restored=manifest.restored,
         turn=manifest.turn,

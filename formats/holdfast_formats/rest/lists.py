@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from holdfast_formats import metric_values
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
 from holdfast_formats.rest.columns import CellPart, Column, Listing, bad, checkpoint, count, quiet
@@ -354,6 +355,10 @@ def _marks(info: bodies.CheckpointInfo) -> list[str]:
     return ["weights only" if info.thinned is not None else "", compact, "pinned" if info.pinned else "", *info.labels]
 
 
+def _metrics(made: bodies.CheckpointInfo) -> list[str]:
+    return [f"{name}={metric_values.text(value)}" for name, value in made.metrics.items()]
+
+
 def _health(info: bodies.CheckpointInfo) -> CellPart | None:
     """What the check after the commit has found of values; None before it, and without a service."""
     if info.healthy is None:
@@ -373,9 +378,7 @@ def checkpoints(asked: bool) -> Listing[bodies.CheckpointInfo]:
             Column("Bytes", "bytes", "bytes", omit=5),
             Column("Tensors", "tensors", "step", omit=1),
             Column("Groups", "groups", omit=3),
-            Column(
-                "Metrics", lambda one: [f"{name}={value:.6g}" for name, value in one.metrics.items()], wraps=True, omit=4
-            ),
+            Column("Metrics", _metrics, wraps=True, omit=4),
             Column("Marks", _marks, wraps=True),
         ),
         "checkpoints",

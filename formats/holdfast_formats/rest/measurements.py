@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
+from holdfast_formats import metric_values
 from holdfast_formats.body import Body
+
+# A metric that the trainer gave with a checkpoint.
+MetricValue = Annotated[
+    float,
+    AfterValidator(metric_values.shared),
+    PlainSerializer(metric_values.written),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": [*get_args(metric_values.Word)]}]}),
+]
 
 
 class SaveTimes(Body):
@@ -233,7 +242,7 @@ class RunSummary(Body):
     )
     copies: list[TierCopies] = Field(default_factory=list, description="copies in other tiers, by tier")
     trend: Trend = Field(default_factory=Trend, description="stall and goodput of the newest saves")
-    metrics: dict[str, float] = Field(
+    metrics: dict[str, MetricValue] = Field(
         default_factory=dict, description="metrics that the trainer gave with the newest checkpoint, the first 32 by name"
     )
     attention: list[Attention] = Field(default_factory=list)

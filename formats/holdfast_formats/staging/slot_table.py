@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast_formats import decoding, naming
+from holdfast_formats import decoding, metric_values, naming
 from holdfast_formats.disk.manifests import check_metrics
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.lineage import Existing, Intent
@@ -51,6 +51,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     aliases: dict[str, dict[str, str]]
     blobs: tuple[Blob, ...] = ()
     metrics: dict[str, float] = {}
+    nonfinite_metrics: dict[str, metric_values.Word] = {}
     mesh: dict[str, int] = {}
     file_bytes_max: int = 0
     digests: bytes = b""
@@ -59,6 +60,10 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     existing: Existing = "refuse"
     again: int = 0
     average: AverageHandover | None = None
+
+    @property
+    def all_metrics(self) -> dict[str, float]:
+        return metric_values.joined(self.metrics, self.nonfinite_metrics)
 
     @property
     def owner(self) -> SegmentOwner:
@@ -102,7 +107,7 @@ def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
 
     `fragments` replace the table's own if already encoded: most are the same from save to save.
     """
-    check_metrics(table.metrics)
+    check_metrics(table.metrics, table.nonfinite_metrics)
     count = len(table.fragments)
     if fragments is not None:
         fields = {field: getattr(table, field) for field in table.__struct_fields__}

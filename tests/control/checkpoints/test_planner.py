@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -102,10 +103,10 @@ def test_ranks_that_disagree_are_refused(tables: list[SlotTable], message: str) 
 def test_assets_metrics_and_values_reach_the_plan() -> None:
     """The first rank that has an asset or metrics gives them; JSON state is merged over ranks."""
     a = table(0, 2, (), blobs=(Blob("config.json", 0, 2),), values={"model": {"k": "1"}})
-    b = table(1, 2, (), metrics={"loss": 0.5}, values={"model": {"k": "2"}})
+    b = table(1, 2, (), metrics={"loss": 0.5}, nonfinite_metrics={"most": "Infinity"}, values={"model": {"k": "2"}})
     plan = planner.plan([a, b])
     assert [(x.rank, x.blob.name) for x in plan.assets] == [(0, "config.json")]
-    assert plan.metrics == {"loss": 0.5}
+    assert plan.metrics == {"loss": 0.5, "most": math.inf}
     assert b'"ranks"' in plan.state
     assert plan.bytes == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -248,11 +249,24 @@ def test_commit_of_another_kind_is_not_one(change: Document) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_metrics_that_json_cannot_state_are_refused(value: float) -> None:
-    """Not-a-number would be written as null, which does not read back; so it is refused before, by name."""
+    """NaN would be written as null, which does not read back: it is refused here, and belongs in the other field."""
     with pytest.raises(InvalidRequest, match="'loss'"):
-        manifests.check_metrics({"loss": value})
+        manifests.check_metrics({"loss": value}, {})
     with pytest.raises(CorruptManifest, match="'loss'"):
         manifests.encode(manifest_of([], metrics={"loss": value}))
+
+
+def test_metrics_that_are_not_finite_have_a_field_of_their_own() -> None:
+    """Read back as they were. Any other word is refused, and a metric that is in both fields."""
+    made = msgspec.structs.replace(manifest_of([], metrics={"lr": 0.5}), nonfinite_metrics={"loss": "NaN", "x": "-Infinity"})
+    encoded = manifests.encode(made)
+    found = manifests.decode(encoded, manifests.encode_commit(made, encoded)).all_metrics
+    assert math.isnan(found.pop("loss")) and found == {"lr": 0.5, "x": -math.inf}
+    assert "nonfinite_metrics" not in json.loads(ENCODED), "older manifests have the same bytes"
+    for wrong in ({"loss": "nan"}, {"loss": 1.0}, {"lr": "NaN"}):
+        changed = json.dumps({**json.loads(encoded), "nonfinite_metrics": wrong}).encode()
+        with pytest.raises(CorruptManifest):
+            manifests.decode(changed, vouched(changed))
 
 
 def test_an_extent_has_a_largest_size() -> None:

@@ -30,6 +30,7 @@ SAMPLE = SlotTable(
     aliases={"model": {"tied": "w"}},
     blobs=(Blob("config.json", 24, 2),),
     metrics={"loss": 2.5},
+    nonfinite_metrics={"grad_norm": "Infinity"},
     mesh={"dp": 2},
     file_bytes_max=1000,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast_formats import naming
+from holdfast_formats import metric_values, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, manifests
 from holdfast_formats.disk.manifests import Extent, FileEntry, Manifest, TensorEntry
@@ -189,6 +189,7 @@ def compose(
     missing = [asset.blob.name for asset in plan.assets if asset.blob.name not in written]
     if missing:
         raise StateMismatch(f"no node's receipt covers the assets {missing}")
+    finite, words = metric_values.split(plan.metrics)
     return Manifest(
         format=manifests.FORMAT,
         run=plan.run,
@@ -197,7 +198,8 @@ def compose(
         created=created,
         world=plan.world,
         mesh=plan.mesh,
-        metrics=plan.metrics,
+        metrics=finite,
+        nonfinite_metrics=words,
         files=(*sorted(written.values(), key=lambda e: e.name), *small),
         tensors=tensors,
         aliases=plan.aliases,

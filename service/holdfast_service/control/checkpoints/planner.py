@@ -68,7 +68,7 @@ def plan(tables: Sequence[SlotTable]) -> WritePlan:
 def merged(ordered: Sequence[SlotTable], files: tuple[PlannedFile, ...]) -> WritePlan:
     """The plan of these files, with the ranks' other values of this step."""
     first = ordered[0]
-    metrics = next((t.metrics for t in ordered if t.metrics), {})
+    metrics = next((known for t in ordered if (known := t.all_metrics)), {})
     return WritePlan(
         run=first.run,
         step=first.step,

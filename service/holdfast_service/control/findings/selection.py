@@ -8,6 +8,7 @@ from typing import Literal
 
 from sqlalchemy import ColumnElement, or_, select
 
+from holdfast_formats import metric_values
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow
 
@@ -39,7 +40,7 @@ def best(database: Database, run: str, metric: str, mode: Mode) -> int | None:
     sign = 1 if mode == "min" else -1
     columns = select(CheckpointRow.step, CheckpointRow.metrics).where(*_good(run))
     with database.read() as session:
-        rows = [(step, metrics.get(metric, math.nan)) for step, metrics in session.execute(columns)]
+        rows = [(step, metric_values.read(metrics.get(metric, math.nan))) for step, metrics in session.execute(columns)]
     return min(((sign * value, step) for step, value in rows if math.isfinite(value)), default=(0, None))[1]
 
 

@@ -25,6 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased
 
+from holdfast_formats import metric_values
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, EventRow, ReplicaRow, RoundRow, RunRow
 from holdfast_service.control.findings.missing import is_over
@@ -36,6 +37,7 @@ SAVES = 20  # the newest saves, which the figures are taken from
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
 MEASURED = ("stall_s", "bytes", "write_s", "disk_bytes_per_second")  # what summaries take of what was measured
 _decode = msgspec.json.Decoder(dict[str, float]).decode
+_decode_metrics = msgspec.json.Decoder(dict[str, float | metric_values.Word]).decode
 
 
 # The statements are made once: to make them took as long as to answer them.
@@ -46,10 +48,14 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
     """The totals of each run's checkpoints, and the newest one."""
     rows = (tuple(values) for values in session.execute(_held(), {RUNS.key: list(runs)}))
     facts = {
-        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_decode(metrics), newest_sound=newest_sound)
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_metrics(metrics), newest_sound=newest_sound)
         for run, count, size, *more, newest_sound, metrics in rows
     }
     return _with_beginnings(session, _with_copies(session, facts))
+
+
+def _metrics(stored: str) -> dict[str, float]:
+    return {name: metric_values.read(value) for name, value in _decode_metrics(stored).items()}
 
 
 @lru_cache(1)

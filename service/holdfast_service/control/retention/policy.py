@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from holdfast_formats import metric_values
 from holdfast_formats.lineage import ROOT, Key
 from holdfast_formats.rest.retention import Best, RetentionPolicy
 
@@ -295,7 +296,9 @@ def _best(best: Best, verified: Sequence[Candidate]) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         mine = key(c)
         if mine is None:
-            return RetentionAnswer(best.keep_unmeasured, f"{name}: saved without this metric")
+            known = c.metrics.get(best.metric)
+            why = "saved without this metric" if known is None else f"this metric is {metric_values.text(known)}"
+            return RetentionAnswer(best.keep_unmeasured, f"{name}: {why}")
         rank = bisect_left(ranked, mine)
         return RetentionAnswer(rank < best.count, f"{name}: {c.metrics[best.metric]:g} ranks number {rank + 1}")
 

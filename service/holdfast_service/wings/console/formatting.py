@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from holdfast_formats import timestamps
+from holdfast_formats import metric_values, timestamps
 from holdfast_formats.rest import job_labels
 from holdfast_formats.rest.columns import CellPart, Column, Listing
 from holdfast_formats.rest.job_labels import Fact
@@ -53,7 +53,7 @@ def number_text(value: float) -> str:
     """A measured value in four digits; whole numbers with thin spaces between thousands."""
     if isinstance(value, int):
         return f"{value:,}".replace(",", "\u202f")
-    return f"{value:.4g}"
+    return metric_values.word(value) or f"{value:.4g}"
 
 
 def size(count: float | None) -> Markup:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from holdfast_formats import metric_values
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import FirstNonFinite, RunSummary, SaveTimes
 from holdfast_service.wings.console.formatting import stamp
@@ -66,10 +67,16 @@ GROWTH_SAVES_MIN = 5  # from fewer, no forecast is made
 
 
 def marks(checkpoints: Sequence[bodies.CheckpointInfo], ill: FirstNonFinite | None) -> list[dict[str, Any]]:
-    """Steps at which training was resumed, and the one at which NaN began, by step."""
+    """Steps at which training was resumed, and those at which NaN began, in the weights and in the metrics."""
     resumed = {(one.attempt, one.restored) for one in checkpoints if one.restored is not None}
     found = [{"step": step, "what": "resumed from"} for step in sorted({step for _, step in resumed})][-MARKS_DRAWN:]
-    return found + ([] if ill is None else [{"step": ill.step, "what": f"{ill.kind} from"}])
+    found += [] if ill is None else [{"step": ill.step, "what": f"{ill.kind} from"}]
+    began: dict[str, tuple[int, str]] = {}
+    for checkpoint in sorted(checkpoints, key=lambda one: one.step):
+        for name, value in checkpoint.metrics.items():
+            if (word := metric_values.word(value)) is not None:
+                began.setdefault(name, (checkpoint.step, word))
+    return found + [{"step": step, "what": f"{name} is {word} at"} for name, (step, word) in began.items()][:MARKS_DRAWN]
 
 
 def full_in(summary: RunSummary, drawn: Sequence[dict[str, Any]]) -> float | None:
@@ -127,7 +134,7 @@ def _of_round(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None) -> d
         "rate": size / times.write_s if size and times.write_s else None,
         "limit": times.disk_bytes_per_second,
         "bytes": size,
-        "metrics": _finite(checkpoint),
+        "metrics": _written(checkpoint),
     }
 
 
@@ -140,11 +147,11 @@ def _of_checkpoint(checkpoint: bodies.CheckpointInfo) -> dict[str, Any]:
         "outcome": _standing(checkpoint),
         "bytes": checkpoint.bytes,
     }
-    return known | nothing | {"metrics": _finite(checkpoint)}
+    return known | nothing | {"metrics": _written(checkpoint)}
 
 
-def _finite(checkpoint: bodies.CheckpointInfo | None) -> dict[str, float]:
-    return {} if checkpoint is None else {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
+def _written(checkpoint: bodies.CheckpointInfo | None) -> dict[str, float | metric_values.Word]:
+    return {} if checkpoint is None else {name: metric_values.written(one) for name, one in checkpoint.metrics.items()}
 
 
 def _outcome(save: bodies.Round, checkpoint: bodies.CheckpointInfo | None) -> str:

@@ -276,7 +276,7 @@ def counted(manifest: Manifest) -> WritePlan:
         files,
         {},
         (),
-        manifest.metrics,
+        manifest.all_metrics,
         manifest.mesh,
         b"",
     )

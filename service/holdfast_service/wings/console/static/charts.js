@@ -80,7 +80,9 @@
     if (save.durable !== null) parts.push(`durable after ${seconds(save.durable)}`);
     if (save.rate !== null) parts.push(`${bytes(save.rate)}/s`);
     if (save.bytes !== null) parts.push(bytes(save.bytes));
-    for (const [name, value] of Object.entries(save.metrics)) if (value !== null) parts.push(`${name} ${+value.toPrecision(4)}`);
+    for (const [name, value] of Object.entries(save.metrics)) {
+      if (value !== null) parts.push(`${name} ${typeof value === "number" ? +value.toPrecision(4) : value}`);
+    }
     pointed.textContent = parts.join(" · ");
   }
   function openSave(index) {
@@ -178,7 +180,7 @@
   // A metric of the checkpoints, on a scale of its own; the lowest and the highest are marked.
   function drawMetric(element) {
     const name = element.dataset.metric;
-    const values = saves.map((save) => save.metrics[name] ?? null);
+    const values = saves.map((save) => (typeof save.metrics[name] === "number" ? save.metrics[name] : null)); // else NaN or infinite
     const good = (save) => save.outcome === "pinned" || save.outcome === "verified" || save.outcome === "committed";
     const marked = [element.dataset.low, element.dataset.high].map((step) => (
       values.map((value, index) => (String(saves[index].step) === step && good(saves[index]) ? value : null))));
