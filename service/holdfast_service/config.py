@@ -5,7 +5,6 @@ Every setting is a flag of `holdfast serve`; its default can be set as HOLDFAST_
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -17,11 +16,12 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from holdfast_formats.disk.compacting import RULES, OptimRule
+from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
 from holdfast_formats.root_files import check_local
+from holdfast_service import flags
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
@@ -38,11 +38,6 @@ TRASH_DAYS = 7.0
 AUDIT_DAYS = 400
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _PLAIN = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"})
-_DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
-_EPILOG = (
-    "Every flag can also be set in the environment: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on. Exit status: 0 "
-    "done, 1 failed, 2 a flag is wrong, 4 root, socket or address is in use, 6 storage cannot be used."
-)
 
 
 class Config(BaseModel):
@@ -321,7 +316,8 @@ def default_node() -> str:
 def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
     """Build the configuration from flags and environment; `InvalidRequest` names the wrong flag."""
     known = dict(os.environ if environment is None else environment)
-    given = vars(_parser().parse_args(arguments))
+    defaults = {name: field.get_default() for name, field in Config.model_fields.items()}
+    given = vars(flags.parser(defaults).parse_args(arguments))
     settings: dict[str, object] = {
         "arguments": tuple(arguments),
         "socket": default_socket(known),
@@ -337,151 +333,3 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
         first = error.errors()[0]
         flag = "--" + str((*first["loc"], "keep_optim")[0]).replace("_", "-")  # of several, it is these
         raise InvalidRequest(f"{flag}: {first['msg']}", hint="see `holdfast serve --help`") from error
-
-
-def _add_retention(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about retention of runs without a policy."""
-    parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
-    parser.add_argument(
-        "--keep-full",
-        metavar="N",
-        help="thin checkpoints older than N whole ones to their weights (default: keep them whole)",
-    )
-    parser.add_argument(
-        "--keep-optim", choices=RULES, help="store older checkpoints in fewer bytes: optimizer states as bf16, int8 or exact"
-    )
-    parser.add_argument("--keep-optim-full", metavar="N", help="with --keep-optim: checkpoints older than N exact ones")
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about shared memory."""
-    parser.add_argument(
-        "--arena-bytes-max",
-        metavar="BYTES",
-        help="limit on shared memory (default: 94%% of the memory of machine and cgroup)",
-    )
-    parser.add_argument(
-        "--run-share",
-        metavar="PERCENT",
-        help="share of the shared memory that one run may reserve, of what other runs have not reserved (default: "
-        f"{RUN_SHARE_PERCENT})",
-    )
-    parser.add_argument(
-        "--token-share",
-        metavar="PERCENT",
-        help="the same for all runs together of the tokens for one run pattern, over HTTP; admins of all runs have none "
-        f"(default: {TOKEN_SHARE_PERCENT})",
-    )
-    parser.add_argument(
-        "--spill", metavar="auto|never", help="stage on the root's disk if memory has no room (default: auto)"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
-    parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
-    parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
-    parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
-    _add_retention(parser)
-    parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
-    parser.add_argument(
-        "--exchange",
-        metavar="HOST:PORT",
-        help="where daemons of other nodes read what ranks of this one have saved (default: a free port at the address from "
-        "which --catalog is reached)",
-    )
-    _add_memory(parser)
-    parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="limit of the write rate (default: no limit)")
-    parser.add_argument(
-        "--replica",
-        metavar="[NAME=]DIR",
-        action="append",
-        help="also copy verified checkpoints to this directory; repeatable",
-    )
-    parser.add_argument("--replica-bytes-per-second", metavar="BYTES", help="limit of the copy rate (default: no limit)")
-    parser.add_argument(
-        "--export-root", metavar="DIR", help="directory for export and import jobs (default: none, these jobs are refused)"
-    )
-    parser.add_argument(
-        "--scrub-bytes-per-second",
-        metavar="BYTES",
-        help="rate at which old checkpoints are verified again; 'none' switches it off (default: 20000000)",
-    )
-    parser.add_argument(
-        "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
-    )
-    parser.add_argument(
-        "--trash-days", metavar="DAYS", help="how long to keep deleted runs; 'none' keeps them for ever (default: 7)"
-    )
-    _add_commands(parser)
-    _add_telling(parser)
-    _add_doors(parser)
-    parser.add_argument(
-        "--silence-max", metavar="SECONDS", help="a remote rank that is silent for this long counts as dead (default: 60)"
-    )
-    parser.add_argument("--exit-when-idle", metavar="SECONDS", help="exit after this time without use")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
-    parser.add_argument("--log-format", metavar="text|json", help="log lines as text, or as JSON (default: text)")
-    return parser
-
-
-def _add_telling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about targets of alerts, and watched daemons."""
-    parser.add_argument(
-        "--notify",
-        metavar="FILE",
-        help="send alerts to the targets in this TOML file: webhooks, Slack, mail (default: none)",
-    )
-    parser.add_argument(
-        "--watch", metavar="URL", action="append", help="show the runs of the daemon at this address as well; repeatable"
-    )
-    parser.add_argument(
-        "--watch-tokens", metavar="FILE", help="a line `URL TOKEN` for each watched daemon that requires a token"
-    )
-    parser.add_argument("--watch-ca", metavar="FILE", help="certificates to trust for --watch, instead of the system's")
-
-
-def _add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about commands for commits and events."""
-    parser.add_argument(
-        "--on-commit",
-        metavar="COMMAND",
-        help="run this command after each commit, with HOLDFAST_RUN, HOLDFAST_STEP, HOLDFAST_PATH and others in its "
-        "environment; no shell is used",
-    )
-    parser.add_argument("--on-commit-timeout", metavar="SECONDS", help="end that command after this time (default: 600)")
-    parser.add_argument(
-        "--on-event",
-        metavar="COMMAND",
-        help="run this command for each event of this node, with the event as JSON on its input; no shell is used",
-    )
-    parser.add_argument(
-        "--on-event-kinds", metavar="KIND,…", help="only for events of these kinds, for example run-died,save-aborted"
-    )
-    parser.add_argument("--on-event-timeout", metavar="SECONDS", help="end that command after this time (default: 60)")
-
-
-def _add_doors(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about authentication; those without a value are `true` or `false` in the environment."""
-    for flag, meaning in (
-        ("--loopback-open", "require no tokens on a loopback address: every user of this machine is an admin"),
-        ("--behind-tls", "a proxy in front of --listen terminates TLS; tokens are required"),
-        ("--insecure-no-tokens", "require no tokens at all: every client that reaches --listen is an admin"),
-        ("--metrics-open", "serve /metrics without a token"),
-    ):
-        parser.add_argument(flag, action="store_const", const="true", help=meaning)
-    parser.add_argument(
-        "--allowed-hosts",
-        metavar="NAME,…",
-        help="more host names for browsers, beside IP addresses, localhost and this machine's name",
-    )
-    parser.add_argument(
-        "--logins",
-        metavar="FILE",
-        help="trust the headers of a login proxy, such as oauth2-proxy, according to this JSON file (default: none)",
-    )
-    parser.add_argument("--audit-days", metavar="DAYS", help=f"how long the audit log keeps entries (default: {AUDIT_DAYS})")
-    parser.add_argument(
-        "--socket-group", metavar="GROUP", help="members of this group may use --socket too (default: only this user)"
-    )
