@@ -41,8 +41,9 @@ def check(daemon: RunningDaemon, run: str) -> None:
     assert strict(call("show", f"{run}@2", "--root", daemon.root, "--json").stdout)["metrics"] == WORDS
     shown = call("ls", run, "--url", daemon.url).stdout + call("show", f"{run}@2", "--url", daemon.url).stdout
     assert "loss=NaN" in shown and "most=Infinity" in shown and "least -Infinity" in shown
-    page = httpx.get(f"{daemon.url}/runs/{run}").text
-    assert ">NaN</span>" in page and "loss is NaN at 2" in page
+    assert ">NaN</span>" in httpx.get(f"{daemon.url}/runs/{run}").text
+    drawn = strict(httpx.get(f"{daemon.url}/runs/{run}/saves").text)
+    assert drawn["saves"]["metrics"]["loss"][-1] == "NaN" and {"step": 2, "what": "loss is NaN at"} in drawn["marks"]
     with Api(daemon.url) as api:
         assert math.isnan(api.checkpoint(run, 2).metrics["loss"]), "the client reads the number"
 
