@@ -67,7 +67,10 @@ def test_a_service_writes_to_its_volumes_alone_and_may_nothing_more(file: Path, 
     assert about["read_only"] is True
     assert about["cap_drop"] == ["ALL"] and "cap_add" not in about and "privileged" not in about
     assert about["security_opt"] == ["no-new-privileges:true"]
-    assert "/tmp" in about["tmpfs"]
+    assert "/tmp" in about["tmpfs"] and about["logging"]["options"]["max-size"] == "10m"
+    assert "mem_limit" in about
+    if "holdfast" in about["image"]:
+        assert about.get("hostname") or name == "trainer", "a node keeps its name when its container is recreated"
     assert "network_mode" not in about and "pid" not in about and "ipc" not in about
     assert all(port.startswith("127.0.0.1:") for port in about.get("ports", [])), "published on loopback alone"
 

@@ -87,7 +87,7 @@ def slow(made: Engine, tmp_path: Path) -> Iterator[Project]:
     """A daemon that writes so slowly that a save is staged for long before it is committed."""
     daemon = yaml.safe_load((TOP / "docker-compose.yml").read_text())["services"]["holdfast"]
     daemon["image"] = "holdfast"
-    daemon["environment"]["HOLDFAST_WRITE_BYTES_PER_SECOND"] = "2000000"
+    daemon["environment"]["HOLDFAST_WRITE_BYTES_PER_SECOND"] = "2000000"  # 15 s for a save
     compose = {"services": {"holdfast": daemon}, "volumes": {"data": {}, "socket": {}}}
     with project(made, "holdfast-test-slow", tmp_path, compose) as found:
         found.up("holdfast")
@@ -142,6 +142,17 @@ def test_a_staged_save_that_is_lost_with_its_container_is_told(made: Engine, slo
     (event,) = asked("/v1/events?run=lost&kind=staged-save-lost")
     assert (event["level"], event["step"]) == ("error", 1) and steps_of(slow, "lost") == []
     assert [(one["state"], bool(one["code"])) for one in asked("/v1/rounds?run=lost")] == [("aborted", True)]
+
+
+@pytest.mark.parametrize(
+    "how", [["stop", "holdfast"], ["up", "--detach", "--force-recreate", "holdfast"]], ids=lambda how: how[0]
+)
+def test_a_stop_or_an_upgrade_in_mid_save_loses_nothing(made: Engine, slow: Project, how: list[str]) -> None:
+    """SIGTERM comes while a save is staged whose trainer is gone: the daemon writes it in its default grace."""
+    stage(made, slow, "upgraded")
+    slow.run(*how)
+    slow.up("holdfast")
+    assert len(steps_of(slow, "upgraded")) == 1
 
 
 def test_training_goes_on_after_the_daemon_was_recreated(made: Engine, tmp_path: Path) -> None:

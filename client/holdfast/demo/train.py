@@ -93,6 +93,11 @@ class Trainer:
                 self.ema[name].lerp_(self.master[name], 1 - EMA_DECAY)
         return float(loss.item())
 
+    def say(self, text: str) -> None:
+        """Print a line, once for all ranks."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def digests(self) -> dict[str, str]:
         """A digest of every entry of this rank's state, to compare two runs bit by bit."""
         tensors: dict[str, torch.Tensor] = {"rng/torch": torch.get_rng_state()}
@@ -123,19 +128,27 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def train(checkpointer: Checkpointer, trainer: Trainer, options: argparse.Namespace) -> None:
-    """The loop. Records are appended to `rank-N.jsonl`, a line at a time, so that a kill loses nothing."""
+    """The loop, which SIGTERM ends after a save. Records are appended to `rank-N.jsonl`, a line at a time: a kill loses
+    nothing.
+    """
+    checkpointer.on_preemption()
     with open(options.directory / f"rank-{trainer.rank}.jsonl", "a", buffering=1) as journal:
         restored = checkpointer.restore()
         journal.write(json.dumps({"restored": restored}) + "\n")
+        trainer.say(f"continues after step {restored}" if restored else "starts with step 1")
         ticket = None
         for step in range(restored + 1, options.steps + 1):
             loss = trainer.step()
             journal.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
             if step % options.save_every == 0 or step == options.steps:
                 ticket = checkpointer.save(step, metrics={"loss": loss})
+                trainer.say(f"step {step} loss {loss:.4f}")
             if ticket is not None and ticket.staged:
                 journal.write(json.dumps({"staged": ticket.step}) + "\n")
                 ticket = None
+            if checkpointer.should_stop(step):
+                trainer.say(f"stops: step {step} is saved")
+                break
 
 
 def main() -> None:
