@@ -101,7 +101,7 @@ TOKEN = Snippet("sh", "", "export HOLDFAST_TOKEN=$(holdfast token create me --sc
 # Pages whose snippets are run here, and those that another test runs.
 RUN = {
     "README.md", "docs/get-started.md", "docs/restoring.md", "docs/retention.md", "docs/saving.md", "docs/stopping.md",
-    "docs/tutorials/from-torch-save.md", "docs/tutorials/fsdp2.md", "docs/tutorials/many-nodes.md",
+    "docs/tutorials/from-torch-save.md", "docs/tutorials/fsdp2.md", "docs/tutorials/many-nodes.md", "docs/tutorials/team.md",
     "docs/when-something-went-wrong.md",
 }  # fmt: skip
 RUN_ELSEWHERE = {
@@ -264,6 +264,13 @@ def test_many_nodes(postgres: Postgres) -> None:
     said = snippets.run(page, HOLDFAST_CATALOG=postgres.make(), HEAD=f"127.0.0.1:{free_port()}")
     assert begins(said) == [0, 0, 60]
     assert re.search(r"^60\t.*\tverified\t", said, re.MULTILINE), said
+
+
+def test_team() -> None:
+    """A daemon with tokens, quota, retention and alerts: what a token is not for is refused, and a death is alerted."""
+    said = snippets.run(DOCS / "tutorials" / "team.md")
+    assert "refused: the token is for vision-*" in said and "refused: the token only reads" in said
+    assert "for the runs 'vision-*'" in said and re.search(r"^ALERT firing run-\w+ vision-1$", said, re.MULTILINE)
 
 
 def test_from_torch_save() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -159,7 +160,7 @@ def show(preview: Preview) -> None:
 def _said(preview: Preview) -> str:
     kept = sum(verdict.keep for verdict in preview.verdicts)
     removed = len(preview.verdicts) - kept
-    rules = ", ".join(f"{k} {v}" for k, v in preview.policy.model_dump(exclude_defaults=True).items()) or "everything"
+    rules = ", ".join(_rules(preview.policy)) or "everything"
     sizes = console.human_bytes(preview.bytes_kept), console.human_bytes(preview.bytes_removed)
     thin = sum(verdict.thin for verdict in preview.verdicts)
     saved = f", thinned: {thin} (saves {console.human_bytes(preview.bytes_thinned)})" if thin else ""
@@ -203,6 +204,17 @@ def parse_bytes(text: str | None) -> int | None:
     if match is None or match[2].upper() not in _BYTES:
         raise InvalidRequest(f"{text!r} is not a number of bytes", hint="use for example 500GB, 2TB or 2TiB")
     return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def _rules(policy: RetentionPolicy) -> Iterator[str]:
+    """Each rule of a policy, a list as its options have it."""
+    for name, value in policy:
+        if name == "best":
+            yield from (f"best {one.metric}:{one.count}" + ":max" * (one.mode == "max") for one in policy.best)
+        elif name == "steps":
+            yield from (f"step {step}" for step in policy.steps)
+        elif value is not None:
+            yield f"{name} {value}"
 
 
 def parse_best(text: str) -> Best:

@@ -82,6 +82,7 @@ def test_every_rule_arrives(service: Served) -> None:
     given = ["--last", 9, "--every-steps", 5, "--steps-apart", 6, "--every", "6h", "--within", "3d", "--step", 5]
     result = call("keep", "tiny", *given, "--best", "loss:3", "--best", "accuracy:2:max", "--quota", "1.5GiB")
     assert result.exit_code == 0, result.stderr
+    assert "best loss:3, best accuracy:2:max" in result.stdout and "step 5" in result.stdout
     with Api(service.url) as api:
         assert retention.policy(api, "tiny").policy == RetentionPolicy(
             last=9,
