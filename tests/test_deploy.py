@@ -17,6 +17,7 @@ from holdfast_service.api.access.request_head import IDENTITY
 from holdfast_service.config import parse
 from holdfast_service.daemon.arena.callers import prepare_directory
 from tests.compose import follows_the_schema
+from tests.manifests import BASES, config, containers, is_daemon, sources, templates
 
 TOP = Path(__file__).parent.parent
 PROJECT = (TOP / "pyproject.toml").read_text()  # tomllib needs Python 3.11, we support 3.10
@@ -134,19 +135,16 @@ def test_the_login_proxys_compose_file_follows_its_schema() -> None:
     follows_the_schema(TOP / "deploy" / "compose" / "logins" / "compose.yml")
 
 
-@pytest.mark.parametrize("name", ["holdfast", "many-nodes", "watcher"])
+@pytest.mark.parametrize("name", BASES)
 def test_the_socket_of_a_pod_is_where_the_daemon_takes_it(name: str, tmp_path: Path) -> None:
     """Kubernetes lets everybody write to an emptyDir, and the daemon refuses such a directory unless it is sticky, as those
     in memory are.
     """
     found = 0
-    for document in yaml.safe_load_all((TOP / "deploy" / "kubernetes" / f"{name}.yaml").read_text()):
-        pod = document["spec"]["template"]["spec"] if "template" in document.get("spec", {}) else {}
-        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
-        for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
-            if not container["image"].startswith("holdfast:") or "args" not in container:
-                continue
-            socket = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]], {}).socket
+    for pod in [template["spec"] for document in sources(name) for template in templates(document)]:
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in filter(is_daemon, containers(pod)):
+            socket = config(container).socket
             (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == str(socket.parent)]
             made = volumes[mount["name"]].get("emptyDir")
             if made is not None:
@@ -160,13 +158,12 @@ def test_the_socket_of_a_pod_is_where_the_daemon_takes_it(name: str, tmp_path: P
 
 def test_a_sidecar_is_a_node_of_its_own_and_does_not_wait_for_the_catalog() -> None:
     """Two pods of one machine have two names, and a trainer starts although PostgreSQL is away."""
-    documents = yaml.safe_load_all((TOP / "deploy" / "kubernetes" / "holdfast.yaml").read_text())
-    (job,) = [one for one in documents if one["kind"] == "Job"]
+    (job,) = [one for one in sources("sidecar") if one["kind"] == "Job"]
     (daemon,) = job["spec"]["template"]["spec"]["initContainers"]
     (node,) = [one for one in daemon["env"] if one["name"] == "HOLDFAST_NODE"]
     assert node["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     for probe in ("startupProbe", "livenessProbe"):
-        assert "/healthz" in daemon[probe]["exec"]["command"][-1]
+        assert daemon[probe]["httpGet"]["path"] == "/healthz"
 
 
 def test_no_named_tuple_is_generic() -> None:

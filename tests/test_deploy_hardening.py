@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.manifests import BASES, containers, sources, templates
+
 TOP = Path(__file__).parent.parent
 COMPOSE = {path.relative_to(TOP): yaml.safe_load(path.read_text()) for path in sorted(TOP.rglob("deploy/compose/**/*.yml"))}
 COMPOSE[Path("docker-compose.yml")] = yaml.safe_load((TOP / "docker-compose.yml").read_text())
-MANIFESTS = {path.name: list(yaml.safe_load_all(path.read_text())) for path in (TOP / "deploy/kubernetes").glob("*.yaml")}
+MANIFESTS = {base: sources(base) for base in BASES}
 SERVICES = [(file, name) for file, read in COMPOSE.items() for name, about in read["services"].items() if "image" in about]
 PODS = [
     (file, one["kind"], one["metadata"]["name"])
     for file, documents in MANIFESTS.items()
     for one in documents
-    if "template" in one.get("spec", {})
+    if any(templates(one))
 ]
 # The only container that has to be root: it makes a directory of the machine's the daemon's. And why it may do no more.
-ROOTS = {("many-nodes.yaml", "socket-directory"): ["CHOWN", "FOWNER"]}
+ROOTS = {("many-nodes", "socket-directory"): ["CHOWN", "FOWNER"]}
 
 
 def service(file: Path, name: str) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def test_a_pod_may_nothing_more_than_it_must(file: str, kind: str, name: str) ->
     assert about["runAsNonRoot"] is True and about["runAsUser"] == about["runAsGroup"] == 10001
     assert about["seccompProfile"] == {"type": "RuntimeDefault"} and spec["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-    for container in [*spec.get("initContainers", []), *spec["containers"]]:
+    for container in containers(spec):
         security, added = container["securityContext"], ROOTS.get((file, container["name"]))
         assert security["allowPrivilegeEscalation"] is False and security["readOnlyRootFilesystem"] is True
         assert security["capabilities"] == ({"drop": ["ALL"]} if added is None else {"drop": ["ALL"], "add": added})
@@ -132,7 +134,7 @@ def test_a_pod_is_reached_by_those_that_must(file: str, kind: str, name: str) ->
     policies = [one["spec"] for one in MANIFESTS[file] if one["kind"] == "NetworkPolicy"]
     (policy,) = [one for one in policies if one["podSelector"]["matchLabels"].items() <= labels]
     assert "Ingress" in policy["policyTypes"]
-    listening = {port["containerPort"] for c in template["spec"]["containers"] for port in c.get("ports", [])}
+    listening = {port["containerPort"] for c in containers(template["spec"]) for port in c.get("ports", [])}
     allowed = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
     assert allowed == listening
     for rule in policy["ingress"]:

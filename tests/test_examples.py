@@ -115,11 +115,11 @@ def test_the_slurm_job_runs_as_a_script(tmp_path: Path) -> None:
 
 def test_the_kubernetes_job_agrees_with_the_one_for_teams() -> None:
     """The same image, socket and commands as deploy/kubernetes, whose files are checked against the schemas."""
-    mine, teams = (_sidecar(TOP / path) for path in ("examples/kubernetes.yaml", "deploy/kubernetes/holdfast.yaml"))
+    mine, teams = (_sidecar(TOP / path) for path in ("examples/kubernetes.yaml", "deploy/kubernetes/sidecar/job.yaml"))
     assert mine["image"] == teams["image"]
     assert mine["restartPolicy"] == teams["restartPolicy"] == "Always"
-    assert set(mine["args"]) <= set(teams["args"])
-    assert mine["lifecycle"] == teams["lifecycle"]
+    assert {one for one in mine["args"] if not one.startswith("--listen=")} <= set(teams["args"])
+    assert "lifecycle" not in mine and "lifecycle" not in teams
 
 
 def _sidecar(path: Path) -> dict:  # type: ignore[type-arg]

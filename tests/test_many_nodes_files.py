@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from holdfast_service.config import Config, is_shared, parse
+from tests import manifests
 
 TOP = Path(__file__).parent.parent
 COMPOSE_FILE = TOP / "deploy" / "compose" / "many-nodes.yml"
 SLURM = TOP / "deploy" / "slurm" / "train.sbatch"
-KUBERNETES = list(yaml.safe_load_all((TOP / "deploy" / "kubernetes" / "many-nodes.yaml").read_text()))
+KUBERNETES = manifests.sources("many-nodes")
 NODES = (1, 2, 3)
 
 
@@ -108,22 +109,7 @@ def daemon(kind: str, name: str) -> Config:
     given = {variable["name"]: variable["valueFrom"] for variable in container["env"]}
     assert given["HOLDFAST_CATALOG"]["secretKeyRef"]["name"] == "holdfast-catalog"
     environment = {"HOLDFAST_CATALOG": catalog[given["HOLDFAST_CATALOG"]["secretKeyRef"]["key"]]}
-    return config([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]], environment)
-
-
-def test_every_manifest_is_of_a_kind_that_kubernetes_has() -> None:
-    """With the version that serves it, a name, and labels by which to find it."""
-    known = {
-        "v1": {"Secret", "PersistentVolumeClaim", "Service"},
-        "apps/v1": {"DaemonSet", "Deployment"},
-        "batch/v1": {"Job"},
-        "networking.k8s.io/v1": {"NetworkPolicy"},
-    }
-    for document in KUBERNETES:
-        assert document["kind"] in known[document["apiVersion"]]
-        assert document["metadata"]["labels"]["app.kubernetes.io/name"] == "holdfast"
-    named = [(document["kind"], document["metadata"]["name"]) for document in KUBERNETES]
-    assert len(set(named)) == len(named)
+    return manifests.config(container, environment)
 
 
 def test_selectors_match_the_pods_they_are_for() -> None:
@@ -189,18 +175,9 @@ def test_the_jobs_launchers_meet_at_its_first_pod() -> None:
     assert job["completionMode"] == "Indexed" and f"--nnodes={job['completions']}" in trainer["args"]
     service = manifest("Service", spec["subdomain"])["spec"]
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
-    assert f"--rdzv-endpoint=llama3-70b-0.{spec['subdomain']}:{service['ports'][0]['port']}" in trainer["args"]
+    meet = f"llama3-70b-0.{spec['subdomain']}:{service['ports'][0]['port']}"
+    assert trainer["env"] == [{"name": "PET_RDZV_ENDPOINT", "value": meet}]
     check_trainer(trainer["args"])
-
-
-def test_the_daemon_of_a_node_has_time_to_write() -> None:
-    """It is asked to wait for its saves before it is ended, and no probe restarts it because PostgreSQL is away."""
-    spec = pod("DaemonSet", "holdfast")
-    (container,) = spec["containers"]
-    drain = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert drain[:3] == ["holdfast", "wait", "--idle"]
-    assert float(drain[drain.index("--timeout") + 1]) < spec["terminationGracePeriodSeconds"]
-    assert all("/readyz" not in str(container[probe]) for probe in ("startupProbe", "livenessProbe"))
 
 
 def test_the_slurm_script_is_sound() -> None:

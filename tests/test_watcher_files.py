@@ -13,13 +13,14 @@ import yaml
 from holdfast_service.config import Config, parse
 from holdfast_service.wings.notify.targets import read_targets
 from holdfast_service.wings.notify.watched_daemons.watched import check_address, read_tokens
+from tests import manifests
 from tests.compose import follows_the_schema
 from tests.wings.notify.receivers import secret
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 COMPOSE_FILE = DEPLOY / "compose" / "watcher.yml"
 SERVICES: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
-KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "watcher.yaml").read_text()))
+KUBERNETES = manifests.sources("watcher")
 PROMETHEUS = DEPLOY / "prometheus" / "many-daemons.yml"
 DAEMONS = ("daemon-1", "daemon-2")
 
@@ -78,16 +79,15 @@ def test_prometheus_finds_the_pods_of_every_example() -> None:
     text = PROMETHEUS.read_text()
     assert "__meta_kubernetes_pod_label_app_kubernetes_io_name], regex: holdfast" in text
     assert "__meta_kubernetes_pod_container_port_name], regex: http," in text
-    many = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "many-nodes.yaml").read_text()))
-    serving = [document for document in [*many, *KUBERNETES] if document["kind"] in ("DaemonSet", "Deployment")]
-    assert len(serving) == 3
-    for document in serving:
-        template = document["spec"]["template"]
-        (container,) = template["spec"]["containers"]
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        config = parse([argument.replace("$(POD_IP)", "10.0.0.1") for argument in container["args"]], {})
-        assert template["metadata"]["labels"]["app.kubernetes.io/name"] == "holdfast"
-        assert config.listen == ("0.0.0.0", ports["http"]) and config.metrics_open and not config.insecure_no_tokens
+    serving = 0
+    for template in [
+        one for base in manifests.BASES for document in manifests.sources(base) for one in manifests.templates(document)
+    ]:
+        for container in filter(manifests.is_daemon, manifests.containers(template["spec"])):
+            assert "http" in {port["name"] for port in container["ports"]}
+            assert template["metadata"]["labels"]["app.kubernetes.io/name"] == "holdfast"
+            serving += 1
+    assert serving == 4
 
 
 def test_the_manifests_files_are_what_the_daemon_reads(tmp_path: Path) -> None:
