@@ -268,7 +268,7 @@ def fill(reader: CheckpointReader, wants: Sequence[Want], link: Transport | None
     else:
         reader.check_headers(wants)
     into.begins()
-    size = reader.load(wants)
+    size = reader.load(wants, into.moved)
     return Filled(False, notes, size, {"files": size})
 
 
@@ -310,8 +310,8 @@ class _Memory:
         elif outside:
             reader.check_headers(outside)
         into.begins()
-        size, beside = held.load(inside), source.bytes_beside
-        files = beside + (reader.load(outside) if outside else 0)
+        size, beside = held.load(inside, into.moved), source.bytes_beside
+        files = beside + (reader.load(outside, into.moved) if outside else 0)
         peers = min(max(self._peers.bytes_wanted - beside, 0), size - beside)
         notes = (f"{beside} bytes could not be read from other nodes' memory, and came from files",) if beside else ()
         by: dict[Origin, int] = {"slot": size - beside - peers, "peers": peers, "files": files}

@@ -16,13 +16,19 @@ OVERWRITTEN = (
 )
 
 
+def unnoticed(size: int) -> None:
+    """For bytes that are shown to no person."""
+
+
 class Overwriting(NamedTuple):
     """How live tensors are overwritten. `begins` is called before their first byte changes. With `prove_first` everything is
-    verified before that; otherwise each extent is verified by itself and read only once.
+    verified before that; otherwise each extent is verified by itself and read only once. `moved` gets the number of bytes
+    that were just read and verified, from several threads.
     """
 
     begins: Callable[[], None]
     prove_first: bool = False
+    moved: Callable[[int], None] = unnoticed
 
 
 class OverwriteGuard:

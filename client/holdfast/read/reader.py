@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.read import requests, verified_load
+from holdfast.read.overwrite_guard import unnoticed
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import DirectorySource, Source
 from holdfast_files import opened
@@ -197,18 +198,19 @@ class CheckpointReader:
         with self._as_it_stands():
             verified_load.check(self.source, headers)
 
-    def load(self, wants: Iterable[Want]) -> int:
+    def load(self, wants: Iterable[Want], moved: Callable[[int], None] = unnoticed) -> int:
         """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is sound.
 
         Returns the number of bytes in these whole extents, each counted once. Raises `CorruptExtent`, also for bytes that
         were verified before and differ now: a page may have left memory and come back from the disk. Wants may be
-        overwritten then, with verified bytes, or with zeros where verification failed.
+        overwritten then, with verified bytes, or with zeros where verification failed. `moved` gets the number of bytes that
+        were just read, from several threads.
         """
         plain, small = requests.parted(self.manifest, wants)
         with self._as_it_stands():
-            nbytes = self._hand_over(plain)
+            nbytes = self._hand_over(plain, moved)
             for batch in requests.coded_batches(self.manifest, small):
-                nbytes += self._hand_over(requests.wants_of(batch))
+                nbytes += self._hand_over(requests.wants_of(batch), moved)
                 requests.decode_batch(self.manifest, batch)
         return nbytes
 
@@ -225,11 +227,12 @@ class CheckpointReader:
     def _is_replaced(self) -> bool:
         return isinstance(self.source, DirectorySource) and not self.source.still_has(self.commit_bytes)
 
-    def _hand_over(self, wants: list[Want]) -> int:
+    def _hand_over(self, wants: list[Want], moved: Callable[[int], None] = unnoticed) -> int:
         """`load` of tensors that are stored as they were saved."""
         touched = self._touched(wants)
         nbytes = sum(run.length for run in touched.runs)
-        verified_load.hand_over(self.source, touched.runs, self.cores, touched.proven or self._overlap(touched.runs, nbytes))
+        again = touched.proven or self._overlap(touched.runs, nbytes)
+        verified_load.hand_over(self.source, touched.runs, self.cores, again, moved)
         return nbytes
 
     def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.memory import native_copy
+from holdfast.read.overwrite_guard import unnoticed
 from holdfast.read.requests import ExtentRun, copy
 from holdfast.read.sources import Source
 from holdfast_files import direct
@@ -75,14 +76,17 @@ def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
     _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
-def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> None:
+def hand_over(
+    source: Source, runs: Sequence[ExtentRun], cores: int, again: bool, moved: Callable[[int], None] = unnoticed
+) -> None:
     """Read runs into their receivers. Raises `CorruptExtent` if a digest does not match.
 
     Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may then be
-    zero. `again`: `prove` has just read them, or other processes read them as well.
+    zero. `again`: `prove` has just read them, or other processes read them as well. `moved` gets the bytes of each read, in
+    its thread.
     """
     manner = _manner(source, runs, cores, again)
-    _on_threads(runs, manner, lambda: _Giver(source, manner).take)
+    _on_threads(runs, manner, lambda: _Giver(source, manner).take, moved)
 
 
 def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
@@ -125,7 +129,12 @@ def _parts(run: ExtentRun, bytes_max: int) -> Iterator[ReadPart]:
     yield ReadPart(run, extents[first : run.stop], base + offset, base + end)
 
 
-def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
+def _on_threads(
+    runs: Sequence[ExtentRun],
+    manner: Manner,
+    worker: Callable[[], Callable[[Job], None]],
+    moved: Callable[[int], None] = unnoticed,
+) -> None:
     """Run all jobs, each thread with its own worker; the first error stops them and is raised."""
     jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
     if not jobs:
@@ -142,6 +151,7 @@ def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], 
                 except IndexError:
                     return
                 act(job)
+                moved(sum(part.stop - part.start for part in job))
         except BaseException:
             jobs.clear()
             raise

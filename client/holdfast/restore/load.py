@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -16,7 +18,7 @@ from holdfast.layout import rules_choice
 from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Session
 from holdfast.read.memory_load import Filled, fill
-from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
+from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting, unnoticed
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.sources import HttpSource
@@ -153,12 +155,14 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     wants = [target.want for target in targets]
     cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
-    into = Overwriting(partial(state.wholeness.tear, names), wanted.prove_first)
+    size = sum(want.target.nbytes for want in wants)
+    tear = partial(state.wholeness.tear, names)
     try:
         if wanted.prove_first and restoration.casts:  # whether values fit is not seen before they are read
             fill_apart(leaves_apart(restoration.leaves, restoration.casts))
             check_casts(restoration.casts)
-        filled = fill(reader, wants, session.link, launch.rank, into)
+        with _shown(f"restore {rank.run}@{reader.manifest.step}", size, launch.rank) as moved:
+            filled = fill(reader, wants, session.link, launch.rank, Overwriting(tear, wanted.prove_first, moved))
         finish(targets)
         restoration.apply()
     except CheckpointError as error:
@@ -173,12 +177,24 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
         notes=(*restoration.notes, *own.notes, *filled.notes, *_changed(reader.manifest), *left_out_notes, *average_notes),
-        bytes=sum(want.target.nbytes for want in wants),
+        bytes=size,
         seconds=0.0,
         source=max(origins, key=lambda origin: origins[origin]),
         bytes_read=filled.bytes_read,
         bytes_by=origins,
     )
+
+
+@contextmanager
+def _shown(what: str, size: int, rank: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on rank 0's terminal, if it takes long, and what is called with the bytes of each part."""
+    if rank != 0 or sys.stderr is None or not sys.stderr.isatty():
+        yield unnoticed
+        return
+    from holdfast.terminal import console  # with typer and rich
+
+    with console.progress(what, size, shown=True) as bar:
+        yield partial(bar.advance, bar.task_ids[0])
 
 
 def _check_assumed(state: TrainState, manifest: Manifest, groups: Set[str]) -> None:
