@@ -145,6 +145,7 @@ def test_the_command_line(trained: dict, daemon: RunningDaemon, monkeypatch: pyt
     assert [made["step"] for made in listed] == [2, 1]
     assert "unhealthy" in call("ls", RUN, *url).stdout
     assert json.loads(call("show", f"{RUN}@latest-healthy", "--json", *url).stdout)["step"] == 2
+    assert " with NaN since step 3 (" in call("show", RUN, *url).stdout.splitlines()[1]
     for refused in (
         ("stats", daemon.root, *url),
         ("show", f"{RUN}@latest-healthy", "--root", daemon.root),

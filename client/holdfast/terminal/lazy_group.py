@@ -58,12 +58,11 @@ class LazyGroup(TyperGroup):
         loaded = getattr(import_module(entry.module), entry.attribute)
         app = typer.Typer(add_completion=False)
         if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=name)
+            app.add_typer(loaded, name=name, epilog=_epilog(entry.examples))
             command = typer.main.get_group(app).commands[name]
         else:
-            app.command(name, **entry.settings)(loaded)
+            app.command(name, epilog=_epilog(entry.examples), **entry.settings)(loaded)
             command = typer.main.get_command(app)
-        command.epilog = _epilog(entry.examples)
         for below, one in getattr(command, "commands", {}).items():
             one.epilog = _epilog([example for example in entry.examples if example.startswith(f"holdfast {name} {below}")])
         return _dressed(command)

@@ -20,8 +20,12 @@ _KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes")
 
 def lines(metadata: RunAbout) -> Iterator[Text]:
     yield Text(metadata.run, "bold")
-    since = f", {console.human_age(metadata.life_since)}" if metadata.life_since else ""
-    facts = {"state": f"{metadata.life}{since}", "owner": metadata.owner or "none", "notes": metadata.notes or "none"}
+    since = f" ({console.human_age(metadata.life_since)})" if metadata.life_since else ""
+    facts = {
+        "state": f"{metadata.standing or metadata.life}{since}",
+        "owner": metadata.owner or "none",
+        "notes": metadata.notes or "none",
+    }
     if metadata.missing:
         shown = ", ".join(map(str, metadata.missing[:STEPS_SHOWN])) + ", …" * (len(metadata.missing) > STEPS_SHOWN)
         facts["missing"] = f"step {shown}: removed by something other than Holdfast"

@@ -39,6 +39,7 @@ class RunAbout(Body):
     run: str
     life: RunLife
     life_since: str | None
+    standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(description="as set by a user, otherwise from the newest launch")
     notes: str = Field(description="as set by a user, otherwise from the newest launch")
     archived: str | None = Field(default=None, description="when it was archived; null if it is not")
