@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 import yaml
 
 from holdfast_service.daemon.arena import holder
+from tests.daemons import free_port, running
 from tests.manifests import (
     ALERTS,
     BASES,
@@ -354,3 +356,19 @@ def test_a_drain_waits_for_the_whole_training(base: str) -> None:
     (budget,) = [one["spec"] for one in documents if one["kind"] == "PodDisruptionBudget"]
     assert budget["selector"]["matchLabels"].items() <= job["template"]["metadata"]["labels"].items()
     assert budget["minAvailable"] == job.get("completions", 1)
+
+
+def test_the_sidecar_answers_probes_and_prometheus_without_a_token(tmp_path: Path) -> None:
+    """As they ask: at the pod's address, which the daemon does not know by name. Everything else needs a token."""
+    (job,) = [one for one in sources("sidecar") if one["kind"] == "Job"]
+    (sidecar,) = filter(is_daemon, containers(job["spec"]["template"]["spec"]))
+    flags = [flag for flag in sidecar["args"] if not flag.startswith(("--root=", "--socket=", "--listen="))]
+    port = free_port()
+    with running(tmp_path / "root", *flags, listen=f"0.0.0.0:{port}", closed=True):
+        asked = {
+            path: httpx.get(
+                f"http://127.0.0.1:{port}{path}", headers={"Host": f"10.1.2.3:{port}"}, trust_env=False
+            ).status_code
+            for path in ("/healthz", "/readyz", "/metrics", "/v1/runs")
+        }
+    assert asked == {"/healthz": 200, "/readyz": 200, "/metrics": 200, "/v1/runs": 401}
