@@ -27,15 +27,21 @@ def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cos
         return Markup()
     slot = WIDTH / count
     most = max((stall for stall in stall_s if stall is not None), default=0.0)
-    bars = "".join(  # numbers and our own words: with Markup.format for each bar, bars were half of the overview's time
-        _bar(number * slot, slot, 1.0 if state in _FAILED else (stall or 0.0) / most if most else 0.0, state)
-        for number, (stall, state) in enumerate(zip(stall_s, states, strict=True))
+    tops: dict[str, list[str]] = {"bar": [], "bad": []}  # a path for each kind: an element for each bar was half of the page
+    for number, (stall, state) in enumerate(zip(stall_s, states, strict=True)):
+        failed = state in _FAILED
+        height = max(12 * (1.0 if failed else (stall or 0.0) / most if most else 0.0), 1.0)
+        tops["bad" if failed else "bar"].append(f"M{(number + 0.5) * slot:.4g} {HEIGHT}v-{height:.3g}")
+    bars = "".join(
+        f'<path class="{kind}" stroke-width="{slot * 0.7:.3g}" d="{"".join(lines)}"/>'
+        for kind, lines in tops.items()
+        if lines
     )
     points = [(number, value) for number, value in enumerate(goodput) if value is not None]
     line = Markup("")
     if len(points) > 1:
         lowest = min(min(value for _, value in points), 0.99)
-        at = " ".join(f"{(n + 0.5) * slot:.1f},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.1f}" for n, v in points)
+        at = " ".join(f"{(n + 0.5) * slot:.4g},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.3g}" for n, v in points)
         line = Markup('<polyline points="{}"/>').format(at)
     title = _said(states, newest_cost)
     drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
@@ -56,13 +62,6 @@ def newest(trend: Trend) -> str:
     goodput = next((value for value in reversed(trend.goodput) if value is not None), None)
     parts = [seconds_text(stall)] if stall is not None else []
     return " · ".join(parts + ([percent_text(goodput)] if goodput is not None else []))
-
-
-def _bar(left: float, width: float, share: float, state: str) -> str:
-    height = max(share * 12, 1.0)
-    kind = "bad" if state in _FAILED else "bar"
-    at = f'x="{left + width * 0.15:.1f}" y="{HEIGHT - height:.1f}" width="{width * 0.7:.1f}" height="{height:.1f}"'
-    return f'<rect class="{kind}" {at}/>'
 
 
 def _said(states: tuple[str, ...], newest_cost: str) -> str:

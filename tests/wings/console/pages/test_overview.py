@@ -77,6 +77,16 @@ def test_long_names_are_cut_in_the_middle(browser: httpx.Client) -> None:
     assert formatting.name(LONG).endswith(f'<span class="end">{LONG[-14:]}</span>') and formatting.name("short") == "short"
 
 
+def test_a_sparkline_of_many_saves_is_short() -> None:
+    """Fifty runs of a hundred saves each: an element for each save made the overview 300 kB."""
+    count = 100
+    states = ["aborted" if number == 7 else "committed" for number in range(count)]
+    stalls, goodput = [0.001 * number for number in range(count)], [0.9 + 0.001 * number for number in range(count)]
+    drawn = str(sparkline.sparkline(Trend(steps=list(range(count)), states=states, stall_s=stalls, goodput=goodput)))
+    assert drawn.count("<path") == 2 and drawn.count("v-") == count
+    assert 'class="bad"' in drawn and "M7.5 24v-12" in drawn and len(drawn) < 2900
+
+
 def test_a_sparkline_has_a_scale() -> None:
     """What the tallest bar and the lowest point stand for; of one save there is none."""
     trend = Trend(steps=[1, 2, 3], states=["committed"] * 3, stall_s=[0.5, None, 0.25], goodput=[None, 0.9, 0.95])
