@@ -98,9 +98,9 @@ class Checkpointer:
             and raises `StateMismatch` for other weights.
         ema: Has the daemon keep a moving average of a group, from updates every few optimizer steps. It is saved as the
             group `ema`, and `restore()` loads it into the daemon.
-        info: Stored with the run: any mapping of JSON values, such as {"owner": …, "notes": …, "config": …}, of at most 64
-            KiB. Git commit, command line (secrets are masked), user, host and versions are added; given keys replace them,
-            and None removes one. Rank 0's is stored.
+        info: Stored with the run: any mapping of JSON values, such as {"owner": …, "notes": …, "tags": […], "config": …},
+            of at most 64 KiB. Git commit, command line (secrets are masked), user, host and versions are added; given keys
+            replace them, and None removes one. Rank 0's is stored.
 
     Raises:
         InvalidRequest: For names, assets or options that are not allowed.

@@ -171,9 +171,16 @@ _GROUPS = {
         ),
         "note": _entry(
             "runs.lifecycle",
-            "Set owner and notes of a run; without options, show what is stored about it.",
+            "Set owner, notes and tags of a run; without options, show what is stored about it.",
             "holdfast note llama3-8b --owner alice --notes 'second data mix'",
+            "holdfast note llama3-8b-lr2 --tag sweep:lr --untag draft",
             attribute="note",
+        ),
+        "tags": _entry(
+            "runs.lifecycle",
+            "List the tags of runs, and how many runs have each.",
+            "holdfast tags",
+            attribute="tags",
         ),
         "acknowledge": _entry(
             "runs.lifecycle",

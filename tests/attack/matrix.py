@@ -29,6 +29,7 @@ GET    /v1/runs/{run}/checkpoints                                read  path
 GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/search                                                read  seen
 GET    /v1/summaries                                             read  seen
+GET    /v1/tags                                                  read  seen
 GET    /v1/storage                                               read  seen
 GET    /v1/runs/{run}/summary                                    read  path
 GET    /v1/overview                                              read  seen

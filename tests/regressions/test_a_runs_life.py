@@ -172,7 +172,9 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
     with Checkpointer("told", STATE, at=daemon.socket, info=info) as checkpointer:
         checkpointer.save(1).result(60)
     wait_until(lambda: len(about(daemon, "told").launches) == 1)
-    with Checkpointer("told", STATE, at=daemon.socket, info={"owner": "ben", "host": None}) as checkpointer:
+    with Checkpointer(
+        "told", STATE, at=daemon.socket, info={"owner": "ben", "host": None, "tags": ["sweep:lr"]}
+    ) as checkpointer:
         checkpointer.restore()
         checkpointer.save(2).result(60)
     wait_until(lambda: [launch.attempt for launch in about(daemon, "told").launches] == [2, 1])
@@ -180,9 +182,10 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
     newer, older = (launch.info for launch in found.launches)
     assert older["config"] == {"lr": 3e-4, "api_key": "***"} and older["notes"] == info["notes"]
     assert newer["torch"] == torch.__version__ and newer["command"] and "host" not in newer and older["host"]
-    assert found.owner == "ben" and not found.notes
+    assert found.owner == "ben" and not found.notes and found.tags == ["sweep:lr"]
     with Api(daemon.url) as api:
         assert api.run("told").owner == "ben" and summaries.summary(api, "told").owner == "ben"
+        assert [run.name for run in api.runs(tags=["sweep:lr"])] == ["told"]
     assert json.loads((daemon.root / "told" / "launches.json").read_bytes())["launches"][0]["info"]["owner"] == "ana"
     shown = holdfast("show", "told", "--url", daemon.url)
     assert "owner       ben" in shown and "told@2" in shown and "mine" not in shown

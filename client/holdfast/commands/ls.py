@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -36,9 +36,26 @@ Sort = Annotated[
         help=f"Sort runs by {', '.join(RUN_SORTS)}, metric:NAME, each with a minus for the largest first, or by attention.",
     ),
 ]
+Tag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tag",
+        metavar="TAG",
+        help="Only runs with this tag; repeat it for runs with all of them.",
+        autocompletion=completion.tags,
+    ),
+]
 MISSING_SHOWN = 10  # steps
 _HIDDEN = ("archived", "failed")
 All = Annotated[bool, typer.Option("--all", help="List archived runs, and those that failed to start too.")]
+
+
+class RunChoice(NamedTuple):
+    """Which runs are listed, and in which order."""
+
+    everything: bool
+    sort: str
+    tags: tuple[str, ...]
 
 
 def ls(  # noqa: PLR0913 — one an option
@@ -53,6 +70,7 @@ def ls(  # noqa: PLR0913 — one an option
     healthy: Healthy = False,
     everything: All = False,
     sort: Sort = "name",
+    tag: Tag = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs, or the checkpoints of one run, newest first."""
@@ -60,23 +78,24 @@ def ls(  # noqa: PLR0913 — one an option
         wanted = Filter(label=label, state=state, since=filters.since(since))
         if run is None and (healthy or wanted != NO_FILTER):
             raise InvalidRequest("--label, --state, --since and --healthy need a run", hint="pass the run's name")
-        if run is not None and sort != "name":
-            raise InvalidRequest("--sort sorts runs, not the checkpoints of one", hint="leave out the run's name")
+        if run is not None and (sort != "name" or tag):
+            option = "--tag chooses" if tag else "--sort sorts"
+            raise InvalidRequest(f"{option} runs, not the checkpoints of one", hint="leave out the run's name")
         with closing(open_library(root, url)) as library:
             if run is None:
-                _list_runs(library, everything, sort, as_json)
+                _list_runs(library, RunChoice(everything, sort, tuple(tag or ())), as_json)
             else:
                 _list_checkpoints(library, run, wanted, healthy, as_json)
 
 
-def _list_runs(library: CheckpointIndex, everything: bool, sort: str, as_json: bool) -> None:
+def _list_runs(library: CheckpointIndex, wanted: RunChoice, as_json: bool) -> None:
     from holdfast_formats.rest import lists
 
-    summaries = run_lists.runs(library, sort)
-    runs = [run for run in summaries if everything or run.life not in _HIDDEN]
-    extra = None if as_json else run_lists.extra(library, sort)
-    columns = lists.runs(isinstance(library, ServiceIndex), extra)
-    console.listed(columns, runs, f"No runs in {library.label}.", as_json)
+    summaries = run_lists.runs(library, wanted.sort, wanted.tags)
+    runs = [run for run in summaries if wanted.everything or run.life not in _HIDDEN]
+    extra = None if as_json else run_lists.extra(library, wanted.sort)
+    columns = lists.runs(isinstance(library, ServiceIndex), extra, any(run.tags for run in runs))
+    console.listed(columns, runs, f"No{' such' if wanted.tags else ''} runs in {library.label}.", as_json)
     if not as_json and (left := len(summaries) - len(runs)):
         console.warn(f"{left} archived or failed {'run is' if left == 1 else 'runs are'} not shown: `holdfast ls --all`")
 

@@ -22,6 +22,7 @@ from holdfast.link.secrets import masked, masked_command
 from holdfast.threads import own_threads
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
+from holdfast_formats.tags import check_tags
 
 COMMAND_CHARACTERS_MAX = 4096
 WAIT_S = 0.1  # for git, at the first contact with the daemon, which may be in the first save; it began long before
@@ -70,6 +71,7 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in _TEXTS:
         if not isinstance(info.get(name, ""), str | None):
             raise InvalidRequest(f"info[{name!r}] must be text, not {type(info[name]).__name__}")
+    _check_tags(info.get("tags"))
     try:
         values: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
     except Exception as error:  # a user's config object may raise anything when read
@@ -87,6 +89,15 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
             hint="leave out what is large; files belong in assets=",
         )
     return values
+
+
+def _check_tags(tags: Any) -> None:
+    """`InvalidRequest` for tags that the run could not have, `LimitExceeded` for too many."""
+    if tags is None:
+        return
+    if not isinstance(tags, (list, tuple)) or not all(isinstance(tag, str) for tag in tags):
+        raise InvalidRequest("info['tags'] must be a list of texts", hint='such as info={"tags": ["sweep:lr", "8-experts"]}')
+    check_tags(tags)
 
 
 def _plain(value: Any) -> Any:

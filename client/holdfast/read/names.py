@@ -47,6 +47,10 @@ class NamePlace(NamedTuple):
             steps = [checkpoint["step"] for checkpoint in self._items(f"/v1/runs/{quote(run, safe='')}/checkpoints")]
         return (f"{run}@{name}" for name in (*names, *steps) if steps)
 
+    def tags(self, prefix: str) -> Iterator[str]:
+        """Tags of runs, which only a service knows."""
+        return iter(()) if self.root is not None else (tag["tag"] for tag in self._items("/v1/tags", prefix=prefix))
+
     def deleted(self) -> Iterator[str]:
         """Runs in the service's trash."""
         return iter(dict.fromkeys(entry["run"] for entry in self._items("/v1/trash")))

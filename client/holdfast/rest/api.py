@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,6 +37,7 @@ Step = int | Literal["latest", "latest-healthy"]
 StatisticsSort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 Model = TypeVar("Model", bound=BaseModel)
 Part = Literal["data", "table"]
+Query = Mapping[str, str | list[str] | None]
 
 
 class UploadChunk(NamedTuple):
@@ -128,9 +129,12 @@ class Api(JobsApi):
         except httpx.HTTPError as error:
             raise self._gone(error) from error
 
-    def runs(self, prefix: str = "", sort: str = "name") -> Iterator[bodies.Run]:
-        """Runs by name, or by a column of `RUN_SORTS`; with `prefix`, those whose names begin with it."""
-        return self._pages("/v1/runs", bodies.Run, {"prefix": prefix or None, "sort": None if sort == "name" else sort})
+    def runs(self, prefix: str = "", sort: str = "name", tags: Sequence[str] = ()) -> Iterator[bodies.Run]:
+        """Runs by name, or by a column of `RUN_SORTS`; with `prefix`, those whose names begin with it; with `tags`, those
+        that have all of them.
+        """
+        wanted: Query = {"prefix": prefix or None, "sort": None if sort == "name" else sort, "tag": list(tags) or None}
+        return self._pages("/v1/runs", bodies.Run, wanted)
 
     def run(self, run: str) -> bodies.Run:
         return self._get(_run_path(run), bodies.Run)
@@ -169,7 +173,7 @@ class Api(JobsApi):
         """The answer of a route as the given model, for routes that have no method here."""
         return self._get(path, model)
 
-    def pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+    def pages(self, path: str, item: type[Model], query: Query | None = None) -> Iterator[Model]:
         """The items of any list, page by page."""
         return self._pages(path, item, query)
 
@@ -338,9 +342,11 @@ class Api(JobsApi):
                 )
             yield from response.iter_raw()
 
-    def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+    def _pages(self, path: str, item: type[Model], query: Query | None = None) -> Iterator[Model]:
         page_of: type[bodies.Page[Model]] = bodies.Page[item]  # type: ignore[valid-type]
-        params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
+        params: dict[str, str | int | list[str]] = {
+            name: value for name, value in (query or {}).items() if value is not None
+        }
         params.setdefault("limit", PAGE_ITEMS)
         while True:
             with self._translated():

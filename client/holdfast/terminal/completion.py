@@ -21,6 +21,10 @@ def runs(context: Context, incomplete: str) -> list[str]:
     return _offered(lambda: _place(context).runs(incomplete), incomplete)
 
 
+def tags(context: Context, incomplete: str) -> list[str]:
+    return _offered(lambda: _place(context).tags(incomplete), incomplete)
+
+
 def deleted(context: Context, incomplete: str) -> list[str]:
     return _offered(lambda: _place(context).deleted(), incomplete)
 

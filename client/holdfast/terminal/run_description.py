@@ -15,7 +15,7 @@ from holdfast_formats.rest.runs import RunAbout, RunLaunch
 LAUNCHES_SHOWN = 5
 STEPS_SHOWN = 10
 VALUE_CHARACTERS_MAX = 400
-_KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes")
+_KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes", "tags")
 
 
 def lines(metadata: RunAbout) -> Iterator[Text]:
@@ -26,6 +26,8 @@ def lines(metadata: RunAbout) -> Iterator[Text]:
         "owner": metadata.owner or "none",
         "notes": metadata.notes or "none",
     }
+    if metadata.tags:
+        facts["tags"] = ", ".join(metadata.tags)
     if metadata.missing:
         shown = ", ".join(map(str, metadata.missing[:STEPS_SHOWN])) + ", …" * (len(metadata.missing) > STEPS_SHOWN)
         facts["missing"] = f"step {shown}: removed by something other than Holdfast"

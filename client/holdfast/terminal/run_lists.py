@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 METRIC = "metric:"
 
 
-def runs(library: CheckpointIndex, sort: str) -> list[bodies.Run]:
-    """All runs of a library, sorted; `InvalidRequest` for an order that a directory alone cannot provide."""
+def runs(library: CheckpointIndex, sort: str, tags: Sequence[str] = ()) -> list[bodies.Run]:
+    """The runs of a library that have all these tags, sorted; `InvalidRequest` for what a directory alone cannot provide."""
+    if isinstance(library, ServiceIndex):
+        return list(library.api.runs(sort=sort, tags=tags))
+    if tags:
+        raise InvalidRequest("runs of a directory cannot be listed by tag", hint="ask a service: --url")
     if sort == "name":
         return library.runs()
-    if isinstance(library, ServiceIndex):
-        return list(library.api.runs(sort=sort))
     key = _OF_A_DIRECTORY.get(sort.removeprefix("-"))
     if key is None:
         raise InvalidRequest(

@@ -17,7 +17,7 @@ Via = Literal["http", "client", "dashboard", "offline"]
 # of refused requests alone, the second also of changes that this version has no name for.
 AUDITED: dict[str, str] = {
     "policy-set": "the retention policy of a run was set",
-    "run-changed": "owner, notes, archiving or an acknowledgement of a run changed",
+    "run-changed": "owner, notes, tags, archiving or an acknowledgement of a run changed",
     "run-deleted": "a run was moved to the trash",
     "run-undeleted": "a run was brought back from the trash",
     "run-renamed": "a run was renamed; `run` is the old name",

@@ -37,6 +37,7 @@ class Run(Body):
     life_since: str | None = Field(default=None, description="since when, if known")
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(default=None, description="the contact of the run")
+    tags: list[str] = Field(default=[], description="sorted; a directory alone does not say them")
 
 
 NodeState = Literal["live", "returned", "stopped", "lost"]

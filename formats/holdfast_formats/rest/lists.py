@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast_formats.rest.notifications import NotificationTarget
     from holdfast_formats.rest.operations import Event, Job, Token
     from holdfast_formats.rest.retention import Verdict
-    from holdfast_formats.rest.runs import RunStorage, TrashedRun
+    from holdfast_formats.rest.runs import RunStorage, TaggedRuns, TrashedRun
 
 NEARLY_FULL = 0.9  # of a quota
 LATE_S = 20.0  # a node renews its membership every 10 s
@@ -210,6 +210,7 @@ STORAGE: Listing[RunStorage] = Listing(
     ("run", "checkpoints", "bytes", "day_bytes", "week_bytes", "month_bytes", "older_bytes"),
     ("prefix", "q"),
 )
+TAGS: Listing[TaggedRuns] = Listing((Column("Tag", "tag"), Column("Runs", "runs", "number")), "/v1/tags", ("tag", "runs"))
 TRASH: Listing[TrashedRun] = Listing(
     (
         Column("Run", "run"),
@@ -332,8 +333,10 @@ DIFFERENCES: Listing[Difference] = Listing(
 )
 
 
-def runs(asked: bool, extra: Column[bodies.Run] | None = None) -> Listing[bodies.Run]:
-    """`asked`: a service answered, which knows what the runs do. `extra`: what they are sorted by."""
+def runs(asked: bool, extra: Column[bodies.Run] | None = None, tagged: bool = False) -> Listing[bodies.Run]:
+    """`asked`: a service answered, which knows what the runs do. `extra`: what they are sorted by. `tagged`: some have
+    tags.
+    """
     return Listing(
         (
             Column("Run", "name"),
@@ -342,6 +345,7 @@ def runs(asked: bool, extra: Column[bodies.Run] | None = None) -> Listing[bodies
             Column("Bytes", "bytes", "bytes"),
             Column("State", lambda run: (run.standing or run.life) if asked else None),
             *([extra] if extra else []),
+            *([Column("Tags", lambda run: " ".join(run.tags), wraps=True, omit=2)] if tagged else []),
         )
     )
 

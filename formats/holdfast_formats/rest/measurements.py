@@ -211,6 +211,7 @@ class RunSummary(Body):
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     verdict: str = Field(default="", description="the same in a sentence, with what to do")
     owner: str | None = Field(default=None, description="the contact of the run")
+    tags: list[str] = Field(default=[], description="sorted")
     checkpoints: int
     bytes: int
     quota_bytes: int | None

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from holdfast_formats.body import Body
 from holdfast_formats.rest.bodies import Run
 from holdfast_formats.rest.measurements import RunLife
+from holdfast_formats.tags import TAGS_MAX
 
 OWNER_LENGTH_MAX = 128
 NOTES_LENGTH_MAX = 16_384
@@ -42,6 +43,7 @@ class RunAbout(Body):
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(description="as set by a user, otherwise from the newest launch")
     notes: str = Field(description="as set by a user, otherwise from the newest launch")
+    tags: list[str] = Field(default=[], description="as set by users, otherwise from the newest launch; sorted")
     archived: str | None = Field(default=None, description="when it was archived; null if it is not")
     acknowledged: bool = Field(default=False, description="whether its death was acknowledged")
     acknowledged_by: str | None = Field(default=None, description="name of the token that did so")
@@ -54,14 +56,25 @@ class RunAbout(Body):
 
 
 class RunChange(Body):
-    """What to change of a run; what is left out stays. An empty owner or empty notes give the trainer's back."""
+    """What to change of a run; what is left out stays. An empty owner or empty notes give the trainer's back. Tags are added
+    and removed one by one, so that two people who do it at once lose nothing.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     owner: str | None = Field(default=None, max_length=OWNER_LENGTH_MAX)
     notes: str | None = Field(default=None, max_length=NOTES_LENGTH_MAX)
+    tag: list[str] | None = Field(default=None, max_length=TAGS_MAX, description="tags to add; others stay")
+    untag: list[str] | None = Field(default=None, max_length=TAGS_MAX, description="tags to remove, if the run has them")
     archived: bool | None = Field(default=None, description="archive or unarchive it; a new launch also unarchives it")
     acknowledged: bool | None = Field(default=None, description="true: acknowledge its death, like its alert `run-died`")
+
+
+class TaggedRuns(Body):
+    """A tag, and how many of the runs that may be seen have it."""
+
+    tag: str
+    runs: int
 
 
 class RunStorage(Body):

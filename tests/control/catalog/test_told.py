@@ -60,7 +60,7 @@ def test_removals_are_told_with_their_reasons(control: Control) -> None:
     """What the policy lets go says which rule did not keep it, and what was asked for says so."""
     for step in (5, 10, 15):
         control.findings.sound("tiny", step)
-    tag = control.rotation.file("tiny").tag
+    tag = control.rotation.file("tiny").etag
     control.rotation.set_policy("tiny", RetentionPolicy(last=2), tag)
     assert control.rotation.wait_until_applied()
     control.rotation.remove("tiny", 10)

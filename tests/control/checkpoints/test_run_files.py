@@ -83,10 +83,10 @@ def test_pins_and_labels() -> None:
 def test_a_policy_is_set_by_its_validator(tier: MemoryTier) -> None:
     """The tag changes with the policy in force and with nothing else; a stale one changes nothing."""
     files = RunFiles(tier)
-    first = files.read("run").tag
+    first = files.read("run").etag
     files.change("run", lambda file: run_files.pinned(file, 5))
-    assert files.read("run").tag == first
-    second = files.set_policy("run", POLICY, f'"other", {first}').tag
+    assert files.read("run").etag == first
+    second = files.set_policy("run", POLICY, f'"other", {first}').etag
     assert second != first
     with pytest.raises(PreconditionFailed) as caught:
         files.set_policy("run", RetentionPolicy(last=1), first)
@@ -102,7 +102,7 @@ def test_setting_what_holds_already_is_a_change_of_who_decides() -> None:
     default = RunFile(keep_last=3)
     chosen = RunFile(keep_last=3, policy=RetentionPolicy(last=3))
     assert default.in_force == chosen.in_force
-    assert default.tag != chosen.tag
+    assert default.etag != chosen.etag
 
 
 def test_no_change_is_lost(tier: MemoryTier) -> None:

@@ -99,5 +99,5 @@ def test_what_is_no_key_is_none(key: str) -> None:
 
 def test_every_word_is_somewhere_in_the_name() -> None:
     wanted = WantedRuns.parse("team-", "LLAMA 7b")
-    assert wanted.has("team-7B-llama") and not wanted.has("llama-7b") and not wanted.has("team-llama-70")
-    assert WantedRuns.parse().has("anything")
+    assert wanted.has("team-7B-llama", ()) and not wanted.has("llama-7b", ()) and not wanted.has("team-llama-70", ())
+    assert WantedRuns.parse().has("anything", ())

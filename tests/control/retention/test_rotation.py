@@ -99,7 +99,7 @@ def test_removal_follows_verification_and_not_commit(world: World) -> None:
 def test_a_stale_change_of_the_policy_changes_nothing(world: World) -> None:
     """Who read the policy before somebody else changed it is refused; the run has to exist."""
     world.put(1, 2)
-    stale = world.rotation.file(RUN).tag
+    stale = world.rotation.file(RUN).etag
     world.keep(last=5)
     with pytest.raises(PreconditionFailed):
         world.rotation.set_policy(RUN, RetentionPolicy(last=1), stale)

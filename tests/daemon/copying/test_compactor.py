@@ -284,11 +284,11 @@ def test_who_reads_the_directory_is_told_that_it_was_replaced(world: CopiesWorld
 def test_runs_without_a_policy_have_the_usual_one(world: CopiesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in no file, adds to the trainer's `keep_last`, and ends with the run's own policy."""
     control = world.control
-    own = control.rotation.file(RUN).tag
+    own = control.rotation.file(RUN).etag
     usual = parse(["--keep-optim", "exact", "--keep-optim-full", "2", "--keep-full", "4"], {}).usual_policy
     monkeypatch.setattr(control.files, "_usual", usual)
     file = control.rotation.file(RUN)
-    assert file.tag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
+    assert file.etag != own and file.policy is None and file.in_force.optim_full == 2 and file.in_force.last is None
     assert world.thinner().run_once(RUN) == [5] and opened(world).manifest.compacted is not None
     control.rotation.mark(RUN, 15, lambda file: run_files.pinned(file, 15))
     assert "optim" not in (world.root / RUN / naming.RUN_FILE).read_text()

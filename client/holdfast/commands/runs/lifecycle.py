@@ -1,5 +1,5 @@
-"""`holdfast note`, `acknowledge`, `archive` and `rename`: owner and notes of a run, acknowledged deaths, the archive, its
-name.
+"""`holdfast note`, `tags`, `acknowledge`, `archive` and `rename`: owner, notes and tags of a run, acknowledged deaths, the
+archive, its name.
 """
 
 from __future__ import annotations
@@ -22,21 +22,47 @@ Owner = Annotated[
 Notes = Annotated[
     str | None, typer.Option("--notes", metavar="TEXT", help="Replace the notes; an empty value restores the trainer's.")
 ]
+Tag = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="TAG", help="Add a tag; may be repeated.", autocompletion=completion.tags),
+]
+Untag = Annotated[
+    list[str] | None,
+    typer.Option("--untag", metavar="TAG", help="Remove a tag; may be repeated.", autocompletion=completion.tags),
+]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]
 Undo = Annotated[bool, typer.Option("--undo", help="Unarchive it.")]
 
 
-def note(run: Run, owner: Owner = None, notes: Notes = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Set owner and notes of a run; without options, show what is stored about it."""
+def note(  # noqa: PLR0913 — one an option
+    run: Run,
+    owner: Owner = None,
+    notes: Notes = None,
+    tag: Tag = None,
+    untag: Untag = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set owner, notes and tags of a run; without options, show what is stored about it."""
     from holdfast.rest import runs
     from holdfast_formats.rest.runs import RunChange
 
-    if owner is None and notes is None:
+    if owner is None and notes is None and not tag and not untag:
         with console.service(url, as_json) as api:
             metadata = runs.about(api, run)
         _show(metadata, as_json)
         return
-    _change(run, RunChange(owner=owner, notes=notes), url, as_json)
+    _change(run, RunChange(owner=owner, notes=notes, tag=tag, untag=untag), url, as_json)
+
+
+def tags(url: Url = None, as_json: AsJson = False) -> None:
+    """List the tags of runs, and how many runs have each."""
+    from holdfast.rest import runs
+    from holdfast_formats.rest import lists
+
+    with console.service(url, as_json) as api:
+        listed = list(runs.tags(api))
+    console.listed(lists.TAGS, listed, "No run has a tag.", as_json)
 
 
 def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:

@@ -37,9 +37,9 @@ Forced = Annotated[
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
     """Send its ETag as `If-Match` to change the policy. Until one is set, it is the trainer's `keep_last`."""
     file = services.control.rotation.file(run)
-    if delivery.not_modified(if_none_match, file.tag):
-        return Response(status_code=304, headers={"ETag": file.tag})
-    return JSONResponse(file.in_force.model_dump(), headers={"ETag": file.tag})
+    if delivery.not_modified(if_none_match, file.etag):
+        return Response(status_code=304, headers={"ETag": file.etag})
+    return JSONResponse(file.in_force.model_dump(), headers={"ETag": file.etag})
 
 
 @router.put(
@@ -56,8 +56,8 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
     if dry_run:
         file = rotation.file(run)
         if if_match is not None:
-            run_files.check_tag(file, if_match)
-        return JSONResponse(rotation.verdicts.preview(run, policy).model_dump(), headers={"ETag": file.tag})
+            run_files.check_etag(file, if_match)
+        return JSONResponse(rotation.verdicts.preview(run, policy).model_dump(), headers={"ETag": file.etag})
     if if_match is None:
         raise PreconditionRequired(
             f"changing the policy of {run} needs If-Match",
@@ -65,7 +65,7 @@ def put_policy(services: Wired, run: str, policy: RetentionPolicy, dry_run: DryR
         )
     preview = rotation.verdicts.preview(run, policy)
     file = rotation.set_policy(run, policy, if_match)
-    return JSONResponse(preview.model_dump(), headers={"ETag": file.tag})
+    return JSONResponse(preview.model_dump(), headers={"ETag": file.etag})
 
 
 @router.get(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
+from sqlalchemy import ColumnElement, Select, Text, and_, false, func, or_, select, type_coerce
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from holdfast_formats import naming, timestamps
@@ -57,9 +57,11 @@ class Within(NamedTuple):
 EVERYTHING = Within()
 
 
-def named(prefix: str, words: Iterable[str]) -> Select[str]:
-    """Names of the runs that begin with `prefix` and contain every one of the words, ignoring case."""
+def named(prefix: str, words: Iterable[str], tags: Iterable[str] = ()) -> Select[str]:
+    """Names of the runs that begin with `prefix`, contain every one of the words, ignoring case, and have all these tags."""
     wanted = select(RunRow.name).where(*(RunRow.name.icontains(word, autoescape=True) for word in words))
+    for tag in tags:  # LIKE ignores case on SQLite
+        wanted = wanted.where(func.replace(type_coerce(RunRow.tags, Text), f" {tag} ", "") != type_coerce(RunRow.tags, Text))
     if not prefix:
         return wanted
     if not naming.is_run_name(prefix):

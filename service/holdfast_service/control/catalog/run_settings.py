@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
 from sqlalchemy import select
 
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import TaggedRuns
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.pages import bounded, decode_cursor, page
 from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import RunRow
 
 
 class RunSettings(NamedTuple):
-    """A run's owner, when it was archived, and the attempt whose death was acknowledged, with person and time."""
+    """A run's owner and tags, when it was archived, and the attempt whose death was acknowledged, with person and time."""
 
     owner: str | None = None
+    tags: tuple[str, ...] = ()
     archived: str | None = None
     acknowledged: int | None = None
     acknowledged_by: str | None = None
@@ -41,3 +46,15 @@ def known(catalog: Catalog, runs: Collection[str] | None = None) -> dict[str, Ru
     with catalog.database.read() as session:
         rows = session.execute(columns if runs is None else columns.where(RunRow.name.in_(runs)))
         return {name: RunSettings(*settings) for name, *settings in rows}
+
+
+def tags(catalog: Catalog, prefix: str, cursor: str | None, limit: int) -> bodies.Page[TaggedRuns]:
+    """A page of the tags that begin with `prefix`, sorted, with the number of runs, as far as the request may see them."""
+    after = decode_cursor("tags", cursor) or ""
+    with catalog.database.read() as session:
+        counts = Counter(
+            tag for of_run in session.scalars(select(RunRow.tags).where(RunRow.tags.is_not(None))) for tag in of_run or ()
+        )
+    wanted = sorted(tag for tag in counts if tag > after and tag.startswith(prefix))[: bounded(limit) + 1]
+    cut = page("tags", wanted, limit, lambda tag: tag)
+    return bodies.Page(items=[TaggedRuns(tag=tag, runs=counts[tag]) for tag in cut.items], next=cut.next)

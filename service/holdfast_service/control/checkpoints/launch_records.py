@@ -19,6 +19,7 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.files import Files
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX, RunLaunch
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
+from holdfast_formats.tags import TAGS_MAX, is_tag
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,12 @@ def notes_of(launches: list[RunLaunch]) -> str:
     """The notes of the newest launch."""
     notes = launches[-1].info.get("notes") if launches else None
     return notes[:NOTES_LENGTH_MAX] if isinstance(notes, str) else ""
+
+
+def tags_of(launches: list[RunLaunch]) -> tuple[str, ...]:
+    """The tags of the newest launch, sorted; what is not allowed as one is left out, and so are those beyond the limit."""
+    tags = launches[-1].info.get("tags") if launches else None
+    return tuple(sorted({tag for tag in tags if is_tag(tag)})[:TAGS_MAX]) if isinstance(tags, list) else ()
 
 
 def _path(run: str) -> str:

@@ -140,9 +140,11 @@ def settings_of(tier: Files, run: str, file: RunFile | None = None) -> RunSettin
         file = file or read_run_file(tier, run)
     except CheckpointError:
         return None
-    owner = file.owner or launch_records.owner_of(launch_records.read(tier, run))
+    launches = launch_records.read(tier, run) if not file.owner or file.tags is None else []
+    owner = file.owner or launch_records.owner_of(launches)
+    tags = launch_records.tags_of(launches) if file.tags is None else file.tags
     seen = (file.acknowledged or None, file.acknowledged_by or None, file.acknowledged_at or None)
-    return RunSettings(owner, file.archived or None, *seen)
+    return RunSettings(owner, tags, file.archived or None, *seen)
 
 
 def stamp(store: Store, run: str, step: int) -> str | None:

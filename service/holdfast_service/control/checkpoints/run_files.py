@@ -1,4 +1,5 @@
-"""run.json, what people have set of a run: its retention policy, pins, labels, owner and notes, and whether it is archived.
+"""run.json, what people have set of a run: its retention policy, pins, labels, owner, notes and tags, and whether it is
+archived.
 docs/format.md § 9 states it.
 """
 
@@ -18,13 +19,17 @@ from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchRun, P
 from holdfast_formats.files import Files
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX
+from holdfast_formats.tags import TAG_PATTERN, TAGS_MAX
 from holdfast_service.storage import Tier
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
 PATH_MAX = 4096
 BY_LENGTH_MAX = 128
-ANY_TAG = "*"  # If-Match: whatever is there now
+ANY_ETAG = "*"  # If-Match: whatever is there now
+
+
+_Tag = Annotated[str, Field(pattern=f"^{TAG_PATTERN}$")]
 
 
 class LinkDirectory(BaseModel):
@@ -52,6 +57,7 @@ class RunFile(BaseModel):
     link_directories: tuple[LinkDirectory, ...] = ()
     owner: Annotated[str, Field(max_length=OWNER_LENGTH_MAX)] = ""
     notes: Annotated[str, Field(max_length=NOTES_LENGTH_MAX)] = ""
+    tags: Annotated[tuple[_Tag, ...], Field(max_length=TAGS_MAX)] | None = None  # None: the trainer's
     archived: Annotated[str, Field(max_length=40)] = ""  # when
     acknowledged: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0  # the attempt whose death was seen,
     acknowledged_by: Annotated[str, Field(max_length=BY_LENGTH_MAX)] = ""
@@ -73,7 +79,7 @@ class RunFile(BaseModel):
         return self
 
     @property
-    def tag(self) -> str:
+    def etag(self) -> str:
         """The strong validator (ETag) of the policy in force."""
         stated = f"{self.policy is not None}{self.in_force.model_dump_json()}"
         return f'"{hashlib.sha256(stated.encode()).hexdigest()[:32]}"'
@@ -184,24 +190,24 @@ class RunFiles:
                 hint=f"put it back; or `holdfast rm {run}` takes the run off the lists",
             )
 
-    def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
-        """Set the run's policy if `tag` is the validator of the one in force; else `PreconditionFailed`."""
+    def set_policy(self, run: str, policy: RetentionPolicy, etag: str) -> RunFile:
+        """Set the run's policy if `etag` is the validator of the one in force; else `PreconditionFailed`."""
 
         def act(before: RunFile) -> RunFile:
-            check_tag(before, tag)
+            check_etag(before, etag)
             return before.model_copy(update={"policy": policy})
 
         return self.change(run, act)
 
 
-def check_tag(file: RunFile, header: str) -> None:
+def check_etag(file: RunFile, header: str) -> None:
     """`PreconditionFailed` unless an If-Match header names the policy in force (RFC 9110 § 13.1.1)."""
-    tags = [tag.strip() for tag in header.split(",")]
-    if ANY_TAG not in tags and file.tag not in tags:
+    etags = [etag.strip() for etag in header.split(",")]
+    if ANY_ETAG not in etags and file.etag not in etags:
         raise PreconditionFailed(
             "the policy has changed since it was read",
             hint="read it again and decide; then send its ETag in If-Match",
-            etag=file.tag,
+            etag=file.etag,
         )
 
 

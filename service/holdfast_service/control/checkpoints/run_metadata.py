@@ -1,4 +1,4 @@
-"""What is stored of runs besides their checkpoints: owner, notes, archived, an acknowledged death.
+"""What is stored of runs besides their checkpoints: owner, notes, tags, archived, an acknowledged death.
 
 run.json has what people set, launches.json what trainers sent; both are copied to the catalog, so that lists need neither.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest
 from holdfast_formats.rest.measurements import RunLife
 from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch
+from holdfast_formats.tags import check_tags
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog
@@ -43,6 +44,7 @@ class RunMetadata:
             life_since=since,
             owner=file.owner or launch_records.owner_of(launches),
             notes=file.notes or launch_records.notes_of(launches),
+            tags=list(launch_records.tags_of(launches) if file.tags is None else file.tags),
             archived=file.archived or None,
             acknowledged=seen,
             acknowledged_by=(file.acknowledged_by or None) if seen else None,
@@ -54,7 +56,8 @@ class RunMetadata:
         """Apply the change as the person `by`, all or nothing.
 
         Raises `InUse` to archive a run whose ranks are connected (`trains`), `InvalidRequest` to acknowledge the death of
-        one that has not died. The first acknowledgement stays.
+        one that has not died, and for a tag that is not allowed, `LimitExceeded` for too many tags. The first
+        acknowledgement stays.
         """
         attempt, before = self._catalog.run(run).attempt, self._files.read(run)
         seen = _seen(before, attempt)
@@ -69,6 +72,7 @@ class RunMetadata:
         own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set
         stated = {name: getattr(change, name) for name in own if getattr(change, name) is not None}
         wanted: dict[str, Any] = {name: "" if text == own[name] else text for name, text in stated.items()}
+        trainers = launch_records.tags_of(launches)
         if change.acknowledged and not seen:
             wanted |= {"acknowledged": attempt, "acknowledged_by": by[:BY_LENGTH_MAX], "acknowledged_at": self._now()}
         elif change.acknowledged is False:
@@ -76,6 +80,7 @@ class RunMetadata:
         changes = list(_told(change))
 
         def act(file: RunFile) -> RunFile:
+            file = _tagged(file, trainers, change)
             if change.archived is not None and change.archived != bool(file.archived):
                 return file.model_copy(update={**wanted, "archived": self._now() if change.archived else ""})
             return file.model_copy(update=wanted)
@@ -121,12 +126,23 @@ class RunMetadata:
             run_settings.note(self._catalog, run, said, known_only=True)
 
 
+def _tagged(file: RunFile, trainers: tuple[str, ...], change: RunChange) -> RunFile:
+    """The file with the changed tags; those that the trainer gives need not be set."""
+    added, removed = check_tags(change.tag or ()), check_tags(change.untag or ())
+    if not added and not removed:
+        return file
+    tags = check_tags({*(trainers if file.tags is None else file.tags), *added} - {*removed})
+    return file.model_copy(update={"tags": None if tags == trainers else tags})
+
+
 def _seen(file: RunFile, attempt: int) -> bool:
     return bool(file.acknowledged) and file.acknowledged == attempt
 
 
 def _told(change: RunChange) -> list[str]:
     changes = [name for name in ("owner", "notes") if getattr(change, name) is not None]
+    changes += [f"tagged {', '.join(change.tag)}"] if change.tag else []
+    changes += [f"untagged {', '.join(change.untag)}"] if change.untag else []
     if change.archived is not None:
         changes.append("archived" if change.archived else "taken back from the archive")
     if change.acknowledged is not None:

@@ -44,5 +44,18 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.loads(value)
 
 
+class Words(TypeDecorator[tuple[str, ...]]):
+    """Words without spaces, as text with a space around each: that of one, ` word `, is part of it. NULL without any."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Any) -> str | None:
+        return f" {' '.join(value)} " if value else None
+
+    def process_result_value(self, value: str | None, dialect: Any) -> tuple[str, ...]:
+        return tuple(value.split()) if value else ()
+
+
 class CatalogTable(DeclarativeBase):
     type_annotation_map = {int: BigInteger}  # noqa: RUF012 — SQLAlchemy's own spelling

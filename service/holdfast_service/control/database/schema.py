@@ -10,7 +10,7 @@ from sqlalchemy import Boolean, Float, ForeignKey, Index, Integer, LargeBinary, 
 from sqlalchemy.orm import Mapped, mapped_column
 
 from holdfast_service.control.database import cluster_schema  # noqa: F401 - with it, the metadata has all tables
-from holdfast_service.control.database.columns import COUNTED, MOMENT, NAME, TIME, CatalogTable, FreeText, JsonText
+from holdfast_service.control.database.columns import COUNTED, MOMENT, NAME, TIME, CatalogTable, FreeText, JsonText, Words
 
 REWOUND = "rewinds <> '[]'"
 _JOB_GOES_ON = text("state IN ('queued', 'running')")
@@ -46,6 +46,7 @@ class RunRow(CatalogTable):
     life: Mapped[str | None] = mapped_column(String(16))
     since: Mapped[str | None] = mapped_column(TIME)
     owner: Mapped[str | None] = mapped_column(FreeText)
+    tags: Mapped[tuple[str, ...] | None] = mapped_column(Words)
     archived: Mapped[str | None] = mapped_column(TIME)
     acknowledged: Mapped[int | None]
     acknowledged_by: Mapped[str | None] = mapped_column(String(128))
@@ -59,7 +60,7 @@ class RunRow(CatalogTable):
     def forget(self) -> None:
         """Keep only its name: the run is removed, and copies of its checkpoints in replicas are left."""
         self.attempt, self.keep_last, self.life, self.since = 0, None, None, None
-        self.owner = self.archived = None
+        self.owner = self.tags = self.archived = None
         self.acknowledged = self.acknowledged_by = self.acknowledged_at = None
 
 

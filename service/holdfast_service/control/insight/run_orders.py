@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple, get_args
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.columns import RUN_SORTS
 from holdfast_formats.rest.measurements import RunLife, RunSummary
+from holdfast_formats.tags import check_tags
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight.attention import weight
 
@@ -78,25 +79,30 @@ BY_NAME = RunOrder()
 
 class WantedRuns(NamedTuple):
     """Runs whose names begin with `prefix` and contain every one of the words, ignoring case, in an order; with those that
-    `failed` to start, or without.
+    `failed` to start, or without; and with all these tags.
     """
 
     prefix: str = ""
     words: tuple[str, ...] = ()
     order: RunOrder = BY_NAME
     failed: bool = True
+    tags: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, prefix: str = "", q: str = "", sort: str = "name", failed: bool = True) -> WantedRuns:
-        return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort), failed)
+    def parse(
+        cls, prefix: str = "", q: str = "", sort: str = "name", failed: bool = True, tags: Iterable[str] = ()
+    ) -> WantedRuns:
+        return cls(prefix, tuple(q.lower().split()), RunOrder.parse(sort), failed, check_tags(tags))
 
     @property
     def every(self) -> bool:
         """Whether it includes all runs."""
-        return not self.prefix and not self.words
+        return not self.prefix and not self.words and not self.tags
 
-    def has(self, run: str) -> bool:
-        return run.startswith(self.prefix) and all(word in run.lower() for word in self.words)
+    def has(self, run: str, tags: Collection[str]) -> bool:
+        """Whether it includes the run with these tags."""
+        words = all(word in run.lower() for word in self.words)
+        return words and run.startswith(self.prefix) and all(tag in tags for tag in self.tags)
 
 
 def _newest(values: Sequence[float | None]) -> float | None:

@@ -38,6 +38,7 @@ def summarise(facts: Facts) -> RunSummary:
         state=facts.life,
         state_since=facts.since,
         owner=facts.settings.owner,
+        tags=list(facts.settings.tags),
         checkpoints=held.checkpoints,
         bytes=held.bytes,
         quota_bytes=facts.quota_bytes,

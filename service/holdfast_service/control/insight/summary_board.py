@@ -61,6 +61,7 @@ class _Marked(NamedTuple):
     known: Mapping[AlertKey, Acknowledgement]
     summaries: list[RunSummary]  # by need
     failed: frozenset[str]  # the runs that failed to start
+    tags: Mapping[str, list[str]]  # by run
     keys: dict[RunOrder, list[str]]
 
 
@@ -94,7 +95,9 @@ class SummaryBoard:
         if wanted.every and not hidden and sees_all():
             return known
         named = ((key, order.run_of(key)) for key in known)
-        return [key for key, run in named if wanted.has(run) and run not in hidden and visible(run)]
+        return [
+            key for key, run in named if wanted.has(run, marked.tags.get(run, ())) and run not in hidden and visible(run)
+        ]
 
     def failed(self) -> frozenset[str]:
         """The runs that failed to start."""
@@ -109,7 +112,8 @@ class SummaryBoard:
         if last is not None and last.made is summaries and last.known is known:
             return last
         failed = frozenset(summary.run for summary in summaries if summary.life == "failed")
-        marked = _Marked(summaries, known, sorted(seen(summaries, known), key=BY_NEED.key), failed, {})
+        tags = {summary.run: summary.tags for summary in summaries if summary.tags}
+        marked = _Marked(summaries, known, sorted(seen(summaries, known), key=BY_NEED.key), failed, tags, {})
         self._marked = marked
         return marked
 

@@ -118,7 +118,7 @@ class Summaries:
     def _by_name(self, after: str | None, limit: int, wanted: WantedRuns) -> list[str]:
         if after is not None and not naming.is_run_name(after):
             raise bad_cursor()
-        names = named(wanted.prefix, wanted.words).limit(limit)
+        names = named(wanted.prefix, wanted.words, wanted.tags).limit(limit)
         if not wanted.failed:
             names = names.where(RunRow.name.not_in(self._board.failed()))
         if wanted.order.descends:
@@ -203,6 +203,7 @@ class Summaries:
                     life_since=since,
                     standing=run_lifecycle.standing(life, nonfinite(facts.held)),
                     owner=facts.settings.owner,
+                    tags=list(facts.settings.tags),
                 )
             )
         return found

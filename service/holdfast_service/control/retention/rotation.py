@@ -186,13 +186,13 @@ class Rotation:
         self._catalog.check_run(run)
         return self.files.read(run)
 
-    def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
+    def set_policy(self, run: str, policy: RetentionPolicy, etag: str) -> RunFile:
         """Set the policy of a run that has a checkpoint or an attempt, and apply it soon: when this returns, the previous
         one is no longer applied. `PreconditionFailed`.
         """
         self._catalog.check_run(run)
         with self.deciding(run):
-            file = self.files.set_policy(run, policy, tag)
+            file = self.files.set_policy(run, policy, etag)
         with self._catalog.database.told_later(f"the policy of {run} was set"):
             self._catalog.set_keep_last(run, policy.last)
         self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))

@@ -42,7 +42,7 @@ def list_watched_runs(
     after = decode_cursor("watched", cursor)
     first = 0 if after is None else integer(after) + 1
     wanted = WantedRuns.parse(prefix, q)
-    listed = _watch(parts).runs(lambda run: wanted.has(run) and viewer.sees(run), first, limit + 1)
+    listed = _watch(parts).runs(lambda run: wanted.has(run, ()) and viewer.sees(run), first, limit + 1)
     numbered = list(enumerate(listed, first))
     cut = page("watched", numbered, limit, lambda one: one[0])
     return bodies.Page(items=[run for _, run in cut.items], next=cut.next)
