@@ -177,9 +177,10 @@ _GROUPS = {
             attribute="note",
         ),
         "tags": _entry(
-            "runs.lifecycle",
-            "List the tags of runs, and how many runs have each.",
+            "runs.tags",
+            "List the tags of runs, with each group's best and last metric; or the runs of one tag, the best first.",
             "holdfast tags",
+            "holdfast tags sweep:lr --metric loss",
             attribute="tags",
         ),
         "acknowledge": _entry(

@@ -30,6 +30,8 @@ GET    /v1/runs/{run}/checkpoints/{step}                         read  path
 GET    /v1/search                                                read  seen
 GET    /v1/summaries                                             read  seen
 GET    /v1/tags                                                  read  seen
+GET    /v1/groups                                                read  seen
+GET    /v1/groups/{tag}                                          read  seen
 GET    /v1/storage                                               read  seen
 GET    /v1/runs/{run}/summary                                    read  path
 GET    /v1/overview                                              read  seen
@@ -203,6 +205,7 @@ class Route(NamedTuple):
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             code="run-died",
             subject="nobody",
+            tag="nobody",
             tier="nowhere",
             table="files" if "checkpoints" in self.path else "checkpoints" if "runs" in self.path else "jobs",
             number=0,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from urllib.parse import quote
 
 from holdfast.rest.api import Api
-from holdfast_formats.rest.runs import RenamedRun, RunAbout, RunChange, TaggedRuns, Trash, TrashedRun
+from holdfast_formats.rest.runs import RenamedRun, RunAbout, RunChange, Trash, TrashedRun
 
 
 def about(api: Api, run: str) -> RunAbout:
@@ -17,11 +16,6 @@ def about(api: Api, run: str) -> RunAbout:
 def change(api: Api, run: str, wanted: RunChange) -> RunAbout:
     """Set owner, notes or tags, archive or unarchive it, acknowledge its death; returns its metadata."""
     return api.parsed(api.request("PATCH", _run(run), json=wanted.model_dump(exclude_none=True)).content, RunAbout)
-
-
-def tags(api: Api) -> Iterator[TaggedRuns]:
-    """All tags, sorted, with the number of their runs."""
-    return api.pages("/v1/tags", TaggedRuns)
 
 
 def delete(api: Api, run: str, marked: bool = False, dry_run: bool = False) -> TrashedRun:

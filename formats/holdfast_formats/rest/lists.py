@@ -14,12 +14,14 @@ from holdfast_formats.timestamps import utc_now
 
 if TYPE_CHECKING:
     from holdfast_formats.rest.access import Quota
+    from holdfast_formats.rest.groups import GroupDetails, GroupMember, MeasuredRun, RunGroup
     from holdfast_formats.rest.measurements import Difference, TensorStatistics
     from holdfast_formats.rest.notifications import NotificationTarget
     from holdfast_formats.rest.operations import Event, Job, Token
     from holdfast_formats.rest.retention import Verdict
-    from holdfast_formats.rest.runs import RunStorage, TaggedRuns, TrashedRun
+    from holdfast_formats.rest.runs import RunStorage, TrashedRun
 
+KEYS_SHOWN = 6  # of a config
 NEARLY_FULL = 0.9  # of a quota
 LATE_S = 20.0  # a node renews its membership every 10 s
 DUTIES = {
@@ -210,7 +212,6 @@ STORAGE: Listing[RunStorage] = Listing(
     ("run", "checkpoints", "bytes", "day_bytes", "week_bytes", "month_bytes", "older_bytes"),
     ("prefix", "q"),
 )
-TAGS: Listing[TaggedRuns] = Listing((Column("Tag", "tag"), Column("Runs", "runs", "number")), "/v1/tags", ("tag", "runs"))
 TRASH: Listing[TrashedRun] = Listing(
     (
         Column("Run", "run"),
@@ -304,6 +305,53 @@ STATISTICS: Listing[TensorStatistics] = Listing(
     ("group", "name", "dtype", "elements", "nan", "inf", "minimum", "maximum", "mean", "rms", "zeros", "change"),
     ("group", "q", "sort"),
 )
+
+
+def _differing(group: RunGroup) -> list[str]:
+    more = len(group.differs) - KEYS_SHOWN
+    return [", ".join(group.differs[:KEYS_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+
+
+def _measured(one: MeasuredRun | None, text: str | None = None) -> list[CellPart | float]:
+    """The value, and its checkpoint."""
+    return [] if one is None else [one.value, checkpoint(one.run, one.step, text)]
+
+
+RUN_GROUPS: Listing[RunGroup] = Listing(
+    (
+        Column("Tag", lambda one: CellPart(one.tag, "text", f"/?tag={quote(one.tag)}")),
+        Column("Runs", lambda one: [one.runs, quiet(", ".join(f"{number} {life}" for life, number in one.states.items()))]),
+        Column("Metric", "metric"),
+        Column("Best", lambda one: _measured(one.best), "number", omit=1),
+        Column("Last", lambda one: _measured(one.last), "number", omit=2),
+        Column("Differs in", _differing, "code", wraps=True),
+    ),
+    "/v1/groups",
+    ("tag", "runs", "states", "metric", "best", "last", "differs"),
+    ("metric", "mode"),
+)
+
+
+def members(group: GroupDetails) -> Listing[GroupMember]:
+    """The runs of a group, with the first config keys that differ."""
+
+    def value(name: str) -> Column[GroupMember]:
+        return Column(name, lambda one: one.config.get(name), "code", omit=4)
+
+    return Listing(
+        (
+            Column("Run", lambda one: checkpoint(one.run)),
+            Column("State", "standing", omit=2),
+            *map(value, group.differs[:KEYS_SHOWN]),
+            Column(
+                f"Best {group.metric or 'metric'}",
+                lambda one: _measured(one.best, f"@{one.best.step}" if one.best else None),
+                "number",
+            ),
+            Column("Last", "last", "number"),
+            Column("Newest", "newest", "step", omit=1),
+        )
+    )
 
 
 def _difference(one: Difference) -> CellPart:

@@ -20,6 +20,7 @@ from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.round_history import RoundHistory
+from holdfast_service.control.insight.run_groups import RunGroups
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.team_quotas import TeamQuotas
@@ -61,6 +62,10 @@ class Services:
     @cached_property
     def team_quotas(self) -> TeamQuotas:
         return TeamQuotas(self.control.tier, self.control.catalog.database)
+
+    @cached_property
+    def groups(self) -> RunGroups:
+        return RunGroups(self.control.tier, self.control.catalog, self.summaries)
 
     @cached_property
     def tokens(self) -> Tokens:

@@ -145,12 +145,19 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ho
         assert "TAGS" not in holdfast("ls")
         assert "tags        big, sweep:lr" in holdfast("note", "team-a", "--tag", "sweep:lr", "--tag", "big")
         holdfast("note", "other", "--tag", "sweep:lr")
-        assert [line.split() for line in holdfast("tags").splitlines()[1:]] == [["big", "1"], ["sweep:lr", "2"]]
+        assert [line.split()[:2] for line in holdfast("tags").splitlines()[1:]] == [["big", "1"], ["sweep:lr", "2"]]
+        assert [line.split()[0] for line in holdfast("tags", "sweep:lr").splitlines()[1:]] == ["other", "team-a"]
+        assert "no run has the tag 'none'" in holdfast("tags", "none", status=3)
         listed = holdfast("ls", "--tag", "sweep:lr").splitlines()
         assert "TAGS" in listed[0] and [line.split()[0] for line in listed[1:]] == ["other", "team-a"]
         assert holdfast("ls", "--tag", "sweep:lr", "--tag", "big", "--sort", "-storage").splitlines()[1].startswith("team-a")
         assert "No such runs" in holdfast("ls", "--tag", "none")
-        assert offered("holdfast ls --tag sw") == offered("holdfast note team-a --untag sw") == ["sweep:lr"]
+        assert (
+            offered("holdfast tags sw")
+            == offered("holdfast ls --tag sw")
+            == offered("holdfast note team-a --untag sw")
+            == ["sweep:lr"]
+        )
         assert "tags        sweep:lr" in holdfast("note", "team-a", "--untag", "big")
         assert "two words" in holdfast("note", "team-a", "--tag", "two words", status=2)
         assert "--tag chooses runs" in holdfast("ls", "team-a", "--tag", "big", status=2)

@@ -30,7 +30,7 @@ PAGES = {
     "/compare?run=tiny&run=other": ("loss of each checkpoint, by step", "Goodput lost"),
     "/compare?q=ti": ("loss of each checkpoint, by step", "tiny", "Lowest loss"),
     "/runs/tiny": ("Saves by step", "no rule limits what is kept", "20", "With the chosen ones: Compare", "not measured"),
-    "/runs/tiny/about": ("Owner and notes", "No launch has described itself"),
+    "/runs/tiny/about": ("Owner, tags and notes", "No launch has described itself"),
     "/runs/other/delete": ("Delete other?", "Type the run’s name to confirm"),
     "/runs/other/rename": ("Rename other?", "Change the name in your trainer too"),
     "/trash": ("The trash is empty", "when the disk is full"),

@@ -1,4 +1,4 @@
-"""`holdfast note`, `tags`, `acknowledge`, `archive` and `rename`: owner, notes and tags of a run, acknowledged deaths, the
+"""`holdfast note`, `acknowledge`, `archive` and `rename`: owner, notes and tags of a run, acknowledged deaths, the
 archive, its name.
 """
 
@@ -53,16 +53,6 @@ def note(  # noqa: PLR0913 — one an option
         _show(metadata, as_json)
         return
     _change(run, RunChange(owner=owner, notes=notes, tag=tag, untag=untag), url, as_json)
-
-
-def tags(url: Url = None, as_json: AsJson = False) -> None:
-    """List the tags of runs, and how many runs have each."""
-    from holdfast.rest import runs
-    from holdfast_formats.rest import lists
-
-    with console.service(url, as_json) as api:
-        listed = list(runs.tags(api))
-    console.listed(lists.TAGS, listed, "No run has a tag.", as_json)
 
 
 def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:

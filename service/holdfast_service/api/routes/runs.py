@@ -87,7 +87,7 @@ def get_run(services: Wired, run: str) -> bodies.Run:
 @router.get(
     "/runs/{run}/about",
     dependencies=needs("read"),
-    summary="What is stored about a run: owner, notes, and for each launch git commit, command and config",
+    summary="What is stored about a run: owner, notes, tags, and for each launch git commit, command and config",
 )
 def get_about(services: Wired, run: str) -> RunAbout:
     run_summary = _one(services, run)
@@ -97,7 +97,7 @@ def get_about(services: Wired, run: str) -> RunAbout:
 @router.patch(
     "/runs/{run}",
     dependencies=needs("write", act="run-changed"),
-    summary="Set owner and notes, archive a run or undo that, acknowledge its death",
+    summary="Set owner, notes and tags, archive a run or undo that, acknowledge its death",
 )
 def patch_run(services: Wired, viewer: Viewer, run: str, change: RunChange) -> RunAbout:
     """409 for a run whose ranks are connected and that is to be archived."""

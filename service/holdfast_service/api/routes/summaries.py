@@ -10,12 +10,11 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.columns import RUN_SORTS
 from holdfast_formats.rest.measurements import RunSummary
-from holdfast_formats.rest.runs import RunStorage, TaggedRuns
+from holdfast_formats.rest.runs import RunStorage
 from holdfast_formats.tags import TAGS_MAX
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Cursor, Limit, Wired
-from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.storage_by_age import storage_by_age
 
@@ -68,17 +67,6 @@ def list_summaries(services: Wired, wanted: Wanted, cursor: Cursor = None, limit
 )
 def get_summary(services: Wired, run: str) -> RunSummary:
     return services.summaries.one(run)
-
-
-@router.get("/tags", dependencies=needs("read"), summary="Tags of runs, and how many runs have each; sorted")
-def list_tags(
-    services: Wired,
-    prefix: Annotated[str, Query(max_length=64, description="only tags that start with this")] = "",
-    cursor: Cursor = None,
-    limit: Limit = 100,
-) -> bodies.Page[TaggedRuns]:
-    """Of the runs that the caller may see. They are as new as the runs' files."""
-    return run_settings.tags(services.control.catalog, prefix, cursor, limit)
 
 
 @router.get(

@@ -48,13 +48,14 @@ def held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
     """The totals of each run's checkpoints, and the newest one."""
     rows = (tuple(values) for values in session.execute(_held(), {RUNS.key: list(runs)}))
     facts = {
-        run: CheckpointFacts(count, int(size), *more)._replace(metrics=_metrics(metrics), newest_sound=newest_sound)
+        run: CheckpointFacts(count, int(size), *more)._replace(metrics=decoded_metrics(metrics), newest_sound=newest_sound)
         for run, count, size, *more, newest_sound, metrics in rows
     }
     return _with_beginnings(session, _with_copies(session, facts))
 
 
-def _metrics(stored: str) -> dict[str, float]:
+def decoded_metrics(stored: str) -> dict[str, float]:
+    """Metrics of a checkpoint, as the catalog stores them."""
     return {name: metric_values.read(value) for name, value in _decode_metrics(stored).items()}
 
 

@@ -209,3 +209,33 @@ def test_sentences() -> None:
     assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
     assert run_status.verdict(summary("dead", life="died")).level == "error"
     assert run_status.cost_of_a_crash(summary("over", life="finished")) is None
+
+
+def lines(page: Page) -> list[str]:
+    """The lines of the tables of runs."""
+    return [found for one in page.all("tr") if (found := one.attributes.get("id", "")).startswith("run-")]
+
+
+def test_runs_by_tag(browser: httpx.Client) -> None:
+    """A tag is set on the page About; the overview lists its runs, with what differs in their configs, or all groups."""
+    assert 'name="tag"' not in browser.get("/").text  # before there is one
+    form = {"tags": "sweep:lr big", "tags_before": "", "owner": "", "notes": ""}
+    headers = {"Sec-Fetch-Site": "same-origin"}
+    for run in ("tiny", LONG):
+        assert browser.post(f"/runs/{run}/about", data=form, headers=headers).url.query == b"said=noted"
+    dropped = {**form, "tags": "sweep:lr", "tags_before": "sweep:lr big"}
+    browser.post("/runs/tiny/about", data=dropped, headers=headers)
+    refused = browser.post("/runs/tiny/about", data={**dropped, "tags": "sweep:lr a,b"}, headers=headers)
+    assert "tag &#39;a,b&#39; is not allowed" in refused.text
+    for address in ("/runs/tiny", "/runs/tiny/about"):
+        assert "sweep:lr" in browser.get(address).text and "big" not in Page(browser.get(address).text).text
+    chosen = Page(browser.get("/?tag=big").text)
+    assert chosen.faults() == [] and f"/runs/{LONG}" in chosen.addresses() and lines(chosen) == [f"run-{LONG}"]
+    assert "big 1 run" in chosen.text and "No config keys differ." in chosen.text
+    groups = Page(browser.get("/?group=tag").text)
+    assert groups.faults() == [] and lines(groups) == []
+    assert "/?tag=sweep%3Alr" in groups.addresses() and "by tag" in groups.text
+    assert browser.get("/?tag=none").status_code == browser.get("/?tag=%00&group=x").status_code == 200
+    assert "No run has the tag none" in Page(browser.get("/?tag=none").text).text
+    assert browser.get("/csv/groups").text.splitlines()[0] == "tag,runs,states,metric,best,last,differs"
+    assert browser.get("/csv/runs?tag=big").text.count("\n") == 2

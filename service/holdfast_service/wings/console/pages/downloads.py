@@ -24,7 +24,7 @@ _SUMMARIES: Listing[Any] = Listing(
         *("run", "state", "newest", "checkpoints", "bytes", "last_commit", "exposed_s", "stall_p50_s", "stall_p95_s"),
         *("goodput_lost", "failed", "dropped", "saves", "metrics"),
     ),
-    filters=("prefix", "q", "sort"),
+    filters=("prefix", "q", "tag", "sort"),
 )
 _FILES: Listing[Any] = Listing((), "files", ("name", "bytes", "stored", "digest"))
 _TENSORS: Listing[Any] = Listing(
@@ -32,6 +32,7 @@ _TENSORS: Listing[Any] = Listing(
 )
 OF_ALL: Mapping[str, Listing[Any]] = {
     "runs": _SUMMARIES,
+    "groups": lists.RUN_GROUPS,
     "jobs": lists.JOBS,
     "events": lists.EVENTS,
     "nodes": lists.NODES,

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
+from urllib.parse import quote
 
 from fastapi import Depends, Query, Request
 from markupsafe import Markup
@@ -14,8 +15,11 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.alert_order import danger
 from holdfast_formats.rest.columns import RUN_SORTS
+from holdfast_formats.rest.groups import GroupDetails, RunGroup
 from holdfast_formats.rest.measurements import Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
+from holdfast_formats.rest.runs import TaggedRuns
+from holdfast_formats.tags import is_tag
 from holdfast_service.wings.console import alert_actions, refreshed_parts, run_status
 from holdfast_service.wings.console.rendering import may_of, page
 from holdfast_service.wings.console.routing import page_router
@@ -45,16 +49,25 @@ SORTS = {
     "-storage": "most storage first",
 }
 METRIC = "metric:"
+BY_TAG = "tag"
+TAGS_OFFERED = 200
 Text = Annotated[str, Query(max_length=128)]
 Sort = Annotated[str, Query(max_length=256)]
 
 
 class WantedBoard(NamedTuple):
-    """The board's search, order, and shown metric."""
+    """The board's search, order, shown metric and tag, and whether groups of runs are shown instead."""
 
     q: str
     sort: str
     metric: str
+    tag: str
+    group: str  # "tag", or empty
+
+    @property
+    def mode(self) -> str:
+        """Which end of a metric is the best."""
+        return "max" if self.sort.startswith(f"-{METRIC}") else "min"
 
     @property
     def sorts(self) -> dict[str, str]:
@@ -64,13 +77,23 @@ class WantedBoard(NamedTuple):
         return {**SORTS, own: f"lowest {self.metric} first", f"-{own}": f"highest {self.metric} first"}
 
 
-def _wanted(q: Text = "", sort: Sort = TRAINING_FIRST, metric: Text = "") -> WantedBoard:
-    """Parsed parameters; an unknown order becomes the usual one."""
+def _wanted(q: Text = "", sort: Sort = TRAINING_FIRST, metric: Text = "", tag: Text = "", group: Text = "") -> WantedBoard:
+    """Parsed parameters; an unknown order becomes the usual one, and what no run can have as a tag is none."""
     column = sort.removeprefix("-")
+    tag, group = tag if is_tag(tag) else "", group if group == BY_TAG else ""
     if column.startswith(METRIC):
         metric = column.removeprefix(METRIC)
-        return WantedBoard(q, sort if metric else TRAINING_FIRST, metric)
-    return WantedBoard(q, sort if sort in SORTS or column in RUN_SORTS else TRAINING_FIRST, metric)
+        return WantedBoard(q, sort if metric else TRAINING_FIRST, metric, tag, group)
+    return WantedBoard(q, sort if sort in SORTS or column in RUN_SORTS else TRAINING_FIRST, metric, tag, group)
+
+
+class ChosenRuns(NamedTuple):
+    """A page of runs or of all groups, the group of the tag, and the tags to choose from."""
+
+    runs: bodies.Page[RunSummary]
+    groups: bodies.Page[RunGroup]
+    group: GroupDetails | None
+    tags: bodies.Page[TaggedRuns]
 
 
 class Board(NamedTuple):
@@ -121,12 +144,8 @@ async def show_overview(
     """The runs that train, what needs attention, and the other runs; in another order, or on a later page, one table of runs
     stands first. Runs that failed to start are shown on request.
     """
-    failed = str(bool(wanted.q) or wanted.sort == "state").lower()
-    asking = api.page(
-        RunSummary, "/v1/summaries", q=wanted.q, sort=wanted.sort, failed=failed, cursor=cursor, limit=RUNS_SHOWN
-    )
-    summed, overview, alerts, health, nodes, going_on = await asyncio.gather(
-        asking,
+    chosen, overview, alerts, health, nodes, going_on = await asyncio.gather(
+        _chosen(api, wanted, cursor),
         api.get(Overview, "/v1/overview"),
         api.page(Alert, "/v1/alerts", limit=ALERTS_SHOWN),
         api.get(bodies.Health, "/healthz"),
@@ -139,9 +158,12 @@ async def show_overview(
         "overview.html",
         asked=wanted,
         keep=wanted._asdict(),
-        metrics=sorted({name for summary in summed.items for name in summary.metrics} | {wanted.metric} - {""}),
-        boards=_boards(summed.items, wanted, first=cursor is None),
-        next=summed.next,
+        metrics=_metrics(chosen.runs.items, chosen.groups.items, wanted),
+        tags=chosen.tags.items,
+        run_groups=chosen.groups.items,
+        run_group=chosen.group,
+        boards=_boards(chosen.runs.items, wanted, first=cursor is None),
+        next=(chosen.groups if wanted.group else chosen.runs).next,
         first=cursor is None,
         overview=overview,
         strip=run_status.strip(overview),
@@ -154,6 +176,50 @@ async def show_overview(
         nodes=nodes.value.items if nodes.value else [],
         rounds=going_on.value or [],
     )
+
+
+async def _chosen(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> ChosenRuns:
+    return ChosenRuns(
+        *await asyncio.gather(
+            _runs(api, wanted, cursor),
+            _groups(api, wanted, cursor),
+            _group(api, wanted),
+            api.page(TaggedRuns, "/v1/tags", limit=TAGS_OFFERED),
+        )
+    )
+
+
+async def _runs(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> bodies.Page[RunSummary]:
+    if wanted.group:
+        return bodies.Page(items=[], next=None)
+    failed = str(bool(wanted.q) or wanted.sort == "state").lower()
+    path, tag = "/v1/summaries", wanted.tag or None
+    return await api.page(
+        RunSummary, path, q=wanted.q, tag=tag, sort=wanted.sort, failed=failed, cursor=cursor, limit=RUNS_SHOWN
+    )
+
+
+async def _groups(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> bodies.Page[RunGroup]:
+    """A page of all groups, if they are asked for."""
+    if not wanted.group:
+        return bodies.Page(items=[], next=None)
+    return await api.page(RunGroup, "/v1/groups", metric=wanted.metric, mode=wanted.mode, cursor=cursor)
+
+
+async def _group(api: ViewerApi, wanted: WantedBoard) -> GroupDetails | None:
+    """The runs with the tag that is asked for, as a group."""
+    if wanted.group or not wanted.tag:
+        return None
+    found = await shown(
+        api.get(GroupDetails, f"/v1/groups/{quote(wanted.tag, safe='')}", metric=wanted.metric, mode=wanted.mode)
+    )
+    return found.value
+
+
+def _metrics(runs: Sequence[RunSummary], groups: Sequence[RunGroup], wanted: WantedBoard) -> list[str]:
+    """The metrics that the form offers."""
+    names = {name for one in runs for name in one.metrics} | {name for group in groups for name in group.metrics}
+    return sorted(names | {wanted.metric} - {""})
 
 
 def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
@@ -169,7 +235,9 @@ def grouped(alerts: Sequence[Alert]) -> list[AlertGroup]:
 
 def _boards(runs: Sequence[RunSummary], wanted: WantedBoard, first: bool) -> list[Board]:
     """Runs that train apart from the others, if they are asked for first."""
-    if wanted.sort != TRAINING_FIRST or wanted.q or not first:
+    if wanted.group:
+        return []
+    if wanted.sort != TRAINING_FIRST or wanted.q or wanted.tag or not first:
         return [_board("all", "Runs", runs, wanted)]
     training = [one for one in runs if one.life == "training"]
     others = [one for one in runs if one.life != "training"]

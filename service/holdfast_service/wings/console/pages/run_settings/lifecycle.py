@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.flat_values import flat
 from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch, TrashedRun
 from holdfast_service.wings.console.rendering import page, see
 from holdfast_service.wings.console.routing import Form, Posted, filled, page_router
@@ -44,19 +45,27 @@ _DONE = {
 }
 CHANGES_SHOWN = 50
 _LINES = ("user", "host", "python", "torch")
-_SHOWN = ("git", "command", "owner", "notes", *_LINES)
+_SHOWN = ("git", "command", "owner", "notes", "tags", *_LINES)
 
 
 @router.get("/runs/{run}/about")
 async def show_about(request: Request, api: Asked, run: str) -> Response:
-    """Owner, notes and launches, with a form for what people may set."""
+    """Owner, notes, tags and launches, with a form for what people may set."""
     metadata = await api.get(RunAbout, at(run) + "/about")
     return page(request, "about.html", run=run, about=metadata, launches=_lines(metadata.launches))
 
 
 @router.post("/runs/{run}/about")
 async def set_about(api: Asked, run: str, form: Posted) -> Response:
-    await api.request("PATCH", at(run), body=filled(RunChange, {"owner": form.text("owner"), "notes": form.lines("notes")}))
+    """Only the tags that were added or removed in the form are: another person may have changed others meanwhile."""
+    before, tags = form.text("tags_before").split(), form.text("tags").split()
+    wanted = {
+        "owner": form.text("owner"),
+        "notes": form.lines("notes"),
+        "tag": [tag for tag in tags if tag not in before],
+        "untag": [tag for tag in before if tag not in tags],
+    }
+    await api.request("PATCH", at(run), body=filled(RunChange, wanted))
     return see(to(run) + "/about", "noted")
 
 
@@ -125,17 +134,10 @@ def _changes(older: RunLaunch | None, newer: RunLaunch) -> list[LaunchChange]:
     """What differs, nested values by their path; the first so many."""
     if older is None:
         return []
-    was = _flat("", older.info) | {"ranks": str(older.world)}
-    now = _flat("", newer.info) | {"ranks": str(newer.world)}
+    was = flat(older.info) | {"ranks": str(older.world)}
+    now = flat(newer.info) | {"ranks": str(newer.world)}
     names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
     return [LaunchChange(name, was.get(name), now.get(name)) for name in names[:CHANGES_SHOWN]]
-
-
-def _flat(path: str, value: Any) -> dict[str, str]:
-    if isinstance(value, dict):
-        parts = (_flat(f"{path}.{name}" if path else str(name), part) for name, part in value.items())
-        return {name: text for part in parts for name, text in part.items()}
-    return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
 
 
 def _line(launch: RunLaunch, changes: list[LaunchChange]) -> LaunchLine:
