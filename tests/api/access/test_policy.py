@@ -65,7 +65,7 @@ def test_names_hold_at_every_door(flags: tuple[str, ...]) -> None:
 )
 def test_flags_that_contradict(flags: tuple[str, str]) -> None:
     """Tokens are asked for or they are not, and by whom is said once."""
-    with pytest.raises(InvalidRequest, match="contradicts"):
+    with pytest.raises(InvalidRequest, match="cannot be combined"):
         policy("127.0.0.1", *flags)
 
 

@@ -436,7 +436,7 @@ def test_a_shard_that_is_padded_is_refused() -> None:
     part = {"b": Fragment(array(2, 2), (4, 2), offset=(0, 0))}
     state = alone({"model": part}, "a -> b, size=2, pad_to=4")
     plain = Checkpoint(TrainState({"model": {"a": array(2, 2)}}, 0, 1).snapshot())
-    with pytest.raises(StateMismatch, match=r"'b' has the shape .* with padding"):
+    with pytest.raises(StateMismatch, match=r"'b' has shape .* with padding"):
         state.snapshot()
     with pytest.raises(InvalidRequest, match="model/b is a DTensor or Fragment, and program 'mine' pads it"):
         state.prepare(plain.stored(0))

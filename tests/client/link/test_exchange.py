@@ -98,5 +98,5 @@ def test_a_root_whose_daemon_is_closed_to_this_user(monkeypatch: pytest.MonkeyPa
         with another_user() as uid:
             for start in (True, False):
                 with pytest.raises(DaemonGone, match=re.escape(f"user {uid} may not use the daemon at {path}")):
-                    links.connect(place(root), start, link_events, lambda link, meant: pytest.fail("it was let in"))
+                    links.connect(place(root), "r", start, link_events, lambda link, meant: pytest.fail("it was let in"))
         root.chmod(0o755)

@@ -216,7 +216,7 @@ def test_when_all_own_slots_are_on_their_way_the_next_save_waits(far: RunningDae
     welcome = link.request(hello, wire.Welcome)
     attempt = welcome.attempt
     assert (welcome.root, welcome.url) == ("", proxy.url), "the daemon's directory is not ours to read"
-    with pytest.raises(InvalidRequest, match="a segment must be reserved"):
+    with pytest.raises(InvalidRequest, match="reserve a segment before"):
         link.request(wire.Lease(id=link.next_id(), step=1), wire.Granted)
     slots = Slots(link, 2, 1000, 1000)
     first = slots.lease(1, attempt, 0)

@@ -84,7 +84,7 @@ def test_what_is_no_token_is_told_without_the_database(world: World, spoil) -> N
 
 def test_a_token_of_another_catalog(world: World) -> None:
     """One that is well formed and that nobody made here is not known."""
-    with pytest.raises(Unauthenticated, match="not known"):
+    with pytest.raises(Unauthenticated, match="unknown token"):
         world.tokens.verify(tokens.make_text())
 
 

@@ -344,7 +344,7 @@ def test_a_silent_daemon_below_the_holder_is_killed_and_started_again(path: Path
     if stopped:
         os.kill(first, signal.SIGSTOP)
     assert "has been silent for 2 s and is killed; staged saves are kept" in above.stderr.readline()
-    assert "is started again" in above.stderr.readline()
+    assert "restarts in" in above.stderr.readline()
     assert int(above.stdout.readline()) != first
     above.terminate()
     above.communicate(timeout=60)

@@ -26,7 +26,7 @@ def policy(config: Config, listener: socket.socket | None) -> Policy:
     """The policy of this listener; `InvalidRequest` where flags contradict each other or the address."""
     chosen = [name for name in ("loopback_open", "behind_tls", "insecure_no_tokens") if getattr(config, name)]
     if len(chosen) > 1:
-        flags = " contradicts ".join("--" + name.replace("_", "-") for name in chosen[:2])
+        flags = " cannot be combined with ".join("--" + name.replace("_", "-") for name in chosen[:2])
         raise InvalidRequest(flags, hint="leave one of them out")
     logins = None if config.logins is None else _logins(config, config.logins)
     host = str(listener.getsockname()[0]) if listener is not None else "127.0.0.1"
