@@ -26,7 +26,7 @@ StateGiB = Annotated[
 
 
 def bench(root: Root = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
-    """Measure memory, digests and the disk under --root, and estimate how long saves and restores take here.
+    """Measure this machine: memory, digests and the disk. Estimates how long saves and restores take here.
 
     Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds.
     """

@@ -23,7 +23,7 @@ CHECK_TIMEOUT_S = 600.0
 INCONSISTENT = 1  # the exit status for contradictions, as of `doctor`
 
 app = typer.Typer(
-    help="The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.",
+    help="Check or rebuild the catalog. It is an index of the checkpoint directories.",
     no_args_is_help=True,
 )
 Root = Annotated[

@@ -68,7 +68,7 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint to a directory and verify every byte on the way.
+    """Copy a checkpoint out, also as another program's. Every byte is verified on the way.
 
     DEST gets its name only after the copy is complete and durable. A full export is a checkpoint itself and can be
     imported elsewhere. With --as, the directory is what another program loads; the report says what was converted
@@ -111,7 +111,7 @@ def convert(  # noqa: PLR0913 - typer makes an option of each
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a checkpoint of one program to one of another, directory to directory.
+    """Convert between programs, directory to directory.
 
     It is an import and an export in one: what is not understood is refused by name, SRC must not change meanwhile, and
     every byte is read back before DEST gets its name. If it is killed, the same command goes on from the files that are

@@ -14,15 +14,23 @@ EXIT_STATUSES = (
     (0, "done", ""),
     (
         1,
-        "`doctor` found something, `catalog` found or left a difference, the demo failed, you answered no, or "
-        "any other error",
+        "`doctor` found a problem, `catalog` found a difference or could not mend it, the demo failed, you answered "
+        "no, or any other error",
         "read the message",
     ),
     (2, "the request is wrong", "change it"),
     (3, "not found", "look with `holdfast ls`"),
-    (4, "conflict: another client was first, or the checkpoint is pinned", "look, then decide"),
+    (
+        4,
+        "conflict: another client changed it first, or the checkpoint is pinned",
+        "look at its present state, then decide",
+    ),
     (5, "damaged", "do not use these bytes; restore another step"),
-    (6, "unavailable: daemon, storage, space or time", "fix it, or try again"),
+    (
+        6,
+        "unavailable: a daemon or storage does not answer, there is no space, or a time limit passed",
+        "fix the cause, or try again",
+    ),
     (7, "denied: no token, or a token without this permission", "use another token"),
 )
 

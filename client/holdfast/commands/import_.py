@@ -74,7 +74,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a committed checkpoint from a checkpoint of another program. Every byte is digested, written, and read
+    """Import a checkpoint of another program. Every byte is digested, written, and read
     back before the commit.
 
     What SRC is follows from its files. What is not understood is refused by name: nothing is left out without a
@@ -151,7 +151,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge checkpoints of one architecture into a new one, by a recipe as mergekit's; it is read back before the commit.
+    """Merge checkpoints of one architecture into a new one. The recipe is as mergekit's; it is read back before the commit.
 
     Models are checkpoints (RUN@STEP) or directories, with an adapter as MODEL+ADAPTER. Names, shapes and types that do
     not match, and whatever is not understood in the recipe, are refused by name. A daemon of yours on this machine

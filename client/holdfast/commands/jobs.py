@@ -28,7 +28,7 @@ from holdfast_formats.rest.operations import Job, JobKind, JobState
 SHOWN_MAX = 50
 WAIT_S = 0.5  # between two polls of a job
 
-app = typer.Typer(help="Submit, list, watch and cancel background jobs of the service.", no_args_is_help=True)
+app = typer.Typer(help="Submit, list, watch and cancel background jobs.", no_args_is_help=True)
 Number = Annotated[int, typer.Argument(metavar="JOB", help="The job ID.", min=0)]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show its progress until it ends.")]
 Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help=f"One of {', '.join(get_args(JobKind))}.")]

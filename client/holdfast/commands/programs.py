@@ -36,7 +36,8 @@ SHOWN_MAX = 40  # rows of a group that people see; --json prints all
 CONFIG = "config.json"
 
 app = typer.Typer(
-    help="Mapping programs: how the tensors of one layout of names become those of another.", no_args_is_help=True
+    help="Show and check mapping programs. They map the tensors of one layout of names to those of another.",
+    no_args_is_help=True,
 )
 Which = Annotated[str, typer.Argument(metavar="PROGRAM", help="A program's name, or its TOML file.")]
 Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The model's config.json.")]

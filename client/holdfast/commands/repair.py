@@ -23,7 +23,7 @@ Sources = Annotated[
 
 
 def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.
+    """Read a checkpoint back and repair damaged files. Sources: replicas, the in-memory checkpoint, the manifest.
 
     Replacement bytes are verified first. A daemon repairs from its own replicas, also with --root of the directory that it
     serves. --from names replica directories; it needs --root, and no daemon there. Exit status 5 if damage remains.

@@ -51,7 +51,7 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint and verify every byte on the way: unchanged, or resharded into one file per rank.
+    """Copy a checkpoint, as it is or resharded for ranks. Every byte is verified on the way.
 
     Without --layout, the copy is a directory that becomes a checkpoint once its COMMIT is written, which happens last.
     With --group it is a plain Hugging Face directory: the files of these groups, their indexes and the assets.

@@ -47,7 +47,7 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change.
+    """Show statistics of every tensor. These are NaN and infinities, range, mean, rms, zeros, and the change.
 
     The change is since the checkpoint before. The service computes them shortly after the commit, when it verifies the
     checkpoint.

@@ -110,3 +110,10 @@ def test_a_name_that_is_no_command() -> None:
         check=False,
     )
     assert done.returncode == 2 and "export" in done.stderr
+
+
+def test_every_command_is_described_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of the list ends in "...", which hid what half of the commands do."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call("--help").stdout.splitlines()
+    assert "Operate:" in lines and [line for line in lines if line.endswith("...")] == [lines[0]], lines

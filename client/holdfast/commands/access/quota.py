@@ -13,7 +13,10 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.access import Quota, QuotaRequest
 
-app = typer.Typer(help="Show and set how many bytes all runs of a team may hold together.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show and set quotas of teams. A quota is how many bytes all runs of a pattern may hold together.",
+    no_args_is_help=True,
+)
 Pattern = Annotated[str, typer.Argument(metavar="PATTERN", help="Runs: a name, a prefix ending in *, or * for all.")]
 Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may hold together, such as 20TB.")]
 

@@ -21,7 +21,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, TokenRequest
 
-app = typer.Typer(help="Create, rotate, list and revoke the tokens that the service requires.", no_args_is_help=True)
+app = typer.Typer(help="Create, rotate, list and revoke tokens.", no_args_is_help=True)
 Root = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help="Use the catalog of this directory; no service needs to run.")
 ]

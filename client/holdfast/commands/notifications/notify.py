@@ -12,7 +12,8 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
 
 app = typer.Typer(
-    help="Show where the daemon sends alerts (`serve --notify FILE`), and send test messages.", no_args_is_help=True
+    help="Show where alerts are sent, and send test messages. The targets are in the file of `serve --notify`.",
+    no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")]
 

@@ -43,7 +43,7 @@ def note(  # noqa: PLR0913 — one an option
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set owner, notes and tags of a run; without options, show what is stored about it."""
+    """Set or show owner, notes and tags of a run."""
     from holdfast.rest import runs
     from holdfast_formats.rest.runs import RunChange
 
@@ -56,7 +56,7 @@ def note(  # noqa: PLR0913 — one an option
 
 
 def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Acknowledge that a run has died: it is idle then, and raises no alert until it dies again."""
+    """Acknowledge that a run has died. It is idle then, and raises no alert until it dies again."""
     from holdfast_formats.rest.runs import RunChange
 
     _change(run, RunChange(acknowledged=not undo), url, as_json)

@@ -17,7 +17,7 @@ First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Show at
 
 
 def storage(prefix: Prefix = "", first: First = 0, url: Url = None, as_json: AsJson = False) -> None:
-    """Show how many bytes each run holds, and of what age its checkpoints are. The largest come first."""
+    """Show storage by run and by the age of checkpoints. The largest come first."""
     with console.service(url, as_json) as api:
         found = list(islice(api.pages(lists.STORAGE.path, RunStorage, {"prefix": prefix or None}), first or None))
     console.listed(lists.STORAGE, found, "No run holds a checkpoint.", as_json)

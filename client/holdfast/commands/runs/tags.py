@@ -18,7 +18,7 @@ Highest = Annotated[bool, typer.Option("--highest", help="The highest value is t
 
 
 def tags(tag: Tag = None, metric: Metric = "", highest: Highest = False, url: Url = None, as_json: AsJson = False) -> None:
-    """List the tags of runs, with each group's best and last metric; or the runs of one tag, the best first."""
+    """List the tags of runs, or the runs of one tag. With the best and last metric of each."""
     from holdfast.rest import groups
     from holdfast_formats.rest import lists
 

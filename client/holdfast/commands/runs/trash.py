@@ -50,7 +50,7 @@ def undelete(run: Run, entry: Entry = None, url: Url = None, as_json: AsJson = F
 
 
 def trash(empty: Empty = None, entry: Entry = None, yes: Yes = False, url: Url = None, as_json: AsJson = False) -> None:
-    """List deleted runs that can be brought back, and the space that they take."""
+    """List deleted runs that can be brought back."""
     from holdfast.rest import runs
 
     with console.service(url, as_json) as api:
