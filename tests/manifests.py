@@ -115,7 +115,7 @@ def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
 
 def is_daemon(container: dict[str, Any]) -> bool:
     """Whether a container runs the image's own command."""
-    return "command" not in container and re.search(r"(^|/)holdfast[:@]", container["image"]) is not None
+    return "command" not in container and re.search(r"(^|/)holdfast(:|@)", container["image"]) is not None
 
 
 def config(container: dict[str, Any], environment: dict[str, str] | None = None) -> Config:
