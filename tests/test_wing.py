@@ -19,7 +19,7 @@ from tests.daemons import RunningDaemon, running, wait_until
 from tests.job_requests import request
 
 GONE = ("cluster", "console", "convert", "merge", "notify")
-LISTS = ("runs", "summaries", "nodes", "jobs", "events", "rounds", "tokens", "trash", "quotas", "audit", "whoami")
+LISTS = ("runs", "summaries", "nodes", "jobs", "events", "rounds", "tokens", "trash", "quotas", "views", "audit", "whoami")
 SERVED = ["/healthz", "/readyz", "/openapi.json", "/metrics", *(f"/v1/{name}" for name in LISTS)]
 
 

@@ -29,6 +29,7 @@ RENAMING = ".holdfast.renaming"  # runs under new names, until they are complete
 RENAMED_FILE = "renamed.json"  # in a run with a new name, until the old one is gone
 DELETED_FILE = "deleted.json"  # in a run that is there, or is about to be
 QUOTAS = ".holdfast.quotas.json"  # how much the runs of each team may hold together
+VIEWS = ".holdfast.views.json"  # saved views of the overview
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1

@@ -81,6 +81,9 @@ DELETE /v1/tokens/{name}                                         admin all
 GET    /v1/quotas                                                read  seen
 PUT    /v1/quotas/{pattern}                                      admin all  json
 DELETE /v1/quotas/{pattern}                                      admin all
+GET    /v1/views                                                 read  none
+PUT    /v1/views/{name}                                          admin all  json
+DELETE /v1/views/{name}                                          admin all
 GET    /v1/whoami                                                read  none
 GET    /v1/audit                                                 admin seen
 GET    /v1/rounds                                                read  seen
@@ -101,6 +104,8 @@ GET    /v1/jobs/{job_id}                                         read  seen
 DELETE /v1/jobs/{job_id}                                         write seen
 GET    /v1/events                                                read  seen
 GET    /                                                         read  seen
+POST   /views                                                    admin all  form
+POST   /views/{name}/remove                                      admin all  form
 GET    /runs/{run}                                               read  path
 GET    /runs/{run}/saves                                         read  path
 GET    /runs/{run}/about                                         read  path
@@ -255,6 +260,7 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "/v1/tokens": _json({"name": "x y"}),  # a name that none may have
     "/v1/tokens/{name}/rotate": _json({}),
     "/v1/quotas/{pattern}": _json({"quota_bytes": 2**60}),
+    "/v1/views/{name}": _json({"sort": "-storage"}),
     "/v1/jobs": _json(lambda run: {"kind": "verify", "run": run, "step": GONE}),
 }
 ROUTES = tuple(Route(*line.split()) for line in _TABLE.strip().splitlines())

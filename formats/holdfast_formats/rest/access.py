@@ -38,6 +38,8 @@ AUDITED: dict[str, str] = {
     "token-revoked": "a token was revoked; `target` is its name",
     "quota-set": "the quota of a pattern of runs was set; `target` is the pattern",
     "quota-removed": "the quota of a pattern of runs was removed; `target` is the pattern",
+    "view-set": "a view of the overview was saved; `target` is its name",
+    "view-removed": "a saved view was removed; `target` is its name",
     "node-forgotten": "a node that is gone was removed from the list; `target` is its name",
     "secret-rotated": "the nodes of the catalog got a new shared secret",
     "rank-registered": "a rank that shares no memory with the daemon registered itself, to save or restore",

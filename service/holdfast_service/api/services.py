@@ -21,6 +21,7 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.run_groups import RunGroups
+from holdfast_service.control.insight.saved_views import SavedViews
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.team_quotas import TeamQuotas
@@ -62,6 +63,10 @@ class Services:
     @cached_property
     def team_quotas(self) -> TeamQuotas:
         return TeamQuotas(self.control.tier, self.control.catalog.database)
+
+    @cached_property
+    def views(self) -> SavedViews:
+        return SavedViews(self.control.tier)
 
     @cached_property
     def groups(self) -> RunGroups:

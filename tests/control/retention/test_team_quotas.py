@@ -14,6 +14,7 @@ from holdfast_service.control.retention import team_quotas
 from holdfast_service.control.retention.admission import USED_S
 from holdfast_service.control.retention.team_quotas import TeamQuotas
 from holdfast_service.storage import MemoryTier, PosixTier
+from holdfast_service.storage.map_file import FILE_BYTES_MAX
 from tests.control.retention.test_admission import Counted, save, size_of
 from tests.daemon.saver_world import RUN, GatedTier, SaverWorld, saver_world
 
@@ -96,7 +97,7 @@ def test_a_file_that_cannot_be_read_stops_no_save() -> None:
     [
         b"",
         b"[" * 100_000,
-        b"x" * (team_quotas.FILE_BYTES_MAX + 1),
+        b"x" * (FILE_BYTES_MAX + 1),
         b'{"version": 2}',
         b'{"quotas": {"*": 5, "*": 500}}',
         b'{"quotas": {"*": "5"}}',

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from holdfast_formats.rest.views import ViewRequest
 from holdfast_service.api.access.authentication import Policy
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import Guarded, guarded
@@ -51,6 +52,8 @@ READS_ALL = {"/runs/team-a/compare"}  # by a job, which reads any run
 CHANGES_ALL = {
     "/quotas",
     "/quotas/team-*/remove",
+    "/views",
+    "/views/with NaN/remove",
     "/import",
     "/merge",
     "/tokens",
@@ -67,6 +70,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     with guarded(root, Policy(tokens=True)) as made:
         services = made.running.services
         services.team_quotas.set("team-*", 10**9)
+        services.views.put("with NaN", ViewRequest(q="team"))
         with services.control.catalog.database.write() as session:
             for kind, run in (("verify", "team-a"), ("scrub", None), ("export", "team-a")):
                 job = JobRow(kind=kind, key=kind, state="running", run=run, step=5, request={"kind": kind})

@@ -62,6 +62,8 @@ MESSAGES = {
     "quota": "The quota was raised by half.",
     "team-quota": "The quota was set. It applies from the next save on.",
     "team-quota-removed": "The quota was removed.",
+    "view-saved": "The view was saved.",
+    "view-removed": "The view was removed.",
 }
 _OF_A_RUN, _OF_ADMINS = ("verify", "scrub"), ("rebuild", "import", "export", "merge")  # kinds of jobs
 _ENOUGH = {"read": ("read", "write", "admin"), "write": ("write", "admin"), "admin": ("admin",)}

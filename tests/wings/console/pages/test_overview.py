@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast_formats import timestamps
+from holdfast_formats import naming, timestamps
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Alert, Overview, Trend
 from holdfast_formats.rest.retention import RetentionPolicy
@@ -239,3 +239,34 @@ def test_runs_by_tag(browser: httpx.Client) -> None:
     assert "No run has the tag none" in Page(browser.get("/?tag=none").text).text
     assert browser.get("/csv/groups").text.splitlines()[0] == "tag,runs,states,metric,best,last,differs"
     assert browser.get("/csv/runs?tag=big").text.count("\n") == 2
+
+
+def test_views_are_saved_and_removed(browser: httpx.Client) -> None:
+    """What the page shows, under a name that is a link to it; the link of what is shown is marked."""
+    asked = {"q": "ti", "sort": "-storage", "metric": "loss"}
+    page = Page(browser.get("/", params=asked).text)
+    hidden = [e for e in page.all("input") if e.attributes.get("type") == "hidden"]
+    sent = {e.attributes["name"]: e.attributes["value"] for e in hidden if e.attributes["name"] in (*asked, "tag", "group")}
+    assert sent == asked
+    page = Page(browser.post("/views", data={**sent, "name": "大 & <big>"}).text)
+    assert "The view was saved" in page.text and page.faults() == []
+    (link,) = [e for e in page.all("a") if e.attributes.get("aria-current") == "page" and "q=ti" in e.attributes["href"]]
+    assert link.attributes["href"] == "/?q=ti&sort=-storage&metric=loss"
+    (link,) = [
+        e
+        for e in Page(browser.get("/").text).all("a")
+        if "q=ti" in e.attributes["href"] and "-storage" in e.attributes["href"]
+    ]
+    assert "aria-current" not in link.attributes
+    for name in ("", "a/b", "x" * 65):
+        assert browser.post("/views", data={**sent, "name": name}).status_code == 400
+    assert [one["name"] for one in browser.get("/v1/views").json()["items"]] == ["大 & <big>"]
+    page = Page(browser.post("/views/%E5%A4%A7%20%26%20%3Cbig%3E/remove").text)
+    assert "The view was removed" in page.text and browser.get("/v1/views").json()["items"] == []
+
+
+def test_a_damaged_file_of_views_is_named(service: Served, browser: httpx.Client) -> None:
+    """And the page has everything else."""
+    (service.services.root / naming.VIEWS).write_text("{")
+    page = Page(browser.get("/").text)
+    assert naming.VIEWS in page.text and "Training 1" in page.text and "Save this view" not in page.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 from urllib.parse import quote
 
@@ -19,11 +19,12 @@ from holdfast_formats.rest.groups import GroupDetails, RunGroup
 from holdfast_formats.rest.measurements import Alert, Overview, RunSummary
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.runs import TaggedRuns
+from holdfast_formats.rest.views import View, ViewQuery, ViewRequest, check_view_name
 from holdfast_formats.tags import is_tag
 from holdfast_service.wings.console import alert_actions, refreshed_parts, run_status
-from holdfast_service.wings.console.rendering import may_of, page
-from holdfast_service.wings.console.routing import page_router
-from holdfast_service.wings.console.viewer_api import Asked, ViewerApi, shown
+from holdfast_service.wings.console.rendering import may_of, page, see
+from holdfast_service.wings.console.routing import Posted, filled, page_router
+from holdfast_service.wings.console.viewer_api import Asked, PagePart, ViewerApi, shown
 
 router = page_router()
 
@@ -88,12 +89,21 @@ def _wanted(q: Text = "", sort: Sort = TRAINING_FIRST, metric: Text = "", tag: T
 
 
 class ChosenRuns(NamedTuple):
-    """A page of runs or of all groups, the group of the tag, and the tags to choose from."""
+    """A page of runs or of all groups, the group of the tag, and the tags and saved views to choose from."""
 
     runs: bodies.Page[RunSummary]
     groups: bodies.Page[RunGroup]
     group: GroupDetails | None
     tags: bodies.Page[TaggedRuns]
+    views: PagePart[bodies.Page[View]]
+
+
+class OfferedView(NamedTuple):
+    """A saved view as a link."""
+
+    name: str
+    query: Mapping[str, str]
+    is_shown: bool  # the page is this view
 
 
 class Board(NamedTuple):
@@ -160,6 +170,8 @@ async def show_overview(
         keep=wanted._asdict(),
         metrics=_metrics(chosen.runs.items, chosen.groups.items, wanted),
         tags=chosen.tags.items,
+        views_found=chosen.views,
+        views=_offered(chosen.views.value, wanted),
         run_groups=chosen.groups.items,
         run_group=chosen.group,
         boards=_boards(chosen.runs.items, wanted, first=cursor is None),
@@ -178,6 +190,24 @@ async def show_overview(
     )
 
 
+@router.post("/views")
+async def save_view(api: Asked, form: Posted) -> Response:
+    """Save what the overview showed, under a name."""
+    query = {name: text for name in ViewQuery.model_fields if (text := form.text(name))}
+    await api.request("PUT", _at(form.text("name")), body=filled(ViewRequest, query))
+    return see("/", "view-saved", **query)
+
+
+@router.post("/views/{name}/remove")
+async def remove_view(api: Asked, name: str, _: Posted) -> Response:
+    await api.request("DELETE", _at(name))
+    return see("/", "view-removed")
+
+
+def _at(view: str) -> str:
+    return f"/v1/views/{quote(check_view_name(view), safe='')}"
+
+
 async def _chosen(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> ChosenRuns:
     return ChosenRuns(
         *await asyncio.gather(
@@ -185,8 +215,14 @@ async def _chosen(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> Ch
             _groups(api, wanted, cursor),
             _group(api, wanted),
             api.page(TaggedRuns, "/v1/tags", limit=TAGS_OFFERED),
+            shown(api.page(View, "/v1/views")),
         )
     )
+
+
+def _offered(views: bodies.Page[View] | None, wanted: WantedBoard) -> list[OfferedView]:
+    queries = [(one.name, one.model_dump(exclude={"name"})) for one in (views.items if views else [])]
+    return [OfferedView(name, query, _wanted(**query) == wanted) for name, query in queries]
 
 
 async def _runs(api: ViewerApi, wanted: WantedBoard, cursor: str | None) -> bodies.Page[RunSummary]:
