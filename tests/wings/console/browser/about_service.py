@@ -143,6 +143,23 @@ def set_and_remove_quotas_of_teams(hand: Hand) -> None:
     expect(row).to_have_count(0)
 
 
+@presses("POST /views", "POST /views/{name}/remove")
+def save_and_remove_views(hand: Hand) -> None:
+    page, view = hand.go("/?sort=-storage"), f"largest {hand.way}"
+    hand.press(page.locator("#views summary"))
+    hand.fill("Name", view)
+    hand.button("Save for all people")
+    hand.says("The view was saved")
+    hand.go("/")
+    link = page.get_by_role("link", name=view, exact=True)
+    hand.press(link)
+    expect(page).to_have_url(re.compile(r"/\?sort=-storage$"))
+    hand.press(page.locator("#views summary"))
+    hand.button(f"Remove {view}")
+    hand.says("The view was removed")
+    expect(link).to_have_count(0)
+
+
 @presses("POST /notifications/{name}/test")
 def send_a_test_to_people(hand: Hand) -> None:
     before = len(hand.at.web.got)
