@@ -71,7 +71,10 @@ def test_the_api_answers(daemon: RunningDaemon, path: str) -> None:
 def test_what_it_lacks_is_named(daemon: RunningDaemon, path: str) -> None:
     """Also for a browser, which a page would be sent."""
     answer = httpx.get(daemon.url + path, headers={"Accept": "text/html"}, trust_env=False)
-    assert answer.status_code == 404 and "lacks the wings cluster, console, convert, merge, notify" in answer.json()["hint"]
+    assert (
+        answer.status_code == 404
+        and "the wings cluster, console, convert, merge, notify are not installed" in answer.json()["hint"]
+    )
 
 
 def test_an_option_of_an_absent_wing_is_refused(copy: Path) -> None:
