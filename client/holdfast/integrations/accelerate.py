@@ -218,7 +218,7 @@ class AcceleratorCheckpoints:
             return step
         if (path / "COMMIT").exists() and (path / "manifest.json").exists():
             raise InvalidRequest(
-                f"{path} is a checkpoint of another run or another root than {self.checkpointer.run}",
+                f"{path} is a checkpoint of a run or root other than {self.checkpointer.run}",
                 hint="attach to that run, or load parts of it with holdfast.open_checkpoint",
             )
         return path

@@ -361,7 +361,7 @@ def _step_at(path: str, run: str, options: Options) -> int | None:
         step = asked.step_at(path)
     if step is None and is_checkpoint(path):
         raise InvalidRequest(
-            f"{path} is a checkpoint of another run or another root than {run}",
+            f"{path} is a checkpoint of a run or root other than {run}",
             hint="give HoldfastCheckpoint that run, or read its weights with load_from_checkpoint()",
         )
     return step

@@ -291,7 +291,7 @@ def _check_groups(given: dict[str, Any]) -> None:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
         if value and (name not in known or value is not known[name]()):
             raise InvalidRequest(
-                f"{name}={value!r} is not the group of parallel_state", hint="your own process groups are not supported"
+                f"{name}={value!r} is not the group of parallel_state", hint="leave it out, or pass that of parallel_state"
             )
 
 

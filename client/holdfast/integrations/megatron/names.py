@@ -146,7 +146,7 @@ class HuggingFaceNames:
         for name in map(called.__getitem__, around.unnamed()):
             raise InvalidRequest(
                 f"{own[name]} is called {name} by Megatron, and Hugging Face's architecture has no name for it",
-                hint="without huggingface=, Megatron's own names are used",
+                hint="leave out huggingface= to save under Megatron's own names",
             )
         found: dict[str, list[_Target]] = {name: [] for name in shapes}
         for name, arranged in around.held.items():

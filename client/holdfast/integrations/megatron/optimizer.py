@@ -146,7 +146,7 @@ class MegatronOptimizerByName:
             raise InvalidRequest(
                 f"the optimizer keeps {key} of {one.weight.own} as a tensor of shape {list(tensor.shape)}, and steps one of "
                 f"shape {list(one.stepped.shape)}: Holdfast cannot match their elements",
-                hint="supported are optimizers whose state has the parameter's form, such as Adam and SGD",
+                hint="use an optimizer whose state tensors have the parameter's shape, such as Adam or SGD",
             )
         before = self._cut.get((id(one.stepped), key))
         if before is None or before[0] is not tensor:

@@ -129,7 +129,7 @@ class TrainerRun:
             if self._source is not None:
                 raise InvalidRequest(
                     f"{type(self.trainer).__name__}._load_optimizer_and_scheduler() does not call super()",
-                    hint="nothing was restored: call it there",
+                    hint="nothing was restored: call super()._load_optimizer_and_scheduler() in your override",
                 )
             self._construct()
         self.streams.watch(loader)

@@ -27,7 +27,7 @@ class BarPart(NamedTuple):
 
 
 RUNS_SHOWN = 50
-AGES = {"day_bytes": "last day", "week_bytes": "last week", "month_bytes": "last month", "older_bytes": "older"}
+AGES = {"day_bytes": "last day", "week_bytes": "1–7 days", "month_bytes": "7–30 days", "older_bytes": "older"}
 
 
 @router.get("/storage")
