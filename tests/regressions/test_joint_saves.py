@@ -66,7 +66,7 @@ def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
             ticket.result(60)
         assert {_end(ticket) for step in (3, 4, 5) for ticket in tickets[step]} == {"generation-dropped"}
         whys = {str(ticket.error) for step in (3, 4, 5) for ticket in tickets[step]}
-        assert all("step 2 waits for" in why and "storage" not in why for why in whys), whys
+        assert all("step 2 is waiting for" in why and "storage" not in why for why in whys), whys
         for ticket in world.save(7):
             ticket.result()
     assert steps(site.root, "run") == [1, 2, 6, 7]

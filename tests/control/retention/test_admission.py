@@ -73,8 +73,9 @@ def test_a_save_over_the_quota_is_refused_early() -> None:
         assert world.committed() == [1, 2]
 
 
-def test_room_is_made_among_superseded_checkpoints() -> None:
+def test_room_is_made_among_superseded_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two and a half checkpoints "last 2" goes on for ever; the newest verified one is there throughout."""
+    monkeypatch.setattr(admission, "USED_S", 60.0)  # on a busy machine the catalog takes longer to say what is used
     with saver_world() as world:
         (rank,) = world.launch(1)
         assert save(world, rank, 1) is None
