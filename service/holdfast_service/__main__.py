@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import queue
@@ -52,17 +51,15 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.reason = ""  # once the wait has ended
 
     def set(self, reason: str) -> None:
         self._asked.put(reason)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it was set within so many seconds. Only the main thread waits, and only until it is set."""
+    def wait(self, timeout_s: float) -> str | None:
+        """The reason, if it was set within so many seconds. Only the main thread waits, and only until it is set."""
         with suppress(queue.Empty):
-            self.reason = self._asked.get(timeout=timeout_s)
-            return True
-        return False
+            return self._asked.get(timeout=timeout_s)
+        return None
 
 
 class Activity:
@@ -110,7 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         start_logging(config.log_level, config.log_format, config.node)
         log_what_nobody_catches()
-        faulthandler.enable()  # a watchdog ends a hung daemon by SIGABRT: the stacks of its threads go to the log
         libc.give_memory_back()
         stop, manager = StopSignal(), ServiceManager(*service_manager())
         with ExitStack() as until_stopped, _running(config, stop, manager) as serving:
@@ -207,7 +203,7 @@ def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceMa
             stack.enter_context(_http(serving.listener, serving, activity, stop))
         manager.ready(f"serving {config.root}")
         gc_tuning.settle()
-        while not stop.wait(IDLE_CHECK_S):
+        while (reason := stop.wait(IDLE_CHECK_S)) is None:
             if daemon.busy or services.runner.busy:
                 activity.touch()
             daemon.saver.unwritten()  # takes the lock of the saves: a daemon that is stuck with it is not alive
@@ -215,14 +211,14 @@ def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceMa
             if config.exit_when_idle is None:
                 continue
             if activity.idle_s > config.exit_when_idle:
-                stop.reason = f"idle for {activity.idle_s:.0f} s"
+                reason = f"idle for {activity.idle_s:.0f} s"
                 break
             # What is still to be saved or checked cannot be, without the root, and would keep this daemon for ever.
             if presence.gone_s > ROOT_GONE_S and not daemon.ranks:
                 log.error("%s has been gone for %.0f s, and no rank is connected", config.root, ROOT_GONE_S)
-                stop.reason = f"{config.root} is gone"
+                reason = f"{config.root} is gone"
                 break
-        log.info("%s: the daemon stops", stop.reason)
+        log.info("%s: the daemon stops", reason)
         until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten))
 
 

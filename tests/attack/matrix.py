@@ -210,7 +210,7 @@ class Route(NamedTuple):
             rank_id=RANKS.get(run, "d" * 32) if self.method != "DELETE" or run == FOREIGN else "c" * 32,
             code="run-died",
             subject="nobody",
-            tag="nobody",
+            tag="a-tag",
             tier="nowhere",
             table="files" if "checkpoints" in self.path else "checkpoints" if "runs" in self.path else "jobs",
             number=0,

@@ -29,6 +29,15 @@ def test_no_service_manager(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.records) == 1
 
 
+def test_a_manager_that_reads_nothing_does_not_hold_up_the_daemon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is stopped, and its socket is full: the daemon goes on, and stops when it is asked to."""
+    with manager_at(tmp_path / "notify"):
+        manager = ServiceManager(str(tmp_path / "notify"))
+        while not caplog.records:
+            manager.ready("serving")
+    assert "timed out" in caplog.text
+
+
 def test_the_watchdog_of_another_process_is_not_ours(tmp_path: Path) -> None:
     assert service_manager({}) == (None, None)
     assert service_manager({"NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "120000000"}) == ("/run/x", 120.0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,19 @@ def test_more_time_is_asked_for_while_bytes_move(tmp_path: Path, monkeypatch: py
         while "EXTEND_TIMEOUT_USEC=60000000" not in (last := manager.recv(1000).decode()):
             pass
         assert "no save is left to write" in last or "waiting for" in last
+
+
+def test_a_daemon_without_stderr_serves(tmp_path: Path) -> None:
+    """It is closed where a program detaches itself: then nothing is logged, and no stacks can be."""
+    flags = [
+        "--root",
+        str(tmp_path / "root"),
+        "--socket",
+        str(tmp_path / "s"),
+        "--listen",
+        "none",
+        "--exit-when-idle",
+        "0.1",
+    ]
+    command = shlex.join([sys.executable, "-m", "holdfast_service", *flags])
+    assert subprocess.run(["sh", "-c", f"exec {command} 2>&-"], timeout=120, check=False).returncode == 0

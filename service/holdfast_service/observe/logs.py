@@ -6,6 +6,7 @@ so that no secret leaks through a field.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import re
@@ -118,7 +119,11 @@ class TextLines(logging.Formatter):
 
 
 def start_logging(level: str, form: LogFormat = "text", node: str = "node") -> None:
-    """Log to stderr from `level` on; `ValueError` for an unknown level. Libraries log only warnings."""
+    """Log to stderr from `level` on; `ValueError` for an unknown level. Libraries log only warnings. A fatal signal logs the
+    stacks of all threads: a watchdog ends a daemon that hangs by SIGABRT.
+    """
+    if sys.__stderr__ is not None:  # it may be closed
+        faulthandler.enable(sys.__stderr__)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(node) if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -13,13 +13,17 @@ import time
 log = logging.getLogger(__name__)
 
 STAGE_S = 300.0  # each stage of a start may take so long
+SEND_S = 1.0  # a manager that is stopped reads nothing, and its socket has room for few messages
 PINGS = 4  # within the time after which the manager counts the service as hung
 
 
 def send(address: str, message: str, *fds: int) -> None:
-    """Send one message to a service manager at `address` (`$NOTIFY_SOCKET`), with descriptors. Raises `OSError`."""
+    """Send one message to a service manager at `address` (`$NOTIFY_SOCKET`), with descriptors. Raises `OSError`, also if it
+    has not taken the message within `SEND_S` seconds.
+    """
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.settimeout(SEND_S)
         sender.sendmsg([message.encode()], ancillary, 0, "\0" + address[1:] if address.startswith("@") else address)
 
 
@@ -56,7 +60,7 @@ class ServiceManager:
         try:
             send(self._address, "\n".join(lines))
         except OSError as error:
-            log.warning("cannot notify the service manager at %s of %s: %s", self._address, lines[0], error.strerror)
+            log.warning("cannot notify the service manager at %s of %s: %s", self._address, lines[0], error)
 
 
 def _microseconds(seconds: float) -> int:

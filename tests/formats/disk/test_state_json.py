@@ -87,7 +87,7 @@ def test_any_text_comes_back() -> None:
 
 
 def test_numbers_that_json_lacks_are_refused() -> None:
-    """state.json is JSON for every reader: no infinity, also not by way of a too large number; metrics have words."""
+    """state.json is JSON for every reader: no infinity, not even as a number that is too large; metrics have words."""
     for number in ("1e999", "-1e999"):
         with pytest.raises(InvalidRequest, match="JSON cannot represent"):
             state_json.merge(1, {}, ["extra"], {0: {"extra": {"loader": number}}})

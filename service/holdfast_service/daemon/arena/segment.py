@@ -79,7 +79,7 @@ class ArenaSegment:
         """
         spilled = is_spilled(fd)
         if spilled and not on_disk:
-            raise InvalidRequest("a file of another user, who could truncate it")
+            raise InvalidRequest("a file of another user, which that user could truncate")
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:

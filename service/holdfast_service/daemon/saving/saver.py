@@ -124,7 +124,7 @@ class Saver:
             return len(self._pending) + sum(self._active.is_part(current) for current in self._open.values())
 
     def unwritten(self) -> Unwritten:
-        """Complete saves that are not committed yet, and how fast the disk is known to be."""
+        """What a daemon that stops has to write first."""
         with self._lock:
             sizes = [sum(one.data.nbytes for one in list(current.sealed.values())) for current in self._pending.values()]
         return Unwritten(len(sizes), sum(sizes), self.history.disk.bytes_per_second)
