@@ -176,6 +176,17 @@ def test_a_holder_knows_what_is_sealed(slot: int | None) -> None:
         os.close(fd)
 
 
+def sealed_segment() -> int:
+    """Shared memory in which step 5 of run r is sealed."""
+    geometry = arena.geometry(1, 8, 8)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, geometry.segment_bytes)
+    with mmap.mmap(fd, geometry.segment_bytes) as mapped, memoryview(mapped) as view:
+        arena.write_superblock(view, geometry, SegmentOwner("r", 0, 1, 1))
+        arena.write_header(view, geometry, 0, SlotHeader(SlotState.SEALED, 5, 1, 0, 0, 0))
+    return fd
+
+
 class Alone:
     """A holder that no daemon is connected to, with a segment in which step 5 of run r is sealed, and the root it is of."""
 
@@ -190,12 +201,7 @@ class Alone:
         code = "import os, sys; os.mkdir(sys.argv[1]); print(sys.argv[2:], os.environ['WHO'], os.getcwd(), flush=True)"
         command = [sys.executable, "-c", code, str(self.started)]
         start = holder.Start(command, str(at), {"WHO": "me"}, str(self.root), "id")
-        geometry = arena.geometry(1, 8, 8)
-        self.fd = os.memfd_create("test")
-        os.ftruncate(self.fd, geometry.segment_bytes)
-        with mmap.mmap(self.fd, geometry.segment_bytes) as mapped, memoryview(mapped) as view:
-            arena.write_superblock(view, geometry, SegmentOwner("r", 0, 1, 1))
-            arena.write_header(view, geometry, 0, SlotHeader(SlotState.SEALED, 5, 1, 0, 0, 0))
+        self.fd = sealed_segment()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
             assert self.holder._answer(daemon, f"serve {json.dumps(start._asdict())}", []) == b"done"
             assert self.holder._answer(daemon, "keep a", [os.dup(self.fd)]) == b"done"
@@ -287,7 +293,8 @@ def supervise(path: Path, code: str, *arguments: object, watched: tuple[str, ...
         number = listener.fileno()
         words = [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path), "--listener", str(number)]
         command = [*words, *watched, "--supervise", sys.executable, "-c", code, *map(str, arguments)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[number])
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, pass_fds=[number])
 
 
 def test_a_daemon_below_the_holder_is_started_again_when_it_is_killed(path: Path) -> None:
@@ -365,6 +372,116 @@ def test_a_daemon_that_starts_stops_or_was_stopped_with_its_holder_is_not_silent
         time.sleep(3 if number == signal.SIGSTOP else 0)
     said, errors = above.communicate(timeout=60)
     assert said == "paused\nstopped\n" and errors == "" and above.returncode == 0
+
+
+def sealed(path: Path) -> None:
+    """Give the holder a segment in which step 5 of run r is sealed."""
+    keeper, fd = HolderProcess(path), sealed_segment()
+    keeper.keep("a", fd)
+    os.close(fd)
+    keeper.close()
+
+
+# A daemon that is ready. Its first life (there is no file `first`) does what a test wants; every later one writes what is
+# sealed when it is told to stop, as far as its holder can know.
+LIVES = (
+    READY
+    + """
+import pathlib, signal
+sys.path.insert(0, sys.argv[2])
+lives = pathlib.Path(sys.argv[3]); life = len(list(lives.iterdir())); (lives / str(life)).write_text(str(os.getpid()))
+stopped = []
+signal.signal(15, lambda *_: stopped.append(1))
+"""
+)
+WRITES = """
+from holdfast_service.daemon.arena.fd_keeper import HolderProcess
+def write():
+    keeper = HolderProcess(pathlib.Path(sys.argv[4]))
+    for name, fd in keeper.take():
+        keeper.drop(name)
+    keeper.close()
+def until_stopped():
+    s.send(b'READY=1')
+    print(life, 'ready', flush=True)
+    while not stopped:
+        time.sleep(0.05)
+    s.send(b'STOPPING=1')
+    write()
+    print(life, 'wrote', flush=True)
+"""
+
+
+class Lives:
+    """A holder above a daemon whose lives are this code."""
+
+    def __init__(self, path: Path, code: str, silent_s: float = 600.0) -> None:
+        notify, lives = path.with_name("notify"), path.with_name("lives")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lives.mkdir()
+        service = Path(holder.__file__).parents[3]
+        flags = ("--notify", str(notify), "--silent", str(silent_s))
+        self.above = supervise(path, LIVES + WRITES + code, notify, service, lives, path, watched=flags)
+        self.path = path
+
+    def says(self) -> str:
+        assert self.above.stdout is not None
+        return self.above.stdout.readline().strip()
+
+    def stop(self) -> tuple[str, str]:
+        """What it says from SIGTERM on, and its errors."""
+        self.above.terminate()
+        return self.above.communicate(timeout=120)
+
+
+def test_a_stopped_daemon_is_continued_to_write_what_is_staged(path: Path) -> None:
+    """`docker stop` after SIGSTOP: the daemon could not hear the signal, and the saves would go with the container."""
+    lives = Lives(path, "until_stopped()")
+    assert lives.says() == "0 ready"
+    sealed(path)
+    os.kill(int((path.with_name("lives") / "0").read_text()), signal.SIGSTOP)
+    assert lives.stop() == ("0 wrote\n", "") and lives.above.returncode == 0
+    assert lost_saves(path) == []
+
+
+def test_a_daemon_that_hangs_when_it_shall_stop_is_replaced_by_one_that_writes(path: Path) -> None:
+    lives = Lives(path, "if life: until_stopped()\nelse: s.send(b'READY=1'); print('hangs', flush=True); time.sleep(600)")
+    assert lives.says() == "hangs"
+    sealed(path)
+    said, errors = lives.stop()
+    assert said == "1 ready\n1 wrote\n" and lives.above.returncode == 0
+    assert "has been silent for 4 s and is killed; staged saves are kept" in errors
+    assert "and another one writes what is staged" in errors and "1 staged saves r@5" in errors
+    assert lost_saves(path) == []
+
+
+def test_a_daemon_that_takes_over_is_told_to_stop_once_it_is_ready(path: Path) -> None:
+    """The signal comes while it starts, when it would just end: with it the saves that it has not taken over yet."""
+    code = "print(life, flush=True)\nif life: sys.stdin.readline(); until_stopped()\nelse: time.sleep(600)"
+    lives = Lives(path, code)
+    assert lives.says() == "0"
+    sealed(path)
+    os.kill(int((path.with_name("lives") / "0").read_text()), signal.SIGKILL)
+    assert lives.says() == "1"
+    lives.above.terminate()
+    time.sleep(1)  # long enough to be told too early
+    assert lives.above.stdin is not None
+    said, _ = lives.above.communicate("go\n", timeout=120)
+    assert said == "1 ready\n1 wrote\n" and lives.above.returncode == 0
+
+
+def test_saves_that_no_daemon_writes_at_a_stop_are_told(path: Path) -> None:
+    """Every daemon is killed: the holder ends all the same, and tells the log and the next daemon what goes with it."""
+    lives = Lives(
+        path, "s.send(b'READY=1'); print(life, flush=True)\nwhile not stopped: time.sleep(0.05)\nos.kill(os.getpid(), 9)"
+    )
+    assert lives.says() == "0"
+    sealed(path)
+    said, errors = lives.stop()
+    assert said == "1\n2\n3\n" and lives.above.returncode == 137
+    assert "1 staged saves r@5: its container was stopped before a daemon had written it" in errors
+    (record,) = lost_saves(path)
+    assert record["saves"] == [{"run": "r", "step": 5, "rank": 0, "world": 1}]
 
 
 def test_what_the_daemon_says_is_passed_on_to_the_manager_of_the_holder(path: Path, tmp_path: Path) -> None:

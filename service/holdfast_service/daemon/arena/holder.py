@@ -16,6 +16,9 @@ replaced at its socket, because it did not answer, drops everything.
 Above a daemon, it starts that daemon, forwards signals to it, and restarts it after a kill. It is its service manager
 (sd_notify): a daemon that has been ready, and is silent for a while, hangs or is stopped, and is killed. It ends with the
 daemon's exit status when the daemon ends by itself and nothing is sealed.
+
+When it is told to stop while saves are sealed, a daemon must write them first: one that starts is told to stop once it is
+ready, and one that does not answer is replaced. What is sealed when the holder ends is recorded as lost.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ BACK_OFF_S, BACK_OFF_S_MAX = 1.0, 30.0  # above a daemon that is killed again an
 CHECK_S = 0.5
 SILENT_S = 120.0  # of a daemon below that was ready; it sends a sign of life four times in that time
 LAST_WORDS_S = 5.0  # from the signal that makes it log its stacks to the one that nothing withstands
+STOP_SILENT_S, STOP_LAST_WORDS_S = 4.0, 1.0  # the same once it was told to stop: engines kill a container 10 s later
+STOP_STARTS_MAX = 3  # daemons that are started while this process stops
 NOTICE_BYTES_MAX = 4096
 PACKET_BYTES_MAX = 131_072
 RECORD_BYTES_MAX = 1_000_000
@@ -142,8 +147,17 @@ class Watchdog:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         path.unlink(missing_ok=True)
         self.socket.bind(str(path))
-        self._path, self._silent_max_s = path, silent_s
+        self._path, self._silent_max_s, self.last_words_s = path, silent_s, LAST_WORDS_S
         self.rest()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the daemon is ready, and has not begun to stop."""
+        return self._watches
+
+    def expect_stop(self) -> None:
+        """The daemon was told to stop, and has little time to say that it does."""
+        self._silent_s, self._silent_max_s, self.last_words_s = 0.0, STOP_SILENT_S, STOP_LAST_WORDS_S
 
     def rest(self) -> None:
         """No daemon is ready: it starts, stops or has ended."""
@@ -201,7 +215,8 @@ class Holder:
         self._began = self._attended = time.monotonic()
         self._root_seen = self._began
         self._try_at, self._retry_s = 0.0, RETRY_S if supervised is None else BACK_OFF_S
-        self._stopping = False
+        self._stopping, self._stop_starts = 0, 0  # the signal that said so, and daemons started since
+        self._told: int | None = None  # the daemon that knows it
 
     def serve(self) -> int:
         """Answer until nothing was held and no client connected for a while; above a daemon, until that has ended."""
@@ -236,36 +251,56 @@ class Holder:
             return False
 
     def stop(self, number: int, _: object) -> None:
-        """Signal handler: forward to the daemon below."""
-        self._stopping = True
-        self._child.signal(number)
+        """Signal handler: forward to the daemon below, and let it run if it was stopped (SIGSTOP)."""
+        self._stopping = number
+        self._pass_on()
+        self._child.signal(signal.SIGCONT)
+
+    def _pass_on(self) -> None:
+        """Tell the daemon below to stop. One that is not ready ends at once, so it has to write first what is sealed."""
+        pid, watchdog = self._child.pid, self._watchdog
+        if pid is None or pid == self._told or not (watchdog is None or watchdog.is_ready or not self._sealed()):
+            return
+        self._told = pid
+        if watchdog is not None:
+            watchdog.expect_stop()
+        self._child.signal(self._stopping)
 
     def _look_after(self, how: Start) -> bool:
         """Restart the daemon below if it was killed, or ended while something is sealed; False if the holder ends
         with it.
         """
-        if not self._child.ended():
-            self._end_silent()
-            if self._child.pid is None and self._stopping:  # the signal came before it was started again
-                return False
-            if self._child.pid is None and time.monotonic() >= self._try_at:
-                self._child.start(how)
-            return True
+        if self._child.ended():
+            return self._has_next()
+        if self._stopping:
+            self._pass_on()
+        self._end_silent()
+        if self._child.pid is None and self._stopping and not self._sealed():
+            return False  # the signal came before it was started again
+        if self._child.pid is None and (self._stopping or time.monotonic() >= self._try_at):
+            self._stop_starts += bool(self._stopping)
+            self._child.start(how)
+        return True
+
+    def _has_next(self) -> bool:
+        """Decide after the end of the daemon below; False if the holder ends, too."""
         if self._watchdog is not None:
             self._watchdog.rest()
         self._kill_at = float("inf")
         sealed = self._sealed()
-        if self._stopping or not (self._child.killed or sealed):
+        if self._stopping and (not self._child.killed or self._stop_starts == STOP_STARTS_MAX):
+            if sealed:
+                self._give_up("its container was stopped before a daemon had written it")
+            return False
+        if not sealed and (self._stopping or not self._child.killed):
             return False
         wait_s = BACK_OFF_S if time.monotonic() - self._attended > BACK_OFF_S_MAX else self._retry_s
         self._attended, self._retry_s = time.monotonic(), min(2 * wait_s, BACK_OFF_S_MAX)
         self._try_at = self._attended + wait_s
-        saves = sorted({(one.run, one.step) for one in sealed})
-        print(
-            f"holdfast: the daemon ended with status {self._child.status} and restarts in {wait_s:.0f} s; "
-            f"{self._bytes()} bytes of shared memory are kept, with {len(saves)} staged saves",
-            file=sys.stderr,
-            flush=True,
+        when = "and another one writes what is staged" if self._stopping else f"and restarts in {wait_s:.0f} s"
+        self._say(
+            f"the daemon ended with status {self._child.status} {when}; "
+            f"{self._bytes()} bytes of shared memory are kept, with {_named(sealed)}"
         )
         return True
 
@@ -273,11 +308,10 @@ class Holder:
         """Kill a daemon below that has been silent for too long: first so that it logs its stacks, then for certain."""
         silent_s = None if self._watchdog is None else self._watchdog.silent_s()
         if silent_s is not None and self._watchdog is not None:
-            text = f"holdfast: the daemon has been silent for {silent_s:.0f} s and is killed; staged saves are kept"
-            print(text, file=sys.stderr, flush=True)
+            self._say(f"the daemon has been silent for {silent_s:.0f} s and is killed; staged saves are kept")
             self._watchdog.rest()
             self._child.signal(signal.SIGABRT)
-            self._kill_at = time.monotonic() + LAST_WORDS_S
+            self._kill_at = time.monotonic() + self._watchdog.last_words_s
         elif time.monotonic() >= self._kill_at:
             self._kill_at = float("inf")
             self._child.signal(signal.SIGKILL)
@@ -311,6 +345,7 @@ class Holder:
             "bytes": self._bytes(),
             "saves": [one._asdict() for one in self._sealed()],
         }
+        self._say(f"lost with {self._bytes()} bytes of shared memory: {_named(self._sealed())}: {why}")
         place = self._path.with_suffix(".lost")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -318,8 +353,12 @@ class Holder:
                 if file.tell() < RECORD_BYTES_MAX:
                     file.write(json.dumps(record) + "\n")
         except OSError as error:
-            print(f"holdfast: cannot write {place}: {error}", file=sys.stderr)
+            self._say(f"cannot write {place}: {error}")
         self._let_go()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
     def _let_go(self) -> None:
         while self._held:
@@ -417,6 +456,12 @@ def sealed_saves(fd: int) -> list[SealedSave]:
     headers = [os.pread(fd, 24, start) for start in range(PAGE_BYTES, PAGE_BYTES + slots * slot_bytes, slot_bytes)]
     stated = [struct.unpack_from("<IQ", header, 12) for header in headers if header.startswith(MAGIC)]
     return [SealedSave(run, step, rank, world) for state, step in stated if state == SEALED]
+
+
+def _named(saves: list[SealedSave]) -> str:
+    """How many saves are staged, and which; a save has a slot for each of its ranks."""
+    named = sorted({(one.run, one.step) for one in saves})
+    return f"{len(named)} staged saves" + "".join(f" {run}@{step}" for run, step in named)
 
 
 def _told(text: str) -> Start | None:
