@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_formats.errors import InvalidRequest
 from holdfast_service.config import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -53,3 +54,11 @@ def test_examples_are_accepted(said: str) -> None:
     assert len(found) == 3
     for example in found:
         assert parse(shlex.split(example), {}).root == Path("/fast/checkpoints")
+
+
+@pytest.mark.parametrize("flag", ["--root", "--export-root", "--replica"])
+def test_a_refused_value_is_told_in_our_words(flag: str) -> None:
+    """pydantic puts words of its own before the text of a refusal."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse([flag, "s3://bucket/place"], {})
+    assert caught.value.detail.startswith(f"{flag}: s3:/") and "is a URL, not a directory" in caught.value.detail

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from holdfast_formats.body import message
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS
@@ -158,7 +159,7 @@ class Config(BaseModel):
         try:
             self.usual_policy  # noqa: B018 - it validates
         except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from error
+            raise ValueError(message(error)) from error
         return self
 
     @property
@@ -332,4 +333,4 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
     except ValidationError as error:
         first = error.errors()[0]
         flag = "--" + str((*first["loc"], "keep_optim")[0]).replace("_", "-")  # of several, it is these
-        raise InvalidRequest(f"{flag}: {first['msg']}", hint="see `holdfast serve --help`") from error
+        raise InvalidRequest(f"{flag}: {message(error)}", hint="see `holdfast serve --help`") from error

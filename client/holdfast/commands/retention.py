@@ -175,15 +175,13 @@ def _said(preview: Preview) -> str:
 def _policy(rules: dict[str, Any]) -> RetentionPolicy:
     from pydantic import ValidationError
 
+    from holdfast_formats.body import first_mistake
     from holdfast_formats.rest.retention import RetentionPolicy
 
     try:
         return RetentionPolicy.model_validate(rules)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidRequest(
-            f"{'.'.join(map(str, first['loc'])) or 'rules'}: {first['msg']}", hint="see `holdfast keep --help`"
-        ) from error
+        raise InvalidRequest(first_mistake(error, "rules"), hint="see `holdfast keep --help`") from error
 
 
 def parse_duration(text: str | None) -> float | None:

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from holdfast_formats.body import message
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import StorageFailed
 
@@ -83,7 +84,7 @@ def parsed(content: bytes, model: type[Model], url: str) -> Model:
         return model.model_validate(_values(content))
     except ValidationError as error:
         count = error.error_count()
-        first = error.errors()[0]["msg"] if count <= MISTAKES_MAX else f"it has {count} mistakes"
+        first = message(error) if count <= MISTAKES_MAX else f"it has {count} mistakes"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         first = str(error) or type(error).__name__
     raise StorageFailed(f"{url} sent an invalid answer: {first}", hint=HINT)

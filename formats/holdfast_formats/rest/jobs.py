@@ -17,11 +17,10 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has it from 2.10 on
 
 from holdfast_formats import naming
-from holdfast_formats.body import Body
+from holdfast_formats.body import Body, message
 from holdfast_formats.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
     from typing_extensions import Self
 
     from holdfast_formats.rest.operations import Job
@@ -169,7 +168,7 @@ class JobRequest(Body):
         try:
             return handler(given)
         except ValidationError as error:
-            raise _refused(cls, error.errors(include_url=False)[0]) from None
+            raise _refused(cls, error) from None
 
     @model_serializer
     def _document(self) -> dict[str, Any]:
@@ -256,7 +255,8 @@ def parse(document: Mapping[str, Any]) -> JobRequest:
     return _MODELS[kind].model_validate(dict(document))
 
 
-def _refused(model: type[JobRequest], wrong: ErrorDetails) -> InvalidRequest:
+def _refused(model: type[JobRequest], error: ValidationError) -> InvalidRequest:
+    wrong = error.errors()[0]
     kind, (outer, *inner) = model.model_fields["kind"].default, wrong["loc"]
     within: Any = model.model_fields["arguments"].annotation if inner else model
     fields = {field.alias or name: field for name, field in within.model_fields.items()}
@@ -268,4 +268,4 @@ def _refused(model: type[JobRequest], wrong: ErrorDetails) -> InvalidRequest:
     meaning = fields[name].description or ""
     if wrong["type"] == "missing":
         return InvalidRequest(f"a job of kind {kind!r} needs {name!r}", hint=meaning)
-    return InvalidRequest(f"the argument {name!r} of a job of kind {kind!r} is wrong: {wrong['msg']}", hint=meaning)
+    return InvalidRequest(f"the argument {name!r} of a job of kind {kind!r} is wrong: {message(error)}", hint=meaning)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from holdfast_formats.body import Body
+from holdfast_formats.body import Body, first_mistake
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.jobs import ConvertArguments, ImportJob, MergeJob, Text, VerifyJob
 from holdfast_formats.rest.operations import RotationRequest, TokenRequest
@@ -61,5 +61,4 @@ def parse(text: str) -> OfflineWork:
     try:
         return TypeAdapter(Annotated[OfflineWork, Field(discriminator="act")]).validate_json(text)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}", hint="`holdfast` starts it") from None
+        raise InvalidRequest(first_mistake(error), hint="`holdfast` starts it") from None

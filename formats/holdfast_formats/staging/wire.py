@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from holdfast_formats.body import Body
+from holdfast_formats.body import Body, first_mistake
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.memory_bounds import BOUNDS_MAX, Bound
 from holdfast_formats.root_files import RootMark
@@ -422,9 +422,7 @@ class FrameDecoder:
         try:
             return self._messages.validate_json(body)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
             raise InvalidRequest(
-                f"a message that this version does not understand: {where}: {first['msg']}",
+                f"a message that this version does not understand: {first_mistake(error)}",
                 hint="the trainer and the daemon may have different versions of holdfast",
             ) from error

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource, Unavailable
 from holdfast_service.api.read_protection import met
 from holdfast_service.wing import absent, installed
@@ -69,9 +70,7 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    what = f"{where}: {first['msg'][:MESSAGE_MAX]}"  # which may quote the body
+    what = first_mistake(error)[:MESSAGE_MAX]  # which may quote the body
     return problem_response(InvalidRequest(what, hint="/openapi.json describes every parameter"))
 
 

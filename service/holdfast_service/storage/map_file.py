@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CorruptManifest, InUse, NoSuchResource, StorageFailed
 
 from .tier import Tier
@@ -82,8 +83,7 @@ class MapFile(Generic[Entry]):
         try:
             return self._content.model_validate(json.loads(data.decode(), object_pairs_hook=_once)).entries
         except ValidationError as error:
-            first = error.errors()[0]
-            raise self._damaged(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+            raise self._damaged(first_mistake(error)) from error
         except (ValueError, RecursionError) as error:
             raise self._damaged(str(error).partition("\n")[0]) from error
 

@@ -17,6 +17,7 @@ from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url, one_place
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequest, TokenRequest
@@ -72,8 +73,7 @@ def create(  # noqa: PLR0913 - options of a command
                 bytes_per_s=parse_bytes(bytes_per_s),
             )
         except ValidationError as error:
-            first = error.errors()[0]
-            raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
+            raise InvalidRequest(first_mistake(error), hint="see `holdfast token create --help`") from error
         token = store.create(wanted)
     if expires is None:
         console.warn(

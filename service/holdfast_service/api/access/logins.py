@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import Forbidden, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.access import Grant
 from holdfast_formats.rest.operations import RATE_MAX
@@ -128,9 +129,7 @@ def load(path: Path) -> Logins:
     try:
         read = LoginsFile.model_validate(bodies.parse(text))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"--logins {path}: {where}: {first['msg']}", hint=f"for example {_EXAMPLE}") from error
+        raise InvalidRequest(f"--logins {path}: {first_mistake(error)}", hint=f"for example {_EXAMPLE}") from error
     except (InvalidRequest, LimitExceeded) as error:
         raise InvalidRequest(f"--logins {path} is not JSON: {error.detail}", hint=f"for example {_EXAMPLE}") from error
     if not read.groups and read.everybody is None:

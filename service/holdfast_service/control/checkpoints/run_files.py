@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, NoSuchRun, PreconditionFailed
 from holdfast_formats.files import Files
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
@@ -100,8 +101,7 @@ def read_run_file(tier: Files, run: str) -> RunFile:
     try:
         return RunFile.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise _unreadable(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise _unreadable(path, first_mistake(error)) from error
 
 
 def write_run_file(tier: Tier, run: str, file: RunFile) -> None:

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.rest.jobs import Arguments
 from holdfast_service.wings.console.rendering import as_page
@@ -38,9 +39,7 @@ class PageRoute(APIRoute):
             except (CheckpointError, SignInNeeded) as error:
                 return await as_page(request, error)
             except RequestValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"])
-                return await as_page(request, InvalidRequest(f"{where}: {first['msg']}"))
+                return await as_page(request, InvalidRequest(first_mistake(error)))
 
         return handled
 
@@ -110,9 +109,7 @@ def filled(model: type[Model], fields: dict[str, Any], hint: str = "go back and 
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the form"
-        raise InvalidRequest(f"{where}: {first['msg']}", hint=hint) from error
+        raise InvalidRequest(first_mistake(error, "the form"), hint=hint) from error
 
 
 async def _posted(request: Request) -> Form:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.notifications import AlertLevel
 
@@ -181,9 +182,7 @@ def read_targets(path: Path) -> NotifyFile:
     try:
         return NotifyFile.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InvalidRequest(f"--notify: {path}: {where}: {first['msg']}", hint=_HINT) from None
+        raise InvalidRequest(f"--notify: {path}: {first_mistake(error, 'the file')}", hint=_HINT) from None
 
 
 def _at_once(path: str, flags: int) -> int:
