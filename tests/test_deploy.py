@@ -14,7 +14,7 @@ import yaml
 
 from holdfast_service.api.access.logins import SECRET_HEADER, LoginsFile
 from holdfast_service.api.access.request_head import IDENTITY
-from holdfast_service.config import parse
+from holdfast_service.config import default_socket, parse
 from holdfast_service.daemon.arena.callers import prepare_directory
 from tests.compose import follows_the_schema
 from tests.manifests import BASES, config, containers, is_daemon, sources, templates
@@ -199,12 +199,32 @@ def test_the_daemons_image_has_no_torch_and_asks_after_its_health() -> None:
     assert f"http://127.0.0.1:{listen[1]}/healthz" in text
 
 
+def test_commands_in_the_image_find_its_socket() -> None:
+    """Without being told: the image's runtime directory is where the socket of its command lies."""
+    (directory,) = re.findall(r"^ENV .*\bXDG_RUNTIME_DIR=(\S+)$", stage("user"), re.MULTILINE)
+    for name in ("service", "trainer"):
+        line = words("CMD", stage(name))
+        assert line[line.index("--socket") + 1] == str(default_socket({"XDG_RUNTIME_DIR": directory}))
+
+
+@pytest.mark.parametrize("name", ["service", "trainer"])
+def test_an_image_says_what_it_is(name: str) -> None:
+    """Its labels are those of the OCI specification; version, revision and source are the builder's to give."""
+    labels = dict(re.findall(r"\borg\.opencontainers\.image\.(\w+)=(\"[^\"]+\"|\S+)", stage(name)))
+    given = {label: text for label, text in labels.items() if text.startswith("$")}
+    assert labels.keys() == {"title", "description", "licenses", "version", "revision", "source"}
+    assert given == {label: f"${label.upper()}" for label in ("version", "revision", "source")}
+    (arguments,) = re.findall(r"^ARG (VERSION=.*)$", stage(name), re.MULTILINE)
+    assert [argument.partition("=")[0] for argument in arguments.split()] == ["VERSION", "REVISION", "SOURCE"]
+    assert f'\nlicense = "{labels["licenses"]}"\n' in PROJECT
+
+
 def test_the_base_is_a_build_argument() -> None:
-    """Every stage is built from BASE or from another stage, so that any registry's Python will do."""
+    """Each stage is built from BASE, which any Python will do for, or from another stage. The default has a digest."""
     bases = re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.MULTILINE)
     stages = {name for _, name in bases}
     assert all(base == "${BASE}" or base in stages for base, _ in bases)
-    assert re.search(r"^ARG BASE=python:3\.\d+-slim$", DOCKERFILE, re.MULTILINE)
+    assert re.search(r"^ARG BASE=python:3\.\d+-slim@sha256:[0-9a-f]{64}$", DOCKERFILE, re.MULTILINE)
 
 
 def test_what_the_image_copies_is_sent_to_the_build() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.containers.projects import ASK_OWN, HEALTHY_S, TOP, Project, inside, project
+from tests.containers.projects import ASK_OWN, HEALTHY_S, SOCKET, TOP, Project, inside, project
 from tests.daemons import wait_until
 from tests.engine import Engine
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.engine
 
 
 def test_image_is_small_and_nobodys_root(made: Engine) -> None:
-    """No torch and no pip in it, a user of its own, a health check, and less than 150 MB over its base."""
+    """No torch and no pip in it, a user of its own, a health check, and less than 120 MB over its base."""
     about = json.loads(made.docker("image", "inspect", "holdfast"))[0]
     assert about["Config"]["User"] == "holdfast"
     assert about["Config"]["Healthcheck"]["Test"][0] == "CMD"
     layers = made.docker("history", "--format", "{{.Size}} {{.CreatedBy}}", "--human=false", "holdfast").splitlines()
     added = sum(int(line.split()[0]) for line in layers if "COPY" in line or "useradd" in line)
-    assert 0 < added < 150e6, layers
+    assert 0 < added < 120e6, layers
     listed = made.docker("run", "--rm", "--entrypoint", "ls", "holdfast", "/opt/holdfast/lib").split()
     packages = made.docker(
         "run", "--rm", "--entrypoint", "ls", "holdfast", f"/opt/holdfast/lib/{listed[0]}/site-packages"
@@ -41,8 +41,14 @@ def test_image_is_small_and_nobodys_root(made: Engine) -> None:
 
 
 def test_daemon_serves_as_its_user(made: Engine, up: str) -> None:
-    """It is healthy, its process is user 10001, and the command line works in the container."""
+    """It is healthy, its process is user 10001, and commands in the container find the daemon, its socket and its root."""
     assert inside(made, up, "id", "-u").strip() == "10001"
+    found = {
+        one["name"]: (one["status"], one["what"]) for one in json.loads(inside(made, up, "holdfast", "doctor", "--json"))
+    }
+    assert {found[name][0] for name in ("root", "socket", "service", "catalog")} == {"ok"}, found
+    assert found.get("copies", ("ok",))[0] == "ok", "the routines in C were not built"  # only x86-64 has them
+    assert found["root"][1] == "/data is writable" and SOCKET in found["socket"][1]
     nodes = json.loads(inside(made, up, "holdfast", "top", "--json"))
     assert nodes == []
 

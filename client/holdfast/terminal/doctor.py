@@ -37,12 +37,15 @@ CLOCK_MIN_S = 1_735_689_600  # 2025-01-01: a clock before it was never set
 
 
 def examine(root: Path | None, url: str | None) -> list[Finding]:
-    """Run all checks. A root or URL that the caller passed must exist; a default may be missing."""
+    """Run all checks. A root or URL that the caller passed must exist; a default may be missing.
+
+    Without `root`, the root of the daemon at this machine's default address is checked, else ./holdfast-data.
+    """
     return [
         *_software(),
         *_memory(),
         probes.descriptors(),
-        *_storage(root),
+        *_storage(root or (_served_root() if url is None and given_url() is None else None)),
         _socket(default_socket()),
         *holders.found(default_socket().parent),
         *_service(url or default_url(), named=url is not None or given_url() is not None),
@@ -105,6 +108,15 @@ def _memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", "ok", f"{free} free (not used by the arena, which uses memfd)")
     else:
         yield Finding("/dev/shm", "warn", "not mounted", "not needed by the arena, but data loaders may need it")
+
+
+def _served_root() -> Path | None:
+    try:
+        with Api(default_url(), PROBE_TIMEOUT_S) as api:
+            served = api.health().root
+    except CheckpointError:
+        return None  # reported below as what it is: no service
+    return Path(served) if served and os.path.isdir(served) else None
 
 
 def _storage(root: Path | None) -> Iterator[Finding]:

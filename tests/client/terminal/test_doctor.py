@@ -56,6 +56,20 @@ def test_defaults_may_be_missing(examined: Callable[..., dict[str, Finding]]) ->
     assert all(finding.advice for finding in found.values() if finding.status != "ok")
 
 
+def test_the_root_of_the_daemon_at_the_default_address(
+    examined: Callable[..., dict[str, Finding]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked without being named, as in a container; the root of a service that was named is not."""
+    root = tmp_path / "root"
+    build_root(root, {"tiny": (5,)})
+    with served(root) as running:
+        monkeypatch.setattr("holdfast.config.DEFAULT_URL", running.url)
+        found = examined()
+        assert (found["root"].status, found["root"].what) == ("ok", f"{root} is writable")
+        assert found["write"].status in ("ok", "warn")
+        assert "does not exist" in examined(url=running.url)["root"].what
+
+
 def test_how_memory_is_copied(examined: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the library for copies could be, and is not, there is advice; elsewhere nothing is said of it."""
     monkeypatch.setattr("holdfast.memory.native_copy._library", None)
