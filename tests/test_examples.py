@@ -99,7 +99,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 def test_the_slurm_job_runs_as_a_script(tmp_path: Path) -> None:
-    """Without Slurm too: daemon, torchrun, and the wait for the last save."""
+    """Without Slurm too: daemon, torchrun, and the wait for the last save; two tasks of an array share a machine."""
     commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {
         "PATH": commands,
@@ -108,9 +108,15 @@ def test_the_slurm_job_runs_as_a_script(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     command = ["bash", EXAMPLES / "slurm.sbatch", "--steps", "10"]
-    done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "root" / "fsdp2" / "checkpoints" / "step-00000010" / "COMMIT").is_file()
+    tasks = {}
+    for task in ("1", "2"):
+        with open(tmp_path / task, "wb") as output:
+            known = environment | {"SLURM_ARRAY_TASK_ID": task}
+            tasks[task] = subprocess.Popen(command, cwd=TOP, env=known, stdout=output, stderr=output)
+    ends = {task: process.wait(TIMEOUT_S) for task, process in tasks.items()}
+    assert ends == {"1": 0, "2": 0}, "".join((tmp_path / task).read_text()[-4000:] for task in tasks)
+    for task in tasks:
+        assert (tmp_path / "root" / task / "fsdp2" / "checkpoints" / "step-00000010" / "COMMIT").is_file()
 
 
 def test_the_kubernetes_job_agrees_with_the_one_for_teams() -> None:

@@ -16,6 +16,23 @@ LAUNCH_CHARACTERS_MAX = 200  # a daemon takes 256: restart and construction are 
 TOKEN_CHARACTERS_MAX = 4096  # a proxy in front may have tokens of its own
 
 
+class Launcher(NamedTuple):
+    """The variables in which a launcher other than torchrun tells a process its place."""
+
+    name: str
+    rank: str
+    world: str
+    local_world: str | None
+
+
+# SLURM_NTASKS does not tell: a batch script has it too, in which one process runs.
+LAUNCHERS = (
+    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
+)
+
+
 class LaunchInfo(NamedTuple):
     """Rank and world of this process as set by torchrun; a single process is rank 0 of 1."""
 
@@ -118,9 +135,33 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
         world=world,
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
-        local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
+        local_world=_local_world(given),
         launch=_launch_name(given),
     )
+
+
+def check_placed(environment: Mapping[str, str] | None = None) -> None:
+    """Raise `InvalidRequest` if a launcher has started several processes and none of RANK and WORLD_SIZE is set.
+
+    Each of them would pass for the only rank of a training of its own, under the same name.
+    """
+    given = os.environ if environment is None else environment
+    if "RANK" in given or "WORLD_SIZE" in given:
+        return
+    for launcher in LAUNCHERS:
+        world = given.get(launcher.world, "")
+        if world.isdigit() and int(world) > 1:
+            raise InvalidRequest(
+                f"{launcher.name} has started {world} processes, and RANK and WORLD_SIZE are not set",
+                hint=f"call torch.distributed.init_process_group() first, or set RANK=${launcher.rank}, "
+                f"WORLD_SIZE=${launcher.world} and HOLDFAST_LAUNCH in each of them; if each trains a run of its own, set "
+                "RANK=0 and WORLD_SIZE=1",
+            )
+
+
+def _local_world(environment: Mapping[str, str]) -> int | None:
+    names = ["LOCAL_WORLD_SIZE", *(launcher.local_world for launcher in LAUNCHERS if launcher.local_world)]
+    return next((number for name in names if (number := _number(environment, name, 0))), None)
 
 
 def _launch_name(environment: Mapping[str, str]) -> str | None:

@@ -17,7 +17,7 @@ import torch
 
 from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest, from_problem
 
-from .config import LaunchInfo, launch_info
+from .config import LaunchInfo, check_placed, launch_info
 
 _constructed: defaultdict[tuple[str, ...], itertools.count[int]] = defaultdict(itertools.count)
 _mark = uuid.uuid4().hex[:16]
@@ -66,7 +66,7 @@ def current(run: str) -> Launch:
     HOLDFAST_LAUNCH names it where it is set. Else, with torch.distributed initialised, rank 0 makes up a name and the
     others read it from the job's store (no collective). Without it, torchrun's run id and restart count serve. A single
     process is a launch of its own. Raises `InvalidRequest` when several ranks have nothing in common from which a name could
-    be made.
+    be made, and when mpirun or srun has started several processes whose rank and world are not told.
     """
     assigned_now = _assigned.get()
     if assigned_now is not None:
@@ -109,6 +109,8 @@ def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) ->
 
 def _identity(run: str, information: LaunchInfo) -> tuple[int, int, str]:
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not together:
+        check_placed()
     rank = torch.distributed.get_rank() if together else information.rank
     world = torch.distributed.get_world_size() if together else information.world
     if information.launch is not None:  # several ranks may be in one process then: each counts its own

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 
+from holdfast.config import LAUNCHERS, Launcher
 from holdfast.launch import alone, current
 from holdfast_formats.errors import InvalidRequest
 
@@ -49,6 +50,39 @@ def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatc
     with pytest.raises(InvalidRequest, match="no launch ID in common") as caught:
         current("unnamed")
     assert "HOLDFAST_LAUNCH" in caught.value.hint
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_processes_of_another_launcher_are_not_taken_for_single_ones(launcher: Launcher, stated: pytest.MonkeyPatch) -> None:
+    """Each would be rank 0 of 1, also under the name of a launch: the error names what to set, and once it is set the
+    process has its place.
+    """
+    stated.delenv("RANK")
+    stated.delenv("WORLD_SIZE")
+    for name, value in ((launcher.rank, "1"), (launcher.world, "4"), (launcher.local_world, "2")):
+        if name is not None:
+            stated.setenv(name, value)
+    with pytest.raises(InvalidRequest, match="has started 4 processes") as refused:
+        current("placed")
+    assert f"RANK=${launcher.rank}, WORLD_SIZE=${launcher.world} and HOLDFAST_LAUNCH" in refused.value.hint
+    stated.setenv("RANK", "1")
+    stated.setenv("WORLD_SIZE", "4")
+    placed = current("placed")
+    assert (placed.rank, placed.world, placed.peers) == (1, 4, 4 if launcher.local_world is None else 2)
+    stated.setenv("RANK", "0")
+    stated.setenv("WORLD_SIZE", "1")  # each trains a run of its own
+    assert current("placed")[:2] == (0, 1)
+
+
+def test_one_process_of_another_launcher_is_a_single_one(stated: pytest.MonkeyPatch) -> None:
+    """`srun python train.py` with one task, and the batch script of a job that has more."""
+    stated.delenv("RANK")
+    stated.delenv("WORLD_SIZE")
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        stated.setenv(name, "1")
+    stated.setenv("SLURM_NTASKS", "8")
+    stated.setenv("SLURM_PROCID", "0")
+    assert current("single")[:2] == (0, 1)
 
 
 def test_one_rank_alone_is_a_launch_of_its_own(stated: pytest.MonkeyPatch) -> None:
