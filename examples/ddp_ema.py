@@ -1,4 +1,4 @@
-"""DistributedDataParallel on two ranks, with a moving average of the weights that the daemon keeps.
+"""DistributedDataParallel on two ranks, with a moving average of the weights that the daemon computes.
 
 torchrun --nproc-per-node 2 examples/ddp_ema.py
 """
@@ -35,7 +35,7 @@ def train() -> float:
     return loss.item()
 
 
-# The module itself, not its wrapper: the checkpoint then has the names that the model has everywhere else.
+# Pass the module and not its DDP wrapper, so that the checkpoint has the model's own tensor names.
 state = {"model": model, "optim": optimizer}
 with Checkpointer("ddp-ema", state, at=options.at, ema=Ema(decay=0.99, of="model", every=5)) as checkpointer:
     first = checkpointer.restore() + 1
@@ -46,4 +46,4 @@ with Checkpointer("ddp-ema", state, at=options.at, ema=Ema(decay=0.99, of="model
             if dist.get_rank() == 0:
                 print(f"step {step} loss {loss:.9f} average of {checkpointer.ema.n} updates", flush=True)
 dist.destroy_process_group()
-# The average as a model of its own:   holdfast export ddp-ema@200 DIRECTORY --as hf --weights ema
+# To export the average as a model:   holdfast export ddp-ema@200 DIRECTORY --as hf --weights ema

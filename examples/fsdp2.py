@@ -1,4 +1,4 @@
-"""FSDP2 on any number of ranks. Start it on two, stop it, continue on three: every rank reads its own part.
+"""FSDP2 on any number of ranks. Start it on two ranks, stop it, and continue on three: each rank reads its own part.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py
 """

@@ -1,4 +1,4 @@
-"""A Lightning Trainer: one callback instead of ModelCheckpoint. Needs: pip install lightning
+"""A Lightning Trainer with one callback in place of ModelCheckpoint. Needs: pip install lightning
 
 python examples/lightning_callback.py
 """

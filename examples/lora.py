@@ -1,4 +1,4 @@
-"""LoRA on a frozen base model: the checkpoint holds the adapter and its optimizer. Needs: pip install transformers peft
+"""LoRA on a frozen base model: the checkpoint contains the adapter and its optimizer. Needs: pip install transformers peft
 
 python examples/lora.py
 """
@@ -43,4 +43,4 @@ with Checkpointer("lora", state, assets=[adapter_config(model)], at=options.at) 
         if step % 20 == 0 or step == options.steps:
             checkpointer.save(step, metrics={"loss": loss})
             print(f"step {step} loss {loss:.9f}", flush=True)
-# PeftModel.from_pretrained(base, "holdfast-data/lora/checkpoints/step-00000060") loads it.
+# To load the adapter: PeftModel.from_pretrained(base, "holdfast-data/lora/checkpoints/step-00000060")

@@ -1,4 +1,4 @@
-"""Your own loop: one process, saved every 20 steps. Stop it in any way and start it again: it continues.
+"""Your own loop on one process, with a save every 20 steps. Stop it in any way and start it again: it continues.
 
 python examples/plain.py
 """
@@ -22,7 +22,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
 
 def train() -> float:
-    """One step on random numbers, which Holdfast saves and restores too."""
+    """One step on random data. Holdfast also saves and restores the state of the random generator."""
     rows = torch.randn(64, 32)
     loss = nn.functional.mse_loss(model(rows), rows.sum(dim=1, keepdim=True))
     optimizer.zero_grad()
@@ -34,7 +34,7 @@ def train() -> float:
 
 state = {"model": model, "optim": optimizer, "scheduler": scheduler}
 with Checkpointer("plain", state, at=options.at) as checkpointer:
-    checkpointer.on_preemption()  # a SIGTERM saves the current step, then ends the loop
+    checkpointer.on_preemption()  # SIGTERM saves the current step and then ends the loop
     first = checkpointer.restore() + 1  # restore() returns 0 if there is no checkpoint yet
     print(f"starts with step {first}", flush=True)
     for step in range(first, options.steps + 1):

@@ -1,4 +1,4 @@
-"""A transformers Trainer: one line, `attach`. Needs: pip install transformers accelerate
+"""A transformers Trainer with one additional line, `attach`. Needs: pip install transformers accelerate
 
 python examples/trainer.py
 """
@@ -22,5 +22,5 @@ arguments = TrainingArguments(
 )
 
 trainer = attach(Trainer(model, arguments, train_dataset=rows), "trainer", at=options.at)
-trainer.train()  # from the newest sound checkpoint if there is one
+trainer.train()  # continues from the newest undamaged checkpoint, if there is one
 print(f"ended at step {trainer.state.global_step}", flush=True)
