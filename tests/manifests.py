@@ -1,6 +1,7 @@
 """The manifests of deploy/kubernetes: as files, as Kustomize puts them together, and the schemas that they follow.
 
-`python -m tests.manifests` writes the PrometheusRule again after deploy/prometheus/alerts.yml has changed.
+`python -m tests.manifests` writes the PrometheusRule again after deploy/prometheus/alerts.yml has changed, and the alerts'
+links after the address of the site in mkdocs.yml has.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ metadata:
   labels: {app.kubernetes.io/name: holdfast}
 spec:
 """
+
+
+def site() -> str:
+    """The address at which the documentation is published, which ends with a slash."""
+    (address,) = re.findall(r"^site_url: (https://\S+/)$", (TOP / "mkdocs.yml").read_text(), re.MULTILINE)
+    return str(address)
+
+
+def linked(rules: str) -> str:
+    """Rules or their tests, with every link of an alert leading to the site."""
+    return re.sub(r'(runbook_url: ")https://[^"#]*/', lambda found: found[1] + site(), rules)
 
 
 def prometheus_rule() -> str:
@@ -136,4 +148,6 @@ def closed(schema: Any) -> Any:
 
 
 if __name__ == "__main__":
+    for rules in (ALERTS, ALERTS.with_name("alerts.test.yml")):
+        rules.write_text(linked(rules.read_text()))
     RULE.write_text(prometheus_rule())

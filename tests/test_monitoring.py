@@ -18,7 +18,7 @@ from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.config import parse
 from holdfast_service.observe.metrics import METRICS, PHASES
 from tests.compose import follows_the_schema
-from tests.manifests import sources
+from tests.manifests import linked, site, sources
 
 TOP = Path(__file__).parent.parent
 PROMETHEUS = TOP / "deploy" / "prometheus"
@@ -120,8 +120,26 @@ def test_rules_say_what_to_do() -> None:
     tested = {case["alertname"] for test in TESTED["tests"] for case in test["alert_rule_test"] if case.get("exp_alerts")}
     for rule in RULES:
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert rule["annotations"].keys() == {"summary", "action"}
+        assert rule["annotations"].keys() == {"summary", "action", "runbook_url"}
     assert {rule["alert"] for rule in RULES if rule["labels"]["severity"] == "page"} <= tested
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_a_rule_links_to_what_to_do(rule: dict[str, Any]) -> None:
+    """The link leads to a heading of "When something went wrong", on the site that mkdocs.yml names. Below the heading for
+    daemons stands the alert's own row.
+    """
+    page, _, anchor = rule["annotations"]["runbook_url"].removeprefix(site()).partition(".html#")
+    text = (TOP / "docs" / f"{page}.md").read_text()
+    sections = {section.partition("\n")[0].lower().replace(" ", "-"): section for section in text.split("\n## ")[1:]}
+    assert page == "when-something-went-wrong" and anchor in sections
+    assert anchor != "a-daemon-needs-attention" or f"`{rule['alert']}`" in sections[anchor]
+
+
+def test_links_are_those_of_the_site() -> None:
+    """`python -m tests.manifests` would change nothing."""
+    for path in (PROMETHEUS / "alerts.yml", PROMETHEUS / "alerts.test.yml"):
+        assert linked(path.read_text()) == path.read_text()
 
 
 COMPOSE_FILES = (("docker-compose.yml",), ("docker-compose.yml", "deploy/compose/full.yml"))
