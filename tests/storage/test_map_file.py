@@ -66,3 +66,18 @@ def test_what_would_not_be_read_again_is_not_written() -> None:
     with pytest.raises(CorruptManifest, match="twice"):
         sizes(tier).change(put("b", 2))
     assert tier.read(FILE) == b'{"sizes": {"a": 1, "a": 2}}'
+
+
+def test_a_change_by_another_daemon_is_kept() -> None:
+    """It comes between the reading and the writing of this one, which then begins again with what it finds."""
+    tier = MemoryTier(2**20)
+    calls: list[dict[str, int]] = []
+
+    def act(entries: dict[str, int]) -> None:
+        calls.append(dict(entries))
+        if len(calls) == 1:
+            sizes(tier).change(put("theirs", 1))
+        entries["ours"] = 2
+
+    sizes(tier).change(act)
+    assert calls == [{}, {"theirs": 1}] and sizes(tier).read() == {"ours": 2, "theirs": 1}

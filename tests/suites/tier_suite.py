@@ -6,7 +6,6 @@ import itertools
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_service.storage import Buffer, Tier
+from tests.suites.records_suite import Raw, RecordsSuite
 
 ESCAPES = ["/etc/passwd", "../outside", "a/../../outside", "a//b", "./a", "a/.", "a/", "a\0b", ".."]
 
@@ -26,15 +26,12 @@ def aligned(size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
-class Raw(Protocol):
-    """Access to what a tier stores that does not go through the tier."""
-
-    def write(self, path: str, data: bytes) -> None: ...
-    def read(self, path: str) -> bytes | None: ...
-
-
-class TierSuite:
+class TierSuite(RecordsSuite):
     """Subclasses give the fixtures `tier`, a fresh and empty tier, and `raw`, the way past it."""
+
+    @pytest.fixture
+    def records(self, tier: Tier) -> Tier:
+        return tier
 
     def test_file_has_every_byte_written(self, tier: Tier, raw: Raw) -> None:
         """What is written in pieces, in any order, is the file; what is not written is zero."""
@@ -193,27 +190,11 @@ class TierSuite:
         tier.put("a/b/c/COMMIT", b"{}")
         assert raw.read("a/b/c/COMMIT") == b"{}"
 
-    def test_put_first_makes_a_file_once(self, tier: Tier, raw: Raw) -> None:
-        """Of many who make the same file at once, one does, and it is whole; nothing else is left behind."""
-        assert tier.put_first("claims/one", b"first") and not tier.put_first("claims/one", b"second")
-        assert raw.read("claims/one") == b"first"
-        with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda number: tier.put_first("claims/two", bytes([number]) * 1000), range(8)))
-        assert made.count(True) == 1 and raw.read("claims/two") == bytes([made.index(True)]) * 1000
-        assert tier.list("claims") == ["one", "two"]
-
     def test_idle(self, tier: Tier) -> None:
         """What is not there is not idle; of what is, nobody has to know the storage's clock."""
         assert tier.idle_s("run/staging/x") == 0.0
         tier.put("run/staging/x/file", b"data")
         assert tier.idle_s("run/staging/x") >= 0.0
-
-    def test_replace_makes_and_replaces(self, tier: Tier, raw: Raw) -> None:
-        """A replaced file has the new bytes alone, and nothing else is left in the directory."""
-        tier.replace("run/run.json", b"a long first text")
-        tier.replace("run/run.json", b"short")
-        assert raw.read("run/run.json") == b"short"
-        assert tier.list("run") == ["run.json"]
 
     def test_replace_of_a_directory_is_refused(self, tier: Tier, raw: Raw) -> None:
         """A directory is never replaced by a file."""
@@ -407,15 +388,6 @@ class TierSuite:
         assert tier.stamps("top", ("ONE", "TWO")) == {}
         tier.put("top/b/ONE", b"longer")
         assert tier.stamps("top", ("ONE", "TWO"))["b"] != replaced
-
-    def test_remove_file(self, tier: Tier, raw: Raw) -> None:
-        """One file goes, its neighbours stay; a missing one is named."""
-        raw.write("run/a", b"1")
-        raw.write("run/b", b"2")
-        tier.remove_file("run/a")
-        assert tier.list("run") == ["b"]
-        with pytest.raises(NoSuchResource):
-            tier.remove_file("run/a")
 
     def test_remove_tree(self, tier: Tier, raw: Raw) -> None:
         """A directory goes with all below it, a file goes, nothing is fine; names that only begin alike stay."""

@@ -1,10 +1,11 @@
-"""Stored files and checkpoints: the interfaces `Tier` and `Store`, both on POSIX, and the tier in memory for tests."""
+"""Stored files and checkpoints: the interfaces `Records`, `Tier` and `Store`, on POSIX, and the tier in memory for tests."""
 
 from .hub_snapshot import HubSnapshot
 from .locking import RootLock, lock_root
 from .memory import MemoryTier
 from .posix import PosixTier
 from .posix_store import PosixStore
+from .records import Records
 from .store import CommitContents, Publication, StagedCheckpoint, Store
 from .tier import Buffer, FileWriter, Tier
 from .uncached_reads import read_once
@@ -18,6 +19,7 @@ __all__ = [
     "PosixStore",
     "PosixTier",
     "Publication",
+    "Records",
     "RootLock",
     "StagedCheckpoint",
     "Store",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import CorruptManifest, InUse, NoSuchResource, StorageFailed
 
-from .tier import Tier
+from .records import Records
 
 FILE_BYTES_MAX = 2**20
 WAIT_S, RETRY_S = 5.0, 0.01  # for a change by another daemon
@@ -34,48 +33,50 @@ class MapContent(BaseModel, Generic[Entry]):
 class MapFile(Generic[Entry]):
     """The map of one root. Thread-safe; of changes at the same time, also by several daemons, none is lost."""
 
-    def __init__(self, tier: Tier, path: str, content: type[MapContent[Entry]], hint: str) -> None:
+    def __init__(self, records: Records, path: str, content: type[MapContent[Entry]], hint: str) -> None:
         """`hint` says what to do about a damaged file."""
-        self._tier, self._path, self._content, self._hint = tier, path, content, hint
+        self._records, self._path, self._content, self._hint = records, path, content, hint
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, Entry]:
         """Entries by name, none without a file; `CorruptManifest` if the file cannot be read, or is not a file."""
+        data = self._bytes()
+        return {} if data is None else self._parse(data)
+
+    def _bytes(self) -> bytes | None:
         try:
-            data = self._tier.read(self._path, 0, FILE_BYTES_MAX + 1)
+            return self._records.read(self._path, 0, FILE_BYTES_MAX + 1)
         except NoSuchResource as error:
-            if "errno" not in error.members and self._path in self._tier.list(""):
+            if "errno" not in error.members and self._path in self._records.list(""):
                 raise self._damaged("it is not a file") from error
-            return {}
+            return None
         except StorageFailed as error:
             raise self._damaged(error.detail) from error
-        return self._parse(data)
 
     def change(self, act: Callable[[dict[str, Entry]], object]) -> None:
-        """Replace the file after `act` has changed the entries; durable when this returns. `CorruptManifest` leaves a
-        damaged file as it is; `InUse` if another daemon has been changing it for five seconds.
+        """Replace the file after `act` has changed the entries; durable when this returns. `act` is called again where
+        another daemon changes the file at the same time. `CorruptManifest` leaves a damaged file as it is; `InUse` if other
+        daemons have been changing it for five seconds.
         """
-        with self._exclusively():
-            entries = self.read()
-            act(entries)
-            content = self._content.model_construct(entries=dict(sorted(entries.items())))
-            data = (content.model_dump_json(indent=1, by_alias=True) + "\n").encode()
-            self._parse(data)
-            self._tier.replace(self._path, data)
-
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
         until = time.monotonic() + WAIT_S
-        with self._lock, ExitStack() as stack:
+        with self._lock:
             while True:
+                before = self._bytes()
+                entries = {} if before is None else self._parse(before)
+                act(entries)
                 try:
-                    stack.enter_context(self._tier.hold(f"{self._path}.lock"))
-                    break
+                    if self._records.swap(self._path, before, self._encode(entries)):
+                        return
                 except InUse:
                     if time.monotonic() > until:
                         raise
-                    time.sleep(RETRY_S)
-            yield
+                time.sleep(RETRY_S)
+
+    def _encode(self, entries: dict[str, Entry]) -> bytes:
+        content = self._content.model_construct(entries=dict(sorted(entries.items())))
+        data = (content.model_dump_json(indent=1, by_alias=True) + "\n").encode()
+        self._parse(data)
+        return data
 
     def _parse(self, data: bytes) -> dict[str, Entry]:
         if len(data) > FILE_BYTES_MAX:

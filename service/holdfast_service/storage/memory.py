@@ -62,6 +62,13 @@ class MemoryTier:
             self.put(path, data)
         return True
 
+    def swap(self, path: str, before: bytes | None, data: bytes) -> bool:
+        with self.hold(f"{path}.lock"), self._lock:
+            if (None if self.size(path) is None else self.read(path)) != before:
+                return False
+            self.replace(path, data)
+        return True
+
     def replace(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
         with self._lock:

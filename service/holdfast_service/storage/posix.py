@@ -101,6 +101,13 @@ class PosixTier:
             os.rename(new, leaf, src_dir_fd=directory, dst_dir_fd=directory)
         self.sync_directory("/".join(parent))
 
+    def swap(self, path: str, before: bytes | None, data: bytes) -> bool:
+        with self.hold(f"{path}.lock"):
+            if (None if self.size(path) is None else self.read(path)) != before:
+                return False
+            self.replace(path, data)
+        return True
+
     def put_first(self, path: str, data: bytes) -> bool:
         parent, leaf = split_leaf(path)
         new = f".{leaf}.{uuid.uuid4().hex}.new"

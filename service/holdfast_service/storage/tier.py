@@ -1,4 +1,4 @@
-"""The interface of a place for checkpoints. Every tier must pass the tests in `tests/suites/tier_suite.py`.
+"""The interface of a directory for checkpoints. Every tier must pass the tests in `tests/suites/tier_suite.py`.
 
 Paths are relative POSIX paths below the tier's root; `""` is the root itself where a directory is expected. No symbolic link
 below the root is followed.
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.files import Files
+
+from .records import Records
 
 THE_DIRECTORY = "the directory"  # `label` of a tier: callers name its root themselves, and not to everyone
 NAME_BYTES_MAX = 255  # of every file system
@@ -40,8 +41,8 @@ class FileWriter(Protocol):
         """Close without a promise about the bytes; does nothing on a closed file."""
 
 
-class Tier(Files, Protocol):
-    """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""
+class Tier(Records, Protocol):
+    """A directory for checkpoints and control files. Failures are those of `Records`."""
 
     def create(self, path: str, size: int) -> FileWriter:
         """A new file with room for `size` bytes; parents are made. `StorageFailed` if something exists at `path`."""
@@ -54,15 +55,6 @@ class Tier(Files, Protocol):
 
     def put(self, path: str, data: bytes) -> None:
         """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
-
-    def put_first(self, path: str, data: bytes) -> bool:
-        """A new small file, durable with its name when this returns; False if one exists, which stays.
-
-        Of several nodes that do this at once, one succeeds, and the others find the whole file.
-        """
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Replace a file by `data`, or create it, atomically; durable, with its name, when this returns."""
 
     def sync_directory(self, path: str) -> None:
         """Make the names in this directory durable, and the path to it from the root."""
@@ -97,9 +89,6 @@ class Tier(Files, Protocol):
 
         Returns None for anything but a directory.
         """
-
-    def remove_file(self, path: str) -> None:
-        """Remove one file."""
 
     def remove_empty(self, path: str) -> bool:
         """Remove an empty directory; False if it is not empty, or not a directory. True for a missing one."""

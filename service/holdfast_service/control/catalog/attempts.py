@@ -18,7 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
 from holdfast_formats.rest.measurements import Life
 from holdfast_service.control.catalog.stored_life import StoredLife
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +143,12 @@ class Attempts:
     Without its file they are not `complete` until `merge` has added those of the catalog.
     """
 
-    def __init__(self, tier: Tier, path: str = naming.ATTEMPTS) -> None:
+    def __init__(self, records: Records, path: str = naming.ATTEMPTS) -> None:
         """`path` is the file that stores them."""
-        self._tier, self._path = tier, path
+        self._records, self._path = records, path
         self._writing = threading.Lock()  # of the file; taken before the other one
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
-        recorded = read(tier, path)
+        recorded = read(records, path)
         self._runs: dict[str, RunAttempts] = {} if recorded is None else recorded
         self._unwritten: set[str] = set()  # runs of which a rank has joined since the file was written
         self.complete = recorded is not None
@@ -314,37 +314,38 @@ class Attempts:
         """Write the file, then update memory. The caller holds the file's lock."""
         readable = {run: _readable(run, attempts) for run, attempts in changed.items()}
         runs = {run: attempts for run, attempts in {**self.known(), **readable}.items() if run != without}
-        self._tier.replace(self._path, _File(runs=runs).model_dump_json().encode() + b"\n")
+        self._records.replace(self._path, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs
             self._unwritten.clear()
 
 
-def read(tier: Tier, path: str) -> dict[str, RunAttempts] | None:
+def read(records: Records, path: str) -> dict[str, RunAttempts] | None:
     """The content of a file of attempts; None where it is missing or unreadable."""
     try:
-        data = read_bounded(tier, path, FILE_BYTES_MAX)
+        data = read_bounded(records, path, FILE_BYTES_MAX)
         return None if data is None else _File.model_validate_json(data).runs
     except (ValidationError, Damaged) as error:
         log.error("cannot read %s, rebuilding it from the catalog: %s", path, str(error)[:200])
         return None
 
 
-def make_one(tier: Tier) -> None:
+def make_one(records: Records) -> None:
     """Merge what the daemons of several nodes know of attempts into the file of one that serves the root alone.
 
     The caller holds the root's lock, and the others have been stopped for good. No number is given out twice.
     """
-    nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
-    claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]
+    nodes = [name for name in records.list("") if naming.parse_attempts_file(name) is not None]
+    claims = [claim for claim in map(naming.parse_claim_file, records.list(naming.CLAIMS)) if claim is not None]
     if not nodes and not claims:
         return
-    alone = Attempts(tier)
+    alone = Attempts(records)
     alone.merge({})
     for name in nodes:
-        alone.merge(read(tier, name) or {})
+        alone.merge(read(records, name) or {})
     for run, attempt in claims:
         alone.saw(run, attempt)
     for name in nodes:
-        tier.remove_file(name)
-    tier.remove_tree(naming.CLAIMS)
+        records.remove_file(name)
+    for name in records.list(naming.CLAIMS):
+        records.remove_file(f"{naming.CLAIMS}/{name}")

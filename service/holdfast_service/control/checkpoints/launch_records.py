@@ -20,7 +20,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX, RunLaunch
 from holdfast_formats.staging.messages import INFO_BYTES_MAX
 from holdfast_formats.tags import TAGS_MAX, is_tag
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -39,28 +39,28 @@ class _File(BaseModel):
 class LaunchRecords:
     """The launches of a root's runs. Thread-safe."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    def __init__(self, records: Records) -> None:
+        self._records = records
         self._writing = threading.Lock()
 
     def note(self, run: str, run_launch: RunLaunch) -> bool:
         """Store a launch, durably; False where it is stored already. A repeated launch replaces its record."""
         with self._writing:
-            known = read(self._tier, run)
+            known = read(self._records, run)
             if any((one.attempt, one.info) == (run_launch.attempt, run_launch.info) for one in known):
                 return False
             kept = [one for one in known if one.attempt != run_launch.attempt]
             kept = sorted([*kept, run_launch], key=lambda one: one.attempt)[-LAUNCHES_MAX:]
             while len(encoded := _encode(kept)) > FILE_BYTES_MAX and len(kept) > 1:
                 kept = kept[1:]
-            self._tier.replace(_path(run), encoded)
+            self._records.replace(_path(run), encoded)
             return True
 
 
-def read(tier: Files, run: str) -> list[RunLaunch]:
+def read(records: Files, run: str) -> list[RunLaunch]:
     """The stored launches of a run, the newest last; empty where they cannot be read."""
     try:
-        data = read_bounded(tier, _path(run), FILE_BYTES_MAX)
+        data = read_bounded(records, _path(run), FILE_BYTES_MAX)
         return [] if data is None else list(_File.model_validate_json(data).launches)
     except (ValidationError, CheckpointError) as error:
         log.error("cannot read %s: %s", _path(run), str(error)[:200])

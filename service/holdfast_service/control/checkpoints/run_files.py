@@ -21,7 +21,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
 from holdfast_formats.rest.runs import NOTES_LENGTH_MAX, OWNER_LENGTH_MAX
 from holdfast_formats.tags import TAG_PATTERN, TAGS_MAX
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
@@ -89,11 +89,11 @@ class RunFile(BaseModel):
         return tuple(sorted(label for label, steps in self.labels.items() if step in steps))
 
 
-def read_run_file(tier: Files, run: str) -> RunFile:
+def read_run_file(records: Files, run: str) -> RunFile:
     """The content of run.json, the defaults without one; `CorruptManifest` when it cannot be read."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     try:
-        data = read_bounded(tier, path, RUN_FILE_BYTES_MAX)
+        data = read_bounded(records, path, RUN_FILE_BYTES_MAX)
     except CorruptManifest as error:
         raise _unreadable(path, error.detail) from error
     if data is None:
@@ -104,7 +104,7 @@ def read_run_file(tier: Files, run: str) -> RunFile:
         raise _unreadable(path, first_mistake(error)) from error
 
 
-def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
+def write_run_file(records: Records, run: str, file: RunFile) -> None:
     """Replace run.json, atomically and durably; `LimitExceeded` for more marks than it may hold."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
@@ -114,7 +114,7 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
             f"{path} would hold {marks} marks and {len(file.labels)} labels in {len(encoded)} bytes",
             hint=f"at most {STEPS_MAX} pins or labelled steps, {LABELS_MAX} labels, {RUN_FILE_BYTES_MAX} bytes: remove some",
         )
-    tier.replace(path, encoded)
+    records.replace(path, encoded)
 
 
 class RunFiles:
@@ -127,7 +127,7 @@ class RunFiles:
 
     def __init__(
         self,
-        tier: Tier,
+        records: Records,
         usual: RetentionPolicy | None = None,
         *,
         is_run: Callable[[str], bool] = lambda run: True,
@@ -135,7 +135,7 @@ class RunFiles:
         elsewhere: Callable[[str], AbstractContextManager[Callable[[], object]]] | None = None,
     ) -> None:
         """`usual` is the policy of runs without one of their own, besides how many are kept."""
-        self._tier, self._usual = tier, usual or RetentionPolicy()
+        self._records, self._usual = records, usual or RetentionPolicy()
         self._is_run, self._has_saved, self._elsewhere = is_run, has_saved, elsewhere or (lambda run: nullcontext(bool))
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
         self._leaving: set[str] = set()  # runs that are being deleted
@@ -160,7 +160,7 @@ class RunFiles:
                 self._leaving.discard(run)
 
     def read(self, run: str) -> RunFile:
-        return read_run_file(self._tier, run).with_usual(self._usual)
+        return read_run_file(self._records, run).with_usual(self._usual)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; an unchanged one is not written. `NoSuchRun` if the run was
@@ -175,12 +175,12 @@ class RunFiles:
             after = act(before)
             if after != before:
                 still()
-                write_run_file(self._tier, run, after)
+                write_run_file(self._records, run, after)
             return after
 
     def refuse_gone(self, run: str) -> None:
         """`NoSuchRun` if the run is gone. Call it under `exclusively`, before its file is written."""
-        if self._tier.list(run):
+        if self._records.list(run):
             return
         if run in self._leaving or not self._is_run(run):
             raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")

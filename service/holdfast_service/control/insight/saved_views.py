@@ -10,7 +10,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest.views import View, ViewQuery, ViewRequest, check_view_name
 from holdfast_service.control.insight.run_orders import RunOrder
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 from holdfast_service.storage.map_file import MapContent, MapFile
 
 VIEWS_MAX = 100
@@ -30,9 +30,9 @@ class _File(MapContent[ViewRequest]):
 class SavedViews:
     """The views of one root. Thread-safe."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, records: Records) -> None:
         hint = "move the file away; then an admin saves the views again on the overview"
-        self._file = MapFile(tier, naming.VIEWS, _File, hint)
+        self._file = MapFile(records, naming.VIEWS, _File, hint)
 
     def all(self) -> list[View]:
         """By name; `CorruptManifest` if the file cannot be read."""

@@ -16,7 +16,7 @@ from holdfast_formats.rest.access import Quota, matches
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.database.visible import criterion
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 from holdfast_service.storage.map_file import MapContent, MapFile
 
 QUOTAS_MAX = 1000
@@ -32,10 +32,10 @@ class _File(MapContent[int]):
 class TeamQuotas:
     """The quotas of one root. Thread-safe."""
 
-    def __init__(self, tier: Tier, database: Database) -> None:
+    def __init__(self, records: Records, database: Database) -> None:
         self._database = database
         hint = "move the file away; then an admin sets the quotas again with `holdfast quota set`"
-        self._file = MapFile(tier, naming.QUOTAS, _File, hint)
+        self._file = MapFile(records, naming.QUOTAS, _File, hint)
 
     def all(self) -> dict[str, int]:
         """Bytes by pattern; `CorruptManifest` if the file cannot be read, or is none."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class Ages(BaseModel):
 class TrashAges:
     """The ages of one root; for one caller at a time. Of several daemons each continues from the last one's file."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier, self._has_looked = tier, False
+    def __init__(self, records: Records) -> None:
+        self._records, self._has_looked = records, False
 
     def read(self) -> Ages | None:
         """As of the last look; None where there is no readable file: then ages begin again."""
         try:
-            data = read_bounded(self._tier, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
+            data = read_bounded(self._records, naming.RUN_TRASH_AGES, FILE_BYTES_MAX)
             return None if data is None else Ages.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", naming.RUN_TRASH_AGES, str(error)[:200])
@@ -67,6 +67,6 @@ class TrashAges:
 
     def _write(self, ages: Ages) -> None:
         try:
-            self._tier.replace(naming.RUN_TRASH_AGES, ages.model_dump_json(indent=1).encode() + b"\n")
+            self._records.replace(naming.RUN_TRASH_AGES, ages.model_dump_json(indent=1).encode() + b"\n")
         except CheckpointError as error:  # a full disk: what is old enough goes all the same
             log.warning("cannot write %s: %s", naming.RUN_TRASH_AGES, error.detail)

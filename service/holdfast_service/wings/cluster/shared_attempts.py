@@ -40,7 +40,7 @@ from holdfast_service.control.catalog.attempts import (
 from holdfast_service.control.database.cluster_schema import SpeakerRow
 from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 from holdfast_service.wings.cluster.joint_rounds import JointRounds
 from holdfast_service.wings.cluster.membership import Membership, members
 from holdfast_service.wings.cluster.node_ranks import ConnectedNodes, NodeRanks
@@ -67,12 +67,12 @@ def _directly(question: Callable[[], int | None]) -> int | None:
 class SharedAttempts(Attempts):
     """As `Attempts`, for one daemon of several. Thread-safe."""
 
-    def __init__(self, tier: Tier, membership: Membership, node_ranks: ConnectedNodes, rounds: JointRounds) -> None:
-        super().__init__(tier, naming.attempts_file(membership.me.name))
+    def __init__(self, records: Records, membership: Membership, node_ranks: ConnectedNodes, rounds: JointRounds) -> None:
+        super().__init__(records, naming.attempts_file(membership.me.name))
         self._node, self._database = membership.me.name, membership.database
         self._node_ranks, self._rounds = node_ranks, rounds
         if not self.complete:
-            before = read(tier, naming.ATTEMPTS)  # of the time when one daemon served this root alone
+            before = read(records, naming.ATTEMPTS)  # of the time when one daemon served this root alone
             self._runs = {} if before is None else before
 
     def declare(
@@ -119,12 +119,12 @@ class SharedAttempts(Attempts):
 
     def _stated(self, path: str, step: int | None) -> int | None:
         """The answer of the first of several nodes, decided by exclusive file creation: works without the catalog."""
-        if self._tier.put_first(path, msgspec.json.encode(step)):
+        if self._records.put_first(path, msgspec.json.encode(step)):
             return step
         limit = time.monotonic() + SEEN_S
         while True:
             try:
-                return _decode_answer(self._tier.read(path, 0, ANSWER_BYTES_MAX))
+                return _decode_answer(self._records.read(path, 0, ANSWER_BYTES_MAX))
             except NoSuchResource:  # there, but not to be seen on this machine yet
                 if time.monotonic() > limit:
                     raise
@@ -178,10 +178,10 @@ class SharedAttempts(Attempts):
 
     def _answered_elsewhere(self, run: str, attempt: int) -> int | None:
         attempts = []
-        for name in self._tier.list(""):
+        for name in self._records.list(""):
             if naming.parse_attempts_file(name) in (None, self._node):
                 continue
-            others: Mapping[str, RunAttempts] = read(self._tier, name) or {}
+            others: Mapping[str, RunAttempts] = read(self._records, name) or {}
             answers = others.get(run, RunAttempts()).answers
             attempts += [int(key.partition(".")[0]) for key in answers]
         return max((number for number in attempts if number > attempt), default=None)
@@ -242,25 +242,25 @@ class SharedAttempts(Attempts):
         were read.
         """
         attempt = max([newest, *claims]) + 1
-        if not self._tier.put_first(naming.claim_file(run, attempt), launch.encode()):
+        if not self._records.put_first(naming.claim_file(run, attempt), launch.encode()):
             return None
         for old in claims[: -CLAIMS_MAX + 1]:
             with suppress(CheckpointError):  # another node has just removed it
-                self._tier.remove_file(naming.claim_file(run, old))
-        for answer in map(naming.parse_answer_file, self._tier.list(naming.CLAIMS)):
+                self._records.remove_file(naming.claim_file(run, old))
+        for answer in map(naming.parse_answer_file, self._records.list(naming.CLAIMS)):
             if answer is not None and answer[0] == run and answer[1] <= attempt - CLAIMS_MAX:
                 with suppress(CheckpointError):
-                    self._tier.remove_file(naming.answer_file(*answer))
+                    self._records.remove_file(naming.answer_file(*answer))
         return attempt
 
     def _claims(self, run: str) -> list[int]:
         """The claimed numbers of a run, ascending, without old ones."""
-        claims = map(naming.parse_claim_file, self._tier.list(naming.CLAIMS))
+        claims = map(naming.parse_claim_file, self._records.list(naming.CLAIMS))
         return sorted(claim[1] for claim in claims if claim is not None and claim[0] == run)
 
     def _launch_of(self, run: str, attempt: int) -> str | None:
         try:
-            return self._tier.read(naming.claim_file(run, attempt), 0, LAUNCH_LENGTH_MAX * 4).decode(errors="replace")
+            return self._records.read(naming.claim_file(run, attempt), 0, LAUNCH_LENGTH_MAX * 4).decode(errors="replace")
         except CheckpointError as error:
             log.info("cannot read which launch has attempt %s of %s: %s", attempt, run, error.detail)
             return None
