@@ -24,9 +24,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
+RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock integrations official bench docs check types style format clean tools
+.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock dist installed integrations official bench docs check types style format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -88,6 +89,20 @@ lock: $(READY) ## the packages that the daemon's image installs, as they are tod
 	$(LOCK) --extra service --extra postgres --extra otel pyproject.toml --output-file deploy/lock/service.txt
 	echo hatchling | $(LOCK) - --output-file deploy/lock/build.txt
 
+# The routines in C link to nothing but libc, so that auditwheel only gives the wheel the name under which PyPI takes it.
+dist: $(RELEASE) ## what a release publishes: sdist and wheel into dist/, the SBOM of the daemon's image into build/sbom.json
+	rm -rf dist && mkdir -p build
+	$(BIN)/python -m uv build --build-constraints deploy/lock/build.txt --require-hashes --out-dir dist
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl
+	$(BIN)/cyclonedx-py requirements deploy/lock/service.txt --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json
+
+INSTALLED := build/installed/bin
+installed: ## the wheel of dist/ in an environment of its own: the commands, and the demo
+	$(PYTHON) -m venv --clear build/installed
+	$(INSTALLED)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(INSTALLED)/python -m pip install "$$(ls dist/*.whl)[demo]"
+	cd build && installed/bin/holdfast doctor && installed/bin/holdfast demo --steps 30
+
 integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
 	$(BIN)/python -m tests.integrations $(ONLY)
 
@@ -141,6 +156,10 @@ $(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c ser
 # Programs that tests start. Without them the tests that need them are skipped and say so, so this never fails.
 $(TOOLS): tests/tools.sh | $(BIN)/python
 	sh tests/tools.sh
+	touch $@
+
+$(RELEASE): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[release]'
 	touch $@
 
 $(DOCS): $(READY)
