@@ -1,4 +1,8 @@
-"""Protects checkpoints from removal while requests read them, and a while longer for the next request."""
+"""Protects checkpoints from removal while requests read them, and a while longer for a program's next request.
+
+A page's requests come from within the page's own request. They hold nothing afterwards: looking at a checkpoint does not
+keep it from being removed.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 class _Held(ExitStack):
     """A request's holds, its last opened checkpoint, and damage found there."""
 
-    opened: tuple[str, int] | None = None
-    damage: Damaged | None = None
+    def __init__(self, linger_s: float) -> None:
+        super().__init__()
+        self._linger_s = linger_s
+        self.opened: tuple[str, int] | None = None
+        self.damage: Damaged | None = None
 
     def hold(self, readers: Readers, run: str, step: int) -> None:
         self.opened = run, step
-        self.enter_context(readers.reading(run, step, OPENED, LINGER_S))
+        self.enter_context(readers.reading(run, step, OPENED, self._linger_s))
 
 
 class ReadProtection:
@@ -34,7 +41,8 @@ class ReadProtection:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _Held() as held:
+        of_a_page = _held.get() is not None
+        with _Held(0.0 if of_a_page else LINGER_S) as held:
             before = _held.set(held)
             try:
                 await self._app(scope, receive, send)

@@ -129,6 +129,19 @@ def test_other_nodes_are_told_once_of_what_is_read_here() -> None:
     assert others.told == [("run", 1, True), ("run", 1, False)] and readers.places() == {("run", 1): False}
 
 
+def test_a_read_that_has_ended_is_announced_again() -> None:
+    """When the next beat has ended it at the other nodes, not only after a while."""
+    others: Any = Elsewhere()
+    readers = Readers(Clock(100.0), others)
+    for _ in range(2):
+        with readers.reading("run", 1, OPENED):
+            pass
+    assert others.told == [("run", 1, True)]
+    assert readers.places() == {}
+    with readers.reading("run", 1, OPENED):
+        assert others.told == [("run", 1, True)] * 2
+
+
 def test_what_other_nodes_read_is_neither_removed_nor_replaced() -> None:
     """Who has it open elsewhere holds up no replacement, as here."""
     others: Any = Elsewhere()

@@ -116,11 +116,12 @@ class Readers:
         """What is being read here now, except by checks, and whether only by readers of open files."""
         now = self._clock()
         with self._lock:
-            self._announced = {key: until for key, until in self._announced.items() if until > now}
             reading = {
                 key: [who.startswith(OPENED) for who, until in held.items() if until > now and not who.startswith(CHECK)]
                 for key, held in self._holds.items()
             }
+            # The caller ends at the other nodes what is not read here, so its next reader announces it again.
+            self._announced = {key: until for key, until in self._announced.items() if until > now and reading.get(key[0])}
         return {key: all(opened) for key, opened in reading.items() if opened}
 
     def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:

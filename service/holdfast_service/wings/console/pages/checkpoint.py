@@ -72,9 +72,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why
 
 @router.get("/runs/{run}/checkpoints/{step}/files")
 async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
-    """Files as they should be, and as they are on storage. A separate page, because the request holds the checkpoint for a
-    while.
-    """
+    """Files as they should be, and as they are on storage."""
     checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     files, node = await asyncio.gather(
         shown(api.page(bodies.File, at(run, checkpoint.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
