@@ -1,7 +1,8 @@
 """Collects a launch's metadata for its run: what the trainer passes as `info=`, and what can be detected safely.
 
-Detected are the git commit, the command line without secrets, user, host, and the versions of Python and torch. The
-environment is never read. git runs in a thread; only the first contact with the daemon waits for it.
+Detected are the git commit, the command lines of this process and of its launcher without secrets, the working directory,
+user, host, and the versions of Python and torch. The environment is never read. git runs in a thread; only the first
+contact with the daemon waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pwd
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class RunInfo:
             self._asking = None  # waited for once: a later result is sent at the next contact
         info = {name: value for name, value in {**self._found, **self._given}.items() if value is not None}
         if len(json.dumps(info)) > INFO_BYTES_MAX:
-            info.pop("command", None)
+            info = {name: value for name, value in info.items() if name not in ("command", "launcher")}
         return info if len(json.dumps(info)) <= INFO_BYTES_MAX else dict(self._given)
 
     def _ask_git(self) -> None:
@@ -127,7 +128,9 @@ def _large(value: Any) -> int | None:
 def _found() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {
-        "command": _command(),
+        "command": _without_secrets(sys.orig_argv),
+        "launcher": _launcher(),
+        "directory": _directory(),
         "user": _user(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -135,14 +138,33 @@ def _found() -> dict[str, Any]:
     }
 
 
-def _command() -> list[str]:
-    words: list[str] = masked_command(_well_formed(json.dumps(sys.orig_argv, ensure_ascii=False)))
+def _without_secrets(command: Sequence[str]) -> list[str]:
+    words: list[str] = masked_command(_well_formed(json.dumps(list(command), ensure_ascii=False)))
     kept: list[str] = []
     for word in words:
         if sum(map(len, kept)) + len(word) > COMMAND_CHARACTERS_MAX:
             return [*kept, f"… and {len(words) - len(kept)} more"]
         kept.append(word)
     return kept
+
+
+def _launcher() -> list[str] | None:
+    """The command line of the parent process, if it ends in our script and its arguments, as torchrun's does."""
+    script = sys.orig_argv[-len(sys.argv) :]
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().removesuffix(b"\0").split(b"\0")
+    except OSError:  # it belongs to another user, or has ended
+        return None
+    command = [os.fsdecode(word) for word in words]
+    # A forked process has its parent's command line.
+    return _without_secrets(command) if command[-len(script) :] == script and command != sys.orig_argv else None
+
+
+def _directory() -> str | None:
+    try:
+        return str(_well_formed(json.dumps(os.getcwd(), ensure_ascii=False)))
+    except OSError:  # it was removed
+        return None
 
 
 def _user() -> str:

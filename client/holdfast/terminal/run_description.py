@@ -15,7 +15,7 @@ from holdfast_formats.rest.runs import RunAbout, RunLaunch
 LAUNCHES_SHOWN = 5
 STEPS_SHOWN = 10
 VALUE_CHARACTERS_MAX = 400
-_KNOWN = ("git", "command", "user", "host", "python", "torch", "owner", "notes", "tags")
+_KNOWN = ("git", "launcher", "command", "directory", "user", "host", "python", "torch", "owner", "notes", "tags")
 
 
 def lines(metadata: RunAbout) -> Iterator[Text]:
@@ -50,9 +50,11 @@ def _launch(launch: RunLaunch) -> Iterator[Text]:
     info = launch.info
     if git := git_text(info.get("git")):
         yield Text(f"  git         {git}")
-    command = info.get("command")
-    if isinstance(command, list):
-        yield Text(f"  command     {shlex.join(map(str, command))}")
+    for name in ("launcher", "command"):
+        if isinstance(command := info.get(name), list):
+            yield Text(f"  {name:<11} {shlex.join(map(str, command))}")
+    if info.get("directory"):
+        yield Text(f"  directory   {info['directory']}")
     where = " on ".join(str(info[name]) for name in ("user", "host") if info.get(name))
     versions = ", ".join(f"{name} {info[name]}" for name in ("python", "torch") if info.get(name))
     if where or versions:

@@ -30,7 +30,8 @@ class RunLaunch(Body):
     at: str = Field(description="when its first rank reported it")
     world: int = Field(description="how many ranks it has")
     info: dict[str, Any] = Field(
-        description="git, command, user, host, python, torch, and what `Checkpointer(info=…)` was given, such as config"
+        description="git, command, launcher (the command line of torchrun or its like), directory, user, host, python, "
+        "torch, and what `Checkpointer(info=…)` was given, such as config"
     )
 
 

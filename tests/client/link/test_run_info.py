@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,35 @@ from holdfast_formats.staging.messages import INFO_BYTES_MAX
 
 
 def test_what_is_found_out_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command without secrets, user, host and versions; nothing of the environment."""
+    """Command without secrets, directory, user, host and versions; nothing of the environment."""
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--hf-token", "mine", "--lr", "1"])
     monkeypatch.setenv("SOMETHING_ELSE", "of-the-environment")
     told = RunInfo({}).document(60)
     assert told["command"] == ["python", "train.py", "--hf-token", "***", "--lr", "1"]
+    assert "launcher" not in told and told["directory"] == str(Path.cwd())
     assert told["torch"] == torch.__version__ and told["user"] and told["host"] and told["python"]
     assert "of-the-environment" not in json.dumps(told)
+
+
+_TOLD = """import json, sys
+from holdfast.link.run_info import RunInfo
+json.dump(RunInfo({"git": None}).document(), sys.stdout)
+"""
+_LAUNCHER = """import subprocess, sys
+print(subprocess.run([sys.executable, "-u", *sys.argv[2:]], capture_output=True, text=True, check=True).stdout)
+"""
+
+
+def test_the_launcher_is_the_parent_that_names_the_script(tmp_path: Path) -> None:
+    """As torchrun does. A parent whose command line does not end in the script and its arguments is no launcher."""
+    (tmp_path / "train.py").write_text(_TOLD)
+    (tmp_path / "run.py").write_text(_LAUNCHER)
+    launched = [sys.executable, "run.py", "--ranks=1", "train.py", "--lr", "1", "--api-key", "mine"]
+    told = json.loads(subprocess.run(launched, cwd=tmp_path, capture_output=True, check=True).stdout)
+    assert told["launcher"] == [*launched[:-1], "***"] and told["directory"] == str(tmp_path)
+    assert told["command"] == [sys.executable, "-u", "train.py", "--lr", "1", "--api-key", "***"]
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, check=True)
+    assert "launcher" not in json.loads(alone.stdout)
 
 
 def test_what_is_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:

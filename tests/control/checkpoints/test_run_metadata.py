@@ -46,10 +46,10 @@ def test_tags_are_what_was_set_else_the_trainers(
             metadata.launched(run, RunLaunch(attempt=number, at=AT, world=1, info={"tags": act}))
             trainers = {tag for tag in act if tag in TAGS}
         expected = sorted(trainers if chosen is None else chosen)
-        assert metadata.of(run, "idle", None).tags == expected
+        assert metadata.of(catalog.run(run)).tags == expected
         settings_found = roots.settings_of(tier, run)
         assert settings_found is not None and list(settings_found.tags) == expected
-    found = metadata.of(run, "idle", None).tags
+    found = metadata.of(catalog.run(run)).tags
     for tag in TAGS:
         with catalog.database.read() as session:
             assert (run in session.scalars(named(run, (), [tag])).all()) == (tag in found)

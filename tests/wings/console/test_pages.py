@@ -306,7 +306,10 @@ def test_what_was_given_to_the_service_is_text(tmp_path: Path) -> None:
 def test_looking_holds_nothing(service: Served, browser: httpx.Client) -> None:
     """A checkpoint that was looked at, on whatever page of it, is removed at once."""
     readers = service.services.control.rotation.readers
-    for path in (STEP, *(path for path in PAGES if path.startswith((f"{STEP}/", "/runs/tiny/compare", "/runs/tiny/health")))):
+    for path in (
+        STEP,
+        *(path for path in PAGES if path.startswith((f"{STEP}/", "/runs/tiny/compare", "/runs/tiny/health"))),
+    ):
         assert browser.get(path).status_code == 200
         assert readers.held("tiny") == {}, path
     assert browser.delete("/v1/runs/tiny/checkpoints/5").status_code == 204

@@ -17,6 +17,7 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import RunAbout
 from holdfast_service.wings.console import recipes
 from tests.daemons import running, wait_until
 from tests.wings.console.reading import Page
@@ -55,7 +56,8 @@ class Pages(NamedTuple):
     def train(self, run: str, broken_from: int | None = None) -> None:
         """Save steps 10, 20, 30 and 40, and wait until they have been read back."""
         weights = torch.zeros(4)
-        with Checkpointer(run, {"model": {"w": weights}}, at=self.root) as checkpointer:
+        info = {"command": None}  # which is that of the tests
+        with Checkpointer(run, {"model": {"w": weights}}, at=self.root, info=info) as checkpointer:
             for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY):
                 weights.fill_(float("nan") if broken_from is not None and step >= broken_from else step)
                 checkpointer.save(step, wait="durable")
@@ -133,6 +135,60 @@ def test_torchrun(pages: Pages, tmp_path: Path) -> None:
     shell(lines["torchrun"], tmp_path)
     assert (tmp_path / "first").read_text() == "21"
     assert "environment" not in newest and lines["torchrun"] == f"RESUME_STEP=20 {newest['torchrun']}"
+
+
+_LAUNCHED = """
+import os
+import torch
+from pathlib import Path
+from holdfast import Checkpointer
+with Checkpointer("launched", {{"model": {{"w": torch.zeros(4)}}}}, at={root!r}) as checkpointer:
+    wanted = os.environ.get("RESUME_STEP")
+    first = checkpointer.restore(step=int(wanted) if wanted else None) + 1
+    Path("first").write_text(str(first))
+    for step in (10, 20):
+        if step >= first:
+            checkpointer.save(step, wait="durable")
+"""
+
+
+def test_the_launch_itself_is_started_again(pages: Pages, tmp_path: Path) -> None:
+    """Its own command line, in its own directory, stands first on both pages, and no other command is made up."""
+    script = tmp_path / "my train.py"
+    script.write_text(_LAUNCHED.format(root=str(pages.root)))
+    shell(f"{sys.executable} {script.name!r} --lr 1", tmp_path)
+    command = f"{sys.executable} 'my train.py' --lr 1\n"
+    newest, older = pages.lines("launched", "latest"), pages.lines("launched", 10)
+    assert next(iter(newest)) == "again" and newest["again"] == f"cd {tmp_path}\n{command}"
+    assert older["again"] == f"cd {tmp_path}\nRESUME_STEP=10 {command}" and "environment" in older
+    assert "torchrun" not in newest and "torchrun" not in older
+    page = Page(httpx.get(f"{pages.url}/runs/launched", trust_env=False).text).text
+    said = ("The command of attempt 1", "Start the script again, unchanged", "my train.py", "Python, your own loop")
+    assert [page.index(one) for one in said] == sorted(page.index(one) for one in said)
+    for lines, first in ((older["again"], "11"), (newest["again"], "21")):
+        (tmp_path / "first").unlink()
+        shell(lines, Path("/"))
+        assert (tmp_path / "first").read_text() == first
+
+
+def launch(world: int = 1, **info: Any) -> RunAbout:
+    known = {"run": "r", "life": "died", "life_since": None, "owner": None, "notes": ""}
+    return RunAbout.model_validate(known | {"launches": [{"attempt": 3, "at": "", "world": world, "info": info}]})
+
+
+def test_ranks_are_started_by_their_launcher() -> None:
+    """Whose command is in the record; without it, and where the record is cut or masked, the page says so."""
+    command, torchrun = ["python", "-u", "train.py"], ["torchrun", "--nproc-per-node=2", "train.py"]
+
+    def told(about: RunAbout | None) -> recipes.Snippet:
+        return recipes.resume(checkpoint(10), "newest", "/data", about)[0]
+
+    assert told(launch(2, command=command, launcher=torchrun)).lines == "torchrun --nproc-per-node=2 train.py\n"
+    assert "on each of 2 ranks" in told(launch(2, command=command)).note
+    assert "on each of" not in told(launch(1, command=command)).note
+    assert "`***` is a secret" in told(launch(1, command=[*command, "***"])).note
+    for none in (None, launch(1), launch(1, command="x"), launch(1, command=[*command, "… and 9 more"])):
+        assert told(none).key == "loop"
 
 
 def test_shards_of_a_layout(pages: Pages, tmp_path: Path) -> None:

@@ -118,8 +118,7 @@ def patch_run(services: Wired, viewer: Viewer, run: str, change: RunChange) -> R
 
 def _about(services: Wired, run: str, found: bodies.Run) -> RunAbout:
     gone = missing.missing(services.control.catalog.database, run)
-    about = services.control.run_metadata.of(run, found.life, found.life_since)
-    return about.model_copy(update={"missing": gone, "standing": found.standing})
+    return services.control.run_metadata.of(found).model_copy(update={"missing": gone})
 
 
 def _one(services: Wired, run: str) -> bodies.Run:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InUse, InvalidRequest
+from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import RunLife
 from holdfast_formats.rest.runs import RunAbout, RunChange, RunLaunch
 from holdfast_formats.tags import check_tags
@@ -34,14 +35,15 @@ class RunMetadata:
         self._tier, self._catalog, self._files, self._events, self._now = tier, catalog, files, events, now
         self._records = LaunchRecords(tier)
 
-    def of(self, run: str, life: RunLife, since: str | None) -> RunAbout:
-        """The description of a run in this state; `CorruptManifest` if its file cannot be read."""
-        file, launches = self._files.read(run), launch_records.read(self._tier, run)
-        seen = _seen(file, self._catalog.run(run).attempt)
+    def of(self, found: bodies.Run) -> RunAbout:
+        """The description of a run; `CorruptManifest` if its file cannot be read."""
+        file, launches = self._files.read(found.name), launch_records.read(self._tier, found.name)
+        seen = _seen(file, found.attempt)
         return RunAbout(
-            run=run,
-            life=life,
-            life_since=since,
+            run=found.name,
+            life=found.life,
+            life_since=found.life_since,
+            standing=found.standing,
             owner=file.owner or launch_records.owner_of(launches),
             notes=file.notes or launch_records.notes_of(launches),
             tags=list(launch_records.tags_of(launches) if file.tags is None else file.tags),

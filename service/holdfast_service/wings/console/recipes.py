@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import RunAbout, RunLaunch
 
 RANKS_OF_A_MACHINE = 8
 # What restore() needs to take this step: nothing, since it is the newest; the newest healthy one; or its number.
@@ -51,8 +52,11 @@ def root_of(nodes: bodies.Page[bodies.Node] | None) -> str | None:
     return nodes.items[0].root if nodes and nodes.items else None
 
 
-def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snippet]:
-    """For a loop of one's own, for the Trainer of transformers, and for torchrun. `root` is what `at=` takes."""
+def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str, about: RunAbout | None = None) -> list[Snippet]:
+    """The newest launch's own command, if its record has it, otherwise one for torchrun; for a loop of one's own, and for
+    the Trainer of transformers. `root` is what `at=` takes.
+    """
+    started = next((found for launch in (about.launches if about else ()) if (found := _started(launch))), None)
     run, step = checkpoint.run, checkpoint.step
     asked = {"newest": "", "healthy": "healthy=True", "step": f"step={step}"}[how]
     trainer = {"newest": "", "healthy": 'resume_from_checkpoint="latest-healthy"', "step": f"resume_from_checkpoint={step}"}
@@ -70,11 +74,15 @@ def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str) -> list[Snipp
         f'trainer = attach(\n    Trainer(model, arguments, train_dataset=data),\n    "{run}", at={root!r},\n)\n'
         f"trainer.train({trainer[how]})\n"
     )
-    return [
-        Snippet("loop", "Python, your own loop", loop, _NOTES[how]),
+    scripts = [
+        Snippet("loop", "Python, your own loop", loop, "" if started else _NOTES[how]),
         Snippet("trainer", "transformers Trainer", attached),
-        *_torchrun(checkpoint, how),
     ]
+    if started is not None:
+        return [*_again(checkpoint, how, started), *scripts]
+    ranks = f"Saved by {checkpoint.world} {'rank' if checkpoint.world == 1 else 'ranks'}; any number of ranks restores it."
+    command = f"torchrun --standalone --nproc-per-node {min(checkpoint.world, RANKS_OF_A_MACHINE)} train.py"
+    return [*scripts, *_with_step(checkpoint, how, Snippet("torchrun", "torchrun", f"{command}\n", ranks))]
 
 
 _NOTES: dict[How, str] = {
@@ -82,20 +90,64 @@ _NOTES: dict[How, str] = {
     "healthy": "A later start again takes the newest healthy step, so this line can stay.",
     "step": "For this launch only: remove the number afterwards, or the next start goes back to this step.",
 }
+_AGAIN: dict[How, str] = {
+    "newest": _NOTES["newest"],
+    "healthy": "In the script, `restore(healthy=True)` takes the newest healthy step. The line can stay.",
+    "step": "The script must read the variable, see below.",
+}
 
 
-def _torchrun(checkpoint: bodies.CheckpointInfo, how: How) -> list[Snippet]:
+class _Started(NamedTuple):
+    """How a launch was started, from its record."""
+
+    launch: RunLaunch
+    directory: str
+    command: list[str]
+    of_each_rank: bool  # what started the ranks is not known
+
+
+def _started(launch: RunLaunch) -> _Started | None:
+    """None if its record has no whole command. A trainer may have put anything there."""
+    words, launcher, directory = (launch.info.get(name) for name in ("command", "launcher", "directory"))
+    command = _words(launcher) or _words(words)
+    if not command:
+        return None
+    each = launch.world > 1 and not _words(launcher)
+    return _Started(launch, directory if isinstance(directory, str) else "", command, each)
+
+
+def _words(value: Any) -> list[str]:
+    words = [str(word) for word in value] if isinstance(value, list) else []
+    return [] if any(word.startswith("… and ") for word in words) else words  # its end was not recorded
+
+
+def _again(checkpoint: bodies.CheckpointInfo, how: How, started: _Started) -> list[Snippet]:
+    lines = f"cd {shlex.quote(started.directory)}\n" if started.directory else ""
+    ranks = started.launch.world
+    notes = [
+        _AGAIN[how],
+        f"It ran on each of {ranks} ranks: start it with the launcher of this job." if started.of_each_rank else "",
+        "`***` is a secret that was not recorded." if "***" in shlex.join(started.command) else "",
+    ]
+    title = f"The command of attempt {started.launch.attempt}"
+    own = Snippet("again", title, f"{shlex.join(started.command)}\n", " ".join(filter(None, notes)))
+    first, *others = _with_step(checkpoint, how, own)
+    return [first._replace(lines=lines + first.lines), *others]
+
+
+def _with_step(checkpoint: bodies.CheckpointInfo, how: How, command: Snippet) -> list[Snippet]:
     """Where a number is needed, the environment has it, so that the script stays as it is."""
-    command = f"torchrun --standalone --nproc-per-node {min(checkpoint.world, RANKS_OF_A_MACHINE)} train.py\n"
-    ranks = f"Saved by {checkpoint.world} {'rank' if checkpoint.world == 1 else 'ranks'}; any number of ranks restores it."
     if how != "step":
-        return [Snippet("torchrun", "torchrun", command, ranks)]
+        return [command]
     read = 'wanted = os.environ.get("RESUME_STEP")\nfirst = checkpointer.restore(step=int(wanted) if wanted else None) + 1\n'
     again = "Do not use `--max-restarts` here: restarted ranks would go back to this step."
-    return [
-        Snippet("torchrun", "torchrun", f"RESUME_STEP={checkpoint.step} {command}", f"{ranks} {again}"),
-        Snippet("environment", "In train.py", f"import os\n\n{read}", "Without the variable, the newest step is taken."),
-    ]
+    numbered = command._replace(
+        lines=f"RESUME_STEP={checkpoint.step} {command.lines}", note=" ".join(filter(None, (command.note, again)))
+    )
+    reads = Snippet(
+        "environment", "In the script", f"import os\n\n{read}", "Without the variable, the newest step is taken."
+    )
+    return [numbered, reads]
 
 
 def left_behind(

@@ -1,11 +1,11 @@
-// Code may be scrolled in its box, and so may the heat map, a plot by nature, and a field with a long text. Plots draw into
-// canvases. A RUN@STEP or an address that is longer than its line breaks where it must.
+// The heat map, a plot by nature, may be scrolled in its box, and so may a field with a long text. Plots draw into canvases. A
+// RUN@STEP or an address that is longer than its line breaks where it must.
 () => {
   const found = [], ARROW = 18; // px that Chromium keeps for a choice's arrow
   const say = (what, e) => found.push(`${what}: ${e.tagName.toLowerCase()}.${e.className} ${(e.textContent || e.outerHTML || "").trim().replace(/\s+/g, " ").slice(0, 80)}`);
   const wide = document.documentElement;
   if (wide.scrollWidth > wide.clientWidth) found.push(`the page is ${wide.scrollWidth} wide, the window ${wide.clientWidth}`);
-  const hidden = (e) => !e.checkVisibility({ visibilityProperty: true }) || e.closest(".sr, .skip, canvas, svg, .uplot, pre, .heat-box, select, textarea");
+  const hidden = (e) => !e.checkVisibility({ visibilityProperty: true }) || e.closest(".sr, .skip, canvas, svg, .uplot, .heat-box, select, textarea");
   const clips = (overflow) => overflow !== "visible";
   const clipped = (e) => { // by what is around it, which is looked at itself
     for (let around = e.parentElement; around && around !== document.body; around = around.parentElement) {
@@ -33,7 +33,7 @@
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const range = document.createRange();
   for (let node = texts.nextNode(); node; node = texts.nextNode()) {
-    if (!node.parentElement || hidden(node.parentElement) || node.parentElement.closest(".code, code, script")) continue;
+    if (!node.parentElement || hidden(node.parentElement) || node.parentElement.closest(".code, code, pre, script")) continue;
     for (const number of node.data.matchAll(/(?<!:\/\/\S*)(?<![\w\u202f.\-@])\d[\d.,\u202f]*(?:\s?(?:[kMGT]?B|ms|s|%))?(?![\w\-])/g)) {
       if (number[0].length > 24) continue;
       range.setStart(node, number.index);

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.layout import language
 from holdfast_formats.rest import bodies
+from holdfast_formats.rest.runs import RunAbout
 from holdfast_service.wings.console import recipes
 from holdfast_service.wings.console.recipes import Snippet
 from holdfast_service.wings.console.rendering import page
@@ -102,10 +103,11 @@ async def show_restoring(
     """The fields make up the layout's text, unless `layout` gives it as a whole. Shards are looked at only if asked for."""
     checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
     listed = at(run) + "/checkpoints"
-    newer, healthy, nodes = await asyncio.gather(
+    newer, healthy, nodes, about = await asyncio.gather(
         api.page(bodies.CheckpointInfo, listed, step_min=checkpoint.step + 1, limit=NEWER_LISTED),
         shown(api.get(bodies.CheckpointInfo, at(run, "latest-healthy"))),
         shown(api.page(bodies.Node, "/v1/nodes")),
+        shown(api.get(RunAbout, at(run) + "/about")),
     )
     root = recipes.root_of(nodes.value) or "."
     healthy_step = None if healthy.value is None else healthy.value.step
@@ -117,7 +119,7 @@ async def show_restoring(
         made=checkpoint,
         healthy=healthy_step,
         how=how,
-        resume=recipes.resume(checkpoint, how, recipes.place(nodes.value, request.base_url)),
+        resume=recipes.resume(checkpoint, how, recipes.place(nodes.value, request.base_url), about.value),
         left=recipes.left_behind(checkpoint, newer.items, newer.next is not None, root),
         unhealthy=[one.step for one in newer.items if one.healthy is False],
         fields=wanted.fields if wanted.asked else wanted.fields | _as_saved(checkpoint.world),

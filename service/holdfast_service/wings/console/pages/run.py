@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Alert, RunSummary
 from holdfast_formats.rest.retention import Preview
+from holdfast_formats.rest.runs import RunAbout
 from holdfast_service.wings.console import history, recipes, refreshed_parts, run_status
 from holdfast_service.wings.console.pages.overview import KINDS
 from holdfast_service.wings.console.recipes import LeftBehind, Snippet
@@ -44,13 +45,13 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
     """Figures, how to resume, and a page of checkpoints. The plots fetch the saves after that."""
     path = at(run) + "/checkpoints"
-    run_found, listed, newest, rounds, summary, nodes = await asyncio.gather(
+    run_found, listed, newest, rounds, summary, (nodes, about) = await asyncio.gather(
         api.get(bodies.Run, at(run)),
         api.page(bodies.CheckpointInfo, path, cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
         api.page(bodies.CheckpointInfo, path, limit=CHECKPOINTS_SHOWN),
         api.page(bodies.Round, "/v1/rounds", run=run, limit=ROUNDS_LOOKED_AT),
         shown(api.get(RunSummary, at(run) + "/summary")),
-        shown(api.page(bodies.Node, "/v1/nodes")),
+        _where(api, run),
     )
     preview = await _preview(api, run_found)
     kept_averages = [] if nodes.value is None else [one for node in nodes.value.items for one in node.averages]
@@ -84,7 +85,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         under_way=[item for item in rounds.items if item.state in ("open", "sealed")],
         saved_as=crc32(" ".join([*ends, *(f"{one.step} {one.state} {one.pinned}" for one in newest.items)]).encode()),
         full_in=_full_in(summary.value, newest, rounds, preview.value),
-        resume=_resume(summary.value, newest, nodes.value, request),
+        resume=_resume(summary.value, newest, nodes.value, about.value, request),
     )
 
 
@@ -111,6 +112,11 @@ async def saves(api: Asked, run: str) -> Response:
     )
 
 
+async def _where(api: ViewerApi, run: str) -> tuple[PagePart[bodies.Page[bodies.Node]], PagePart[RunAbout]]:
+    """Where the run is stored, and how it was launched."""
+    return await asyncio.gather(shown(api.page(bodies.Node, "/v1/nodes")), shown(api.get(RunAbout, at(run) + "/about")))
+
+
 class Resume(NamedTuple):
     """How training goes on from a step: lines to copy, and what becomes of newer checkpoints."""
 
@@ -123,6 +129,7 @@ def _resume(
     summary: RunSummary | None,
     newest: bodies.Page[bodies.CheckpointInfo],
     nodes: bodies.Page[bodies.Node] | None,
+    about: RunAbout | None,
     request: Request,
 ) -> Resume | None:
     """From the last good checkpoint: of the newer ones, `restore()` skips the damaged and abandoned, `healthy=True` those
@@ -137,7 +144,7 @@ def _resume(
     newer = [one for one in newest.items if one.step > good.step]
     more = len(newer) == len(newest.items) and newest.next is not None
     left = recipes.left_behind(like, newer, more, recipes.root_of(nodes) or ".")
-    return Resume(good.step, recipes.resume(like, how, place), left)
+    return Resume(good.step, recipes.resume(like, how, place, about), left)
 
 
 def _full_in(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ _DONE = {
 }
 CHANGES_SHOWN = 50
 _LINES = ("user", "host", "python", "torch")
-_SHOWN = ("git", "command", "owner", "notes", "tags", *_LINES)
+_SHOWN = ("git", "launcher", "command", "directory", "owner", "notes", "tags", *_LINES)
 
 
 @router.get("/runs/{run}/about")
@@ -143,8 +144,9 @@ def _changes(older: RunLaunch | None, newer: RunLaunch) -> list[LaunchChange]:
 def _line(launch: RunLaunch, changes: list[LaunchChange]) -> LaunchLine:
     """Parses metadata defensively: trainers may have set anything under any name."""
     info = launch.info
-    git, command = info.get("git"), info.get("command")
-    facts = {"Command": " ".join(map(str, command)) if isinstance(command, list) else command}
+    git = info.get("git")
+    facts = {name.capitalize(): _command(info.get(name)) for name in ("launcher", "command")}
+    facts["Directory"] = info.get("directory")
     facts |= {name.capitalize(): info.get(name) for name in _LINES}
     return LaunchLine(
         launch,
@@ -158,6 +160,10 @@ def _line(launch: RunLaunch, changes: list[LaunchChange]) -> LaunchLine:
         },
         changes,
     )
+
+
+def _command(words: Any) -> Any:
+    return shlex.join(map(str, words)) if isinstance(words, list) else words
 
 
 def _git_notes(git: dict[str, Any]) -> str:
