@@ -135,13 +135,13 @@ clean: ## remove caches, builds and the demo's output; .venv and holdfast-data s
 	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find benchmarks client formats service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# And promtool, which checks the alerts, out of Debian's package: nothing is installed or started. Without it those tests are
-# skipped, and say so.
-tools: $(READY) $(TOOLS) ## programs that tests start, and promtool for the tests of the alert rules
-	@command -v promtool >/dev/null || test -x $(BIN)/promtool || ! command -v apt-get >/dev/null || \
+# And Prometheus with promtool, for alerts and dashboard, out of Debian's package: nothing is installed or started. Without them
+# those tests are skipped, and say so.
+tools: $(READY) $(TOOLS) ## programs that tests start, and Prometheus for the tests of alerts and dashboard
+	@command -v promtool >/dev/null || test -x $(BIN)/promtool -a -x $(BIN)/prometheus || ! command -v apt-get >/dev/null || \
 		( mkdir -p build/tools && cd build/tools && { [ "$$(id -u)" != 0 ] || apt-get update -qq; } && \
-		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/promtool $(abspath $(BIN))/ ) || \
-		echo "promtool could not be had: the tests of the alert rules will be skipped"
+		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/promtool usr/bin/prometheus $(abspath $(BIN))/ ) || \
+		echo "Prometheus could not be had: the tests of alerts and dashboard will be skipped"
 
 # Both marks lie in the environment, so it is made before either of them is left there: `make --jobs` runs their rules at once.
 $(BIN)/python:
