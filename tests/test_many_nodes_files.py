@@ -94,6 +94,16 @@ def test_the_first_node_of_the_compose_file_builds_what_the_others_run(services:
     assert re.fullmatch(r"postgres:\d+-alpine", services["postgres"]["image"])
 
 
+@pytest.mark.parametrize("script", [SLURM, TOP / "examples" / "slurm.sbatch"], ids=lambda path: path.name)
+def test_a_slurm_job_has_its_node_and_all_of_its_memory(script: Path) -> None:
+    """The daemon's address and its budget are the job's alone; before the time limit the script is told, and it is queued
+    again.
+    """
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script.read_text(), re.MULTILINE))
+    assert options["mem"] == "0" and "exclusive" in options and "requeue" in options
+    assert re.fullmatch(r"B:USR1@\d+", options["signal"]) and options["open-mode"] == "append"
+
+
 def manifest(kind: str, name: str) -> dict[str, Any]:
     (found,) = [d for d in KUBERNETES if d["kind"] == kind and d["metadata"]["name"] == name]
     return dict(found)
