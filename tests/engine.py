@@ -23,11 +23,11 @@ class Engine:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._environment = {**os.environ, "DOCKER_HOST": host, "DOCKER_BUILDKIT": "0", "COMPOSE_DOCKER_CLI_BUILD": "0"}
+        self.environment = {**os.environ, "DOCKER_HOST": host, "DOCKER_BUILDKIT": "0", "COMPOSE_DOCKER_CLI_BUILD": "0"}
 
     def run(self, *command: str, timeout_s: float = 300.0, **environment: str) -> str:
         """What a command prints; fails the test with its output when it does not succeed."""
-        known = {**self._environment, **environment}
+        known = {**self.environment, **environment}
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=known, check=False)
         assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
         return ended.stdout
@@ -37,7 +37,7 @@ class Engine:
 
     @property
     def answers(self) -> bool:
-        asked = subprocess.run(["docker", "info"], capture_output=True, env=self._environment, check=False)
+        asked = subprocess.run(["docker", "info"], capture_output=True, env=self.environment, check=False)
         return asked.returncode == 0
 
 

@@ -48,13 +48,17 @@ class Project(NamedTuple):
 
 
 @contextmanager
-def project(made: Engine, name: str, directory: Path, compose: Mapping[str, Any]) -> Iterator[Project]:
-    """A Compose file without what is built, and without ports of this machine; all that it made is removed in the end."""
+def project(
+    made: Engine, name: str, directory: Path, compose: Mapping[str, Any], check: Mapping[str, Any] = PATIENT
+) -> Iterator[Project]:
+    """A Compose file without what is built, and without ports of this machine; all that it made is removed in the end.
+    `check`: the health check of its services.
+    """
     services = {service: {**about} for service, about in compose["services"].items()}
     for about in services.values():
         about.pop("build", None)
         about.pop("ports", None)
-        about["healthcheck"] = PATIENT
+        about["healthcheck"] = {**check}
     file = directory / "docker-compose.yml"
     file.write_text(yaml.safe_dump({**compose, "services": services}))
     found = Project(made, name, file)

@@ -73,9 +73,11 @@ POINTS = {
     "staged": Point("holdfast.stage.slots", "Slot.seal"),
     "sealed": Point("holdfast.stage.slots", "Slot.hand_over", after=True),
     "mid restore": Point("holdfast.read.verified_load", "hand_over"),
+    "before a restore reads": Point("holdfast.read.root_directory", "open_checkpoint"),
     # in the daemon
     "before a lease": Point("holdfast_service.daemon.saving.saver", "Saver.lease"),
     "in a seal": Point("holdfast_service.daemon.saving.saver", "Saver.seal"),
+    "before the write": Point("holdfast_service.control.checkpoints.planner", "plan"),
     "mid write": Point("holdfast_service.storage.posix", "PosixFile.write", after=True),
     "before manifest": Point("holdfast_service.control.checkpoints.commit", "compose"),
     "before COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_commit),
@@ -84,6 +86,7 @@ POINTS = {
     "after exchange": Point("holdfast_service.storage.posix", "_exchange", after=True),
     "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
     "before the catalog": Point("holdfast_service.control.catalog.catalog", "Catalog.record_checkpoint"),
+    "before it is read back": Point("holdfast_service.daemon.checking.verifier", "examine"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
     # in a daemon that keeps averages
     "before a fold": Point(_FOLDING, "fold"),
