@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -23,7 +22,7 @@ from tests.daemons import wait_until
 from tests.engine import BUILD_S, Engine
 
 STOPS = "/tests/tests/crash/stops"
-ENDS = "the daemon stops"  # in its log, after a signal
+SERVES, ENDS = "holdfast_service: serving ", "the daemon stops"  # in the daemon's log, when it is ready and after a signal
 BYTES = 1_000_000  # of a state
 SYSTEMD_IMAGE = "localhost/holdfast-systemd"
 DOCKERFILE = """
@@ -96,14 +95,17 @@ class Place(ABC):
     def let_go(self) -> None:
         (self.marks / "go").touch()
 
-    def while_it_stops(self, how: Callable[[], None], then: Callable[[], None]) -> None:
-        """Begin to stop it, and do something once the daemon has heard of that; returns when it has stopped."""
-        before = self.log().count(ENDS)
+    def while_it_stops(self, how: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        """Begin to stop it, do something once the daemon has heard of that, and let it go; returns when it has stopped."""
         stopping = threading.Thread(target=how)
         stopping.start()
-        wait_until(lambda: self.log().count(ENDS) > before or not stopping.is_alive(), HEALTHY_S)
-        then()
-        stopping.join()
+        try:
+            wait_until(lambda: ENDS in self.log().rpartition(SERVES)[2] or not stopping.is_alive(), HEALTHY_S)
+            if then is not None:
+                then()
+        finally:
+            self.let_go()
+            stopping.join()
 
     def ask(self, path: str) -> list[dict[str, Any]]:
         answer = json.loads(self.made.run(*self.inside("python", "-c", ASK_OWN, path)))
@@ -120,10 +122,7 @@ class InContainer(Place):
     def __init__(self, run: Project, directory: Path) -> None:
         super().__init__(run.made, directory / "data", directory / "marks", "/data", "/marks")
         self._run, self._directory = run, directory
-
-    @property
-    def container(self) -> str:
-        return self._run.run("ps", "--quiet", "holdfast").strip()
+        self.start()
 
     def is_up(self) -> bool:
         with socket.socket(socket.AF_UNIX) as asking, addressable(self._directory / "socket" / Path(SOCKET).name) as name:
@@ -134,10 +133,13 @@ class InContainer(Place):
             return True
 
     def log(self) -> str:
-        return self._run.run("logs", "--no-color", "holdfast")
+        """Empty for a container that was just replaced."""
+        command, known = ["docker", "logs", self._container], self.made.environment
+        ended = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
+        return ended.stdout + ended.stderr if ended.returncode == 0 else ""
 
     def inside(self, *command: str) -> list[str]:
-        return ["docker", "exec", f"{self._run.name}_holdfast_1", *command]
+        return ["docker", "exec", self._container, *command]
 
     def trainer(self, name: str, environment: dict[str, str], *command: str) -> list[str]:
         mounts = [f"{self._directory / one}:{at}" for one, at in (("data", "/data:ro"), ("socket", "/run/holdfast"))]
@@ -150,23 +152,24 @@ class InContainer(Place):
     def kill_trainer(self, name: str) -> None:
         self.made.docker("kill", name)
 
-    def kill_daemon(self) -> None:
-        """SIGKILL for the daemon below the first process."""
-        first = int(self.made.docker("inspect", "--format", "{{.State.Pid}}", self.container))
+    def signal_daemon(self, number: int) -> None:
+        """A signal for the daemon below the first process."""
+        first = int(self.made.docker("inspect", "--format", "{{.State.Pid}}", self._container))
         (daemon,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        os.kill(int(daemon), signal.SIGKILL)
+        os.kill(int(daemon), number)
 
     def kill(self) -> None:
-        self.made.docker("kill", self.container)
+        self.made.docker("kill", self._container)
 
     def stop(self) -> None:
-        self._run.run("stop", "holdfast")
+        self.made.docker("stop", self._container)  # with the grace of the file
 
     def upgrade(self) -> None:
         self._run.run("up", "--detach", "--force-recreate", "holdfast")
 
     def start(self) -> None:
         self._run.run("up", "--detach", "holdfast")
+        self._container = self._run.run("ps", "--quiet", "holdfast").strip()
 
 
 class BelowSystemd(Place):
@@ -233,6 +236,15 @@ class Rank:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it, whatever it does."""
+        if self._process.poll() is None:
+            self.kill()
+        self._ended()
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -267,12 +279,6 @@ class Rank:
         self._process.stdin.close()
         assert self._ended() == 0, self.said
 
-    def close(self) -> None:
-        """End it, whatever it does."""
-        if self._process.poll() is None:
-            self.kill()
-        self._ended()
-
     def _ended(self) -> int:
         self._reader.join()
         with self._process:  # closes its pipes
@@ -292,7 +298,6 @@ def in_container(made: Engine, directory: Path, points: str) -> Iterator[InConta
     daemon["environment"] |= {"PYTHONPATH": STOPS, "CRASH_POINT": points, "CRASH_DIRECTORY": "/marks"}
     with project(made, "holdfast-test-points", directory, {"services": {"holdfast": daemon}}, {"disable": True}) as run:
         place = InContainer(run, directory)
-        place.start()
         wait_until(place.is_up, HEALTHY_S)
         yield place
 

@@ -6,6 +6,7 @@ the table in docs/operating.md says so; an event of the next daemon then names i
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 
@@ -29,9 +30,9 @@ WAITS = {
 }
 POINTS = ("idle", "staging", *WAITS, "restoring")
 DAEMON, CONTAINER, STOPPED, TRAINER = "daemon killed", "container killed", "container stopped", "trainer killed"
-BOTH = "trainer and container killed"
+FROZEN, BOTH = "daemon frozen, container stopped", "trainer and container killed"
 UNIT, UNIT_STOPPED = "trainer and unit killed", "trainer killed, unit stopped"
-TRAINER_LIVES = (DAEMON, CONTAINER, STOPPED)
+TRAINER_LIVES = (DAEMON, CONTAINER, STOPPED, FROZEN)
 # A save that not every rank has staged, and whose trainer or daemon goes in order, is none.
 NEVER_STAGED = {("staging", how) for how in (TRAINER, BOTH, UNIT, UNIT_STOPPED)}
 LOST = {(point, BOTH) for point in ("staged", "writing", "committing", "upgrading")}
@@ -61,39 +62,42 @@ def lost() -> list[str]:
     return []
 
 
-def at(place: Place, point: str, run: str) -> Rank:
-    """A rank that has come to a point, alone or with the daemon."""
+def started(place: Place, point: str, run: str) -> Rank:
+    """A rank on its way to a point."""
     if point == "restoring":
-        first = Rank(place, run, "launch-0", "1")
-        first.wait_for("committed 1")
-        first.end()
-        rank = Rank(place, run, "launch-1", "2!", "before a restore reads")
-    elif point == "staging":
-        rank = Rank(place, run, "launch-1", "1!leased,2!")
+        with Rank(place, run, "launch-0", "1") as first:
+            first.wait_for("committed 1")
+            first.end()
+        return Rank(place, run, "launch-1", "2!", "before a restore reads")
+    if point in WAITS:
+        place.arm(WAITS[point])
+    return Rank(place, run, "launch-1", "1!leased,2!" if point == "staging" else "1,2!")
+
+
+def come_to(place: Place, point: str, rank: Rank) -> None:
+    """Wait until the rank, and the daemon where it waits, have come there."""
+    if point == "staging":
         rank.wait_for("leased 1")
+    elif point == "idle":
+        rank.wait_for("committed 1")
+        place.settle()
     else:
         if point in WAITS:
-            place.arm(WAITS[point])
-        rank = Rank(place, run, "launch-1", "1,2!")
-        rank.wait_for("sealed 1" if point in WAITS else "committed 1")
-    if point in WAITS or point == "restoring":
+            rank.wait_for("sealed 1")
         place.wait_for_a_victim()
-    if point == "idle":
-        place.settle()
-    return rank
 
 
 def kill_or_stop(place: Place, rank: Rank, how: str) -> None:
     """Returns when it is dead or has stopped."""
     if how not in TRAINER_LIVES:
         rank.kill()
-    if how == DAEMON:
+    if how in (DAEMON, FROZEN):
         assert isinstance(place, InContainer)
-        place.kill_daemon()
+        place.signal_daemon(signal.SIGKILL if how == DAEMON else signal.SIGSTOP)
     elif how in (CONTAINER, BOTH, UNIT):
         place.kill()
-    elif how in (STOPPED, UNIT_STOPPED):
-        place.while_it_stops(place.stop, place.let_go)
+    if how in (STOPPED, FROZEN, UNIT_STOPPED):
+        place.while_it_stops(place.stop)
 
 
 def check(place: Place, run: str, steps: set[int]) -> None:
@@ -119,20 +123,20 @@ def go_on(place: Place, rank: Rank, point: str, run: str) -> None:
 
 def begin_again(place: Place, run: str, steps: set[int]) -> None:
     """The trainer is gone: the next one gets what was staged, and saves."""
-    rank = Rank(place, run, "launch-2", "3")
-    assert rank.wait_for("restored 0", "restored 1", "wrong 1") == ("restored 1" if steps else "restored 0")
-    rank.wait_for("committed 3")
-    rank.end()
+    with Rank(place, run, "launch-2", "3") as rank:
+        assert rank.wait_for("restored 0", "restored 1", "wrong 1") == ("restored 1" if steps else "restored 0")
+        rank.wait_for("committed 3")
+        rank.end()
     check(place, run, {*steps, 3})
 
 
 def try_cell(place: Place, point: str, how: str, lost: list[str]) -> None:
     run = f"{point} {how}".replace(" ", "-").replace(",", "")
-    rank = at(place, point, run)
-    act = partial(kill_or_stop, place, rank, how)
-    try:
+    with started(place, point, run) as rank:
+        come_to(place, point, rank)
+        act = partial(kill_or_stop, place, rank, how)
         if point == "upgrading":
-            place.while_it_stops(place.upgrade, lambda: (act(), place.let_go()))
+            place.while_it_stops(place.upgrade, act)
         else:
             act()
         place.let_go()
@@ -142,13 +146,11 @@ def try_cell(place: Place, point: str, how: str, lost: list[str]) -> None:
             go_on(place, rank, point, run)
         else:
             begin_again(place, run, set() if (point, how) in LOST | NEVER_STAGED else {1})
-    finally:
-        rank.close()
     if (point, how) in LOST:
         lost.append(run)
 
 
-@pytest.mark.parametrize("how", [DAEMON, CONTAINER, STOPPED, TRAINER, BOTH])
+@pytest.mark.parametrize("how", [DAEMON, CONTAINER, STOPPED, FROZEN, TRAINER, BOTH])
 @pytest.mark.parametrize("point", POINTS)
 def test_in_a_container(container: InContainer, point: str, how: str, lost: list[str]) -> None:
     try_cell(container, point, how, lost)

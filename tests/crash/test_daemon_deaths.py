@@ -127,6 +127,11 @@ def test_a_holder_that_is_left_alone_starts_a_daemon(root: Path, monkeypatch: py
     path.unlink()
 
 
+def sockets(directory: Path) -> dict[str, int]:
+    """The sockets in a directory, and their inodes."""
+    return {path.name: path.stat().st_ino for path in directory.iterdir() if path.is_socket()}
+
+
 def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Path) -> None:
     """The image's first process is the holder: the daemon below it is killed after its ranks were, and the step is committed
     without anybody's doing. A signal ends both, with the daemon's status.
@@ -146,6 +151,12 @@ def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Pat
     wait_until(lambda: served() is not None, 90)
     first = served()
     assert first is not None and first != above.pid
+    there = sockets(root.parent)
+    assert len(there) == 3, "its own, that of its holder, and the one at which that hears of it"
+    with open(root.parent / "second", "wb") as log:
+        second = Forked(["-m", "holdfast_service.offline.supervise", *flags], output=log.fileno(), kind="daemon")
+    assert second.wait(60) == 4 and "root-busy" in (root.parent / "second").read_text()
+    assert sockets(root.parent) == there, "a second container with the same volumes leaves the first one alone"
     world = launch(SimpleNamespace(socket=root.parent / "root.sock"), "1,7!leased")
     world.wait_for("committed 1")
     world.wait_for("leased 7")

@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         config = parse(arguments)
         node = config.node if is_shared(config.catalog_url) else ""
         path = fd_keeper.holder_path(config.socket, config.root.resolve(), node)
-        with fd_keeper.opened(path) as listener:
+        with fd_keeper.reserved(path), fd_keeper.opened(path) as listener:
             command = fd_keeper.holder_command(path, listener.fileno())
             notify = fd_keeper.notify_path(path)
             watched = ["--notify", str(notify), "--above", service_manager().address or ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CheckpointError, RootBusy
 from holdfast_formats.staging.socket_paths import addressable
 from holdfast_service.daemon.arena import holder
 from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
@@ -273,6 +274,22 @@ def _connected(path: Path) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+@contextmanager
+def reserved(path: Path) -> Iterator[None]:
+    """Keep another process from becoming the holder at this socket above a daemon, for as long as this process and that
+    daemon live: it would remove the sockets of this one, and only then find that the root is in use. Raises `RootBusy`.
+    """
+    prepare_directory(path)
+    with open(path.with_suffix(".lock"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "only one daemon can serve a root: is there another container with the same volumes?"
+            raise RootBusy("another first process of a container keeps the memory of this root", hint=hint) from None
+        os.set_inheritable(lock.fileno(), True)
+        yield
 
 
 @contextmanager
