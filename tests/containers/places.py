@@ -212,7 +212,7 @@ class BelowSystemd(Place):
         self.systemd("systemctl", "stop", "holdfast")
 
     def upgrade(self) -> None:
-        self.systemd("systemctl", "restart", "holdfast")
+        self.systemd("sh", "-c", "systemctl restart holdfast || true")  # a stop meanwhile cancels it
 
     def start(self) -> None:
         self.systemd("systemctl", "start", "holdfast")
@@ -266,8 +266,11 @@ class Rank:
 
     def go(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"it has ended, after {self.said}\n{self._place.log()[-4000:]}") from None
 
     def kill(self) -> None:
         self._place.kill_trainer(self._name)

@@ -144,6 +144,19 @@ def test_who_is_let_in(uid: int, gids: tuple[int, ...], gid: int | None, allowed
     assert refused.value.hint
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_sockets_are_private_without_a_umask_of_their_own(umask: int, place_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread writes a save meanwhile: with a umask for sockets it made directories that it could not enter."""
+    before, path = os.umask(umask), place_ / "s" / "x.sock"
+    try:
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask is changed"))
+        with listen(path, Callers()), fd_keeper.opened(path.with_suffix(".holder")):
+            assert [stat.S_IMODE(made.stat().st_mode) for made in path.parent.iterdir()] == [0o600, 0o600]
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+
+
 def test_a_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     """0700 where we make it; one that is there is left as it is."""
     assert prepare_directory(tmp_path / "new" / "s.sock")

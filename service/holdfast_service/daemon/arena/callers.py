@@ -113,15 +113,19 @@ def listen(path: Path, callers: Callers) -> socket.socket:
     _refuse_if_answered(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.settimeout(0.5)  # so that closing is noticed
-    mask = os.umask(0o177)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-    finally:
-        os.umask(mask)
+    bind_privately(listener, path, str(path))
     callers.admit(path, created)
     listener.listen(128)
     return listener
+
+
+def bind_privately(listener: socket.socket, path: Path, name: str) -> None:
+    """Bind a socket to `path`, as `name` addresses it, for this user only. Linux takes the mode from the socket. A umask for
+    it would be the whole process's: other threads would make directories meanwhile that cannot be entered.
+    """
+    os.fchmod(listener.fileno(), 0o600)
+    path.unlink(missing_ok=True)
+    listener.bind(name)
 
 
 def _refuse_if_answered(path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from holdfast_formats.errors import CheckpointError, RootBusy
 from holdfast_formats.staging.socket_paths import addressable
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.callers import Caller, Callers, bind_privately, prepare_directory
 from holdfast_service.observe import service_manager
 
 log = logging.getLogger(__name__)
@@ -297,13 +297,8 @@ def opened(path: Path) -> Iterator[socket.socket]:
     """The listening socket of a new holder: it exists before the holder runs, so connecting need not wait for its start."""
     prepare_directory(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        mask = os.umask(0o177)
-        try:
-            path.unlink(missing_ok=True)
-            with addressable(path) as name:
-                listener.bind(name)
-        finally:
-            os.umask(mask)
+        with addressable(path) as name:
+            bind_privately(listener, path, name)
         listener.listen(8)
         yield listener
 
