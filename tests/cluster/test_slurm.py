@@ -78,10 +78,7 @@ def catalog(postgres: Postgres) -> Iterator[str]:
 
 def sealed(journal: Path) -> int:
     """The newest step that all ranks have sealed."""
-    noted = [journal.with_suffix(f".{rank}") for rank in range(NODES)]
-    lines = [path.read_text().splitlines() if path.exists() else [] for path in noted]
-    found = [[int(line.split()[1]) for line in said if line.startswith("sealed")] for said in lines]
-    return min(max(rank, default=0) for rank in found)
+    return min(max(rank, default=0) for rank in noted(journal, "sealed"))
 
 
 def test_a_job_that_is_ended_leaves_its_last_save_committed(tmp_path: Path, catalog: str) -> None:
@@ -105,6 +102,36 @@ def test_a_job_that_is_ended_leaves_its_last_save_committed(tmp_path: Path, cata
         assert gone(catalog) == {"n0": "stopped", "n1": "stopped"}, said
     restored = [line for line in journal.with_suffix(".0").read_text().splitlines() if line.startswith("restored")]
     assert restored[0] == "restored 0" and int(restored[1].split()[1]) >= 3
+
+
+def noted(journal: Path, word: str) -> list[list[int]]:
+    """The steps that each rank has noted with this word."""
+    paths = [journal.with_suffix(f".{rank}") for rank in range(NODES)]
+    lines = [path.read_text().splitlines() if path.exists() else [] for path in paths]
+    return [[int(line.split()[1]) for line in said if line.startswith(word)] for said in lines]
+
+
+def test_ranks_that_handle_preemption_save_the_step_at_which_they_stop(tmp_path: Path, catalog: str) -> None:
+    """Ten minutes before the limit SIGTERM reaches every rank through srun and torchrun: they agree on a step and save it.
+    The job is queued again, and its next start goes on from there.
+    """
+    (tmp_path / "nodes").mkdir()
+    journal = tmp_path / "journal"
+    training = (str(HERE / "slurm_training.py"), str(journal), "on-preemption")
+    for restarts in (0, 1):
+        job = Job(tmp_path, catalog, restarts, *training)
+        try:
+            wait_until(
+                lambda job=job, n=restarts: min(map(len, noted(journal, "trained"))) > 8 * (n + 1) or job.has_ended, 300
+            )
+        finally:
+            job.shell.send_signal(signal.SIGUSR1)
+            said = job.end()
+        first, second = noted(journal, "stopped")
+        assert len(first) == restarts + 1 and first == second, said
+        assert steps(job.root, "slurm")[-1] == first[-1], said
+        assert job.calls.read_text().splitlines() == ["requeue 77"] * (restarts + 1), said
+    assert [rank[1] for rank in noted(journal, "restored")] == [first[0]] * NODES
 
 
 def test_a_training_that_fails_is_queued_again_only_so_often(tmp_path: Path, catalog: str) -> None:
