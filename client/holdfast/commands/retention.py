@@ -118,7 +118,7 @@ def keep(  # noqa: PLR0913 — one option a rule
     if as_json:
         console.print_json({"changed": changes, **shown.model_dump()})
     elif changes:
-        console.out().print(Text.assemble(("set  ", "green"), _said(shown)))
+        console.out().print(Text.assemble(("set  ", "green"), _said(shown, "removed")))
     else:
         show(shown)
 
@@ -144,12 +144,12 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
 
 
 def show(preview: Preview) -> None:
-    """A table of verdicts with their reasons."""
+    """A table of verdicts with their reasons, before anything is removed."""
     from holdfast_formats.rest import lists
 
     out = console.out()
     out.print(console.table_of(lists.verdicts(""), preview.verdicts))
-    out.print(_said(preview), markup=False)
+    out.print(_said(preview, "would be removed"), markup=False)
     if preview.could_save:
         forms = [
             f"{console.human_bytes(size)} {_FORMS[form]}" for form, size in preview.could_save.items() if form in _FORMS
@@ -157,7 +157,7 @@ def show(preview: Preview) -> None:
         out.print(f"keeping older ones in another form would free about {', '.join(forms)}", markup=False)
 
 
-def _said(preview: Preview) -> str:
+def _said(preview: Preview, removed_word: str) -> str:
     kept = sum(verdict.keep for verdict in preview.verdicts)
     removed = len(preview.verdicts) - kept
     rules = ", ".join(_rules(preview.policy)) or "everything"
@@ -169,7 +169,7 @@ def _said(preview: Preview) -> str:
     if preview.bytes_saved:
         saved += f", thinned or compacted before: {sum(v.thinned or v.compacted for v in preview.verdicts)}"
         saved += f" (saved {console.human_bytes(preview.bytes_saved)})"
-    return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}){saved}; the rules: {rules}"
+    return f"kept: {kept} ({sizes[0]}), {removed_word}: {removed} ({sizes[1]}){saved}; the rules: {rules}"
 
 
 def _policy(rules: dict[str, Any]) -> RetentionPolicy:

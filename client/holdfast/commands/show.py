@@ -81,7 +81,8 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     facts = {
         "from": source.label,
         "created": f"{manifest.created} ({console.human_age(manifest.created)})",
-        "written by": f"attempt {manifest.attempt}, {manifest.world} ranks" + (f", mesh {mesh}" if mesh else ""),
+        "written by": f"attempt {manifest.attempt}, {manifest.world} rank{'s' if manifest.world != 1 else ''}"
+        + (f", mesh {mesh}" if mesh else ""),
         "size": f"{console.human_bytes(manifest.bytes)} in {len(manifest.files)} files",
         "metrics": ", ".join(f"{name} {metric_values.text(one)}" for name, one in manifest.all_metrics.items()) or "none",
     }

@@ -115,12 +115,12 @@ def has_nonfinite(one: Difference) -> bool:
 
 
 def largest_first(one: Pair | Difference, value: float | None, nonfinite: bool) -> tuple[int, int, float]:
-    """The key that sorts tensors of both checkpoints by descending value, those with NaN or infinity before them; then
-    reshaped ones, then missing ones. Random generators and data loaders come last.
+    """The key that sorts tensors of both checkpoints by descending value, those with NaN or infinity before them, those
+    that did not change behind them; then reshaped ones, then missing ones. Random generators and data loaders come last.
     """
     state = one.state
     apart = 2 if state in _MISSING else 1 if state in _OTHER_KIND else 0
-    rank = 0 if nonfinite else 1 if state in ("changed", "unknown") else 2
+    rank = 0 if nonfinite else 1 if state in ("changed", "unknown") and value != 0 else 2
     return 3 if one.group == _OF_PROCESSES else apart, rank, -(value or 0.0)
 
 

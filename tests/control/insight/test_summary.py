@@ -112,6 +112,16 @@ def test_what_needs_attention(changes: dict, code: str, level: str) -> None:
     assert found[0].text and found[0].hint
 
 
+def test_a_pin_that_refuses_a_save_is_named() -> None:
+    """Also when later steps were committed, with the command that mends it, until its step is saved."""
+    refused = Save(1100, 1, "aborted", NOW - 9, NOW - 8, "pinned")
+    later, again = (Save(step, 1, "committed", NOW - 5, NOW - 4) for step in (1150, 1100))
+    for shown in ((refused, *saves()), (later, refused, *saves())):
+        (item,) = summarise(facts(saves=shown)).attention
+        assert item.code == "saves-failing" and item.step == 1100 and f"holdfast unpin {facts().run}@1100" in item.hint
+    assert codes(summarise(facts(saves=(again, later, refused, *saves())))) == []
+
+
 def test_what_follows_from_something_else_is_not_said_beside_it() -> None:
     """A death says of itself that its save failed, and a quota that is used up that nothing is committed."""
     killed = (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "round-aborted"), *saves())

@@ -59,7 +59,7 @@ PAGES = {
     "/nodes": ("node-1", "Catalog and storage answer"),
     "/daemons": ("Daemons", "This daemon watches no other daemon", "tiny"),
     "/notifications": ("Notifications", "This daemon sends no notifications"),
-    "/storage": ("Storage", "tiny", "Last day", "Older", "95.8 kB"),
+    "/storage": ("Storage", "tiny", "Free on the file system", "Last day", "Older", "95.8 kB"),
     "/storage?q=nobody": ("No run that contains “nobody” holds a checkpoint",),
     "/quotas": ("Quotas of teams", "No team has a quota", "Set a quota"),
     "/jobs": ("Jobs", "Import a checkpoint"),

@@ -141,10 +141,25 @@ def _failing(facts: Facts) -> Iterator[Attention]:
             level="error",
             code="saves-failing",
             text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
-            hint=_TEAM_QUOTA if team else _MEND.get(code, "the list of saves has the message; see also the daemon's log"),
+            hint=_TEAM_QUOTA
+            if team
+            else _unpin(facts.run, ended[0].step)
+            if code == "pinned"
+            else _MEND.get(code, "the list of saves has the message; see also the daemon's log"),
             step=ended[0].step,
             since=_at(ended[failed - 1].ended),
             remedy="raise-team-quota" if team else _REMEDIES.get(code, "look"),
+        )
+    elif pinned := _refused_by_a_pin(ended):
+        # Later steps were committed, so only this one is not replaced.
+        yield Attention(
+            level="warning",
+            code="saves-failing",
+            text=f"the save of step {pinned.step} failed: the older checkpoint of that step is pinned or labelled",
+            hint=_unpin(facts.run, pinned.step),
+            step=pinned.step,
+            since=_at(pinned.ended),
+            remedy="look",
         )
     dropped = [save for save in ended if save.state == "dropped"]
     if dropped:
@@ -158,6 +173,20 @@ def _failing(facts: Facts) -> Iterator[Attention]:
             since=_at(dropped[-1].ended),
             remedy="save-interval",
         )
+
+
+def _refused_by_a_pin(ended: Sequence[Save]) -> Save | None:
+    """The newest save that could not replace a pinned checkpoint, unless its step was saved since."""
+    saved = set()
+    for save in ended:
+        if save.code == "pinned" and save.step not in saved:
+            return save
+        saved.add(save.step)
+    return None
+
+
+def _unpin(run: str, step: int) -> str:
+    return f"the new line of training cannot replace it before `holdfast unpin {run}@{step}`, or the removal of its labels"
 
 
 def _is_own_quota_full(facts: Facts) -> bool:

@@ -128,6 +128,8 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
     }
     shown = Page(browser.post("/runs/tiny/policy/preview", data=said).text)
     assert "1 checkpoint with" in shown.text
+    (confirm,) = [e.attributes["data-confirm"] for e in shown.all("button") if "data-confirm" in e.attributes]
+    assert confirm.startswith("Remove 1 checkpoint with") and confirm.endswith("They cannot be restored.")
     assert "would be removed" in shown.text
     assert browser.get("/v1/runs/tiny/policy").json()["last"] is None
     form = [e for e in shown.all("input") if e.inside.count("form") == 1]
@@ -136,6 +138,7 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
     sent["tag"] = [tag]
     done = browser.post("/runs/tiny/policy", data=sent)
     assert "The policy was set" in Page(done.text).text
+    assert "1 checkpoint with" in Page(done.text).text and "at the rotation that now begins" in Page(done.text).text
     policy = browser.get("/v1/runs/tiny/policy").json()
     assert (policy["last"], policy["steps"], policy["quota_bytes"]) == (1, [5], 1_500_000_000)
     assert (policy["keep_full"], policy["optim"], policy["optim_full"]) == (2, "int8", 1)

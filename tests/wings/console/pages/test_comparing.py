@@ -11,7 +11,7 @@ import pytest
 
 from holdfast_formats import naming
 from tests.checkpoints import build, varied_arrays
-from tests.daemons import wait_until
+from tests.daemons import running, wait_until
 from tests.serving import served
 from tests.wings.console.reading import Page
 
@@ -58,6 +58,27 @@ def test_what_moved_most_comes_first(tmp_path: Path) -> None:
     places = [table.index(name) for name in ("b_much", "a_little", "c_same", "d_old", "ranks/0/rng/torch")]
     assert places == sorted(places)
     assert {"/runs/r/compare?a=0&b=1&state=missing-in-b", "/runs/r/compare?a=0&b=1&state=equal"} <= set(page.addresses())
+
+
+def test_nan_is_not_compared(tmp_path: Path) -> None:
+    """Without being asked, the last healthy step is compared with the first that has NaN; the values that are not finite are
+    counted, also where both steps hold the same bytes.
+    """
+    sound, ill = np.ones(50, np.float32), np.ones(50, np.float32)
+    ill[:3] = np.nan
+    for step, values in ((0, sound), (1, sound), (2, ill), (3, ill)):
+        build(tmp_path / naming.checkpoint_path("r", step), {"model": {"w": values}}, run="r", step=step)
+    with running(tmp_path, listen="127.0.0.1:0") as daemon, httpx.Client(base_url=daemon.url, trust_env=False) as client:
+        listed = "/v1/runs/r/checkpoints"
+        wait_until(lambda: [one["healthy"] for one in client.get(listed).json()["items"]] == [False, False, True, True])
+        first = Page(client.get("/runs/r/compare").text).text
+        wait_until(lambda: client.get("/v1/runs/r/summary").json()["newest_verified"] == 3)
+        run = Page(client.get("/runs/r").text).text
+        same = Page(client.get("/runs/r/compare?a=2&b=3").text).text
+    assert "Compare step 1 with 2" in first and "not comparable NaN or infinite: 0 → 3" in first
+    assert "Newest verified 3 has NaN or infinite values" in run and "Newest healthy 1" in run
+    assert "Norm at 1" in first and "Norm at 2" in first
+    assert "not comparable NaN or infinite: 3 → 3" in same
 
 
 def test_what_is_refused(changed: httpx.Client) -> None:

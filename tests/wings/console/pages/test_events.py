@@ -30,6 +30,17 @@ def test_grouped(service: Served, browser: httpx.Client) -> None:
     assert timed.index("step 10 is committed") < timed.index("disk is full")
 
 
+def test_a_save_with_many_events_is_folded(service: Served, browser: httpx.Client) -> None:
+    """Its newest ones are read at once, the others after a click; all are on the page."""
+    for number in range(10):
+        service.services.control.events.add("save-dropped", f"dropped number {number}", "tiny", 5, level="warning")
+    page = Page(browser.get("/events").text)
+    assert page.faults() == [] and "7 earlier" in page.text
+    order = [page.text.index(f"dropped number {number}") for number in range(10)]
+    assert order == sorted(order, reverse=True)
+    assert order[7] < page.text.index("7 earlier") < order[6]
+
+
 def test_sorted_by_a_column(browser: httpx.Client) -> None:
     """The heading says the order and links to the other one; filters stay."""
     page = Page(browser.get("/runs/tiny?step_min=6").text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Annotated, Any, NamedTuple, get_args
 
 from fastapi import Depends, Query, Request
@@ -51,7 +52,7 @@ async def show_compare(
     newest ones. `exact` reads the bytes of shown tensors.
     """
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
-    asked |= _two(asked, step or [], [one.step for one in listed.items if one.state != "damaged"])
+    asked |= _two(asked, step or _began(listed.items), [one.step for one in listed.items if one.state != "damaged"])
     render = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
     if not (asked["a"] and asked["b"]):
         return render(compared=None)
@@ -91,6 +92,13 @@ def _two(asked: dict[str, str], ticked: list[int], steps: list[int]) -> dict[str
             older, newer = newer, min((step for step in steps if step > newer), default=None)
     found = {"a": older, "b": newer} if older is not None and newer is not None else {"a": "", "b": ""}
     return {side: asked[side] or str(step) for side, step in found.items()}
+
+
+def _began(newest_first: list[bodies.CheckpointInfo]) -> list[int]:
+    """Of a run that ends with NaN, the last healthy step and the first unhealthy one; nothing otherwise."""
+    sound = [one for one in newest_first if one.state != "damaged" and not one.abandoned]
+    ill = list(takewhile(lambda one: one.healthy is False, sound))
+    return [sound[len(ill)].step, ill[-1].step] if ill and len(ill) < len(sound) else []
 
 
 @router.post("/runs/{run}/compare")
@@ -150,7 +158,7 @@ class Values(NamedTuple):
         norm_a = before.norm if before and not before.nonfinite else None
         norm_b = after.norm if after and not after.nonfinite else None
         sick = any(side and side.nonfinite for side in (before, after))
-        if pair.state == "equal":
+        if pair.state == "equal" and not sick:
             return Distances(norm_a, norm_b, 0.0, 0.0, sick)
         change = after.change if not sick and after is not None and after.changed_from == self.step else None
         return Distances(norm_a, norm_b, change, change / norm_a if change is not None and norm_a else None, sick)
@@ -160,8 +168,13 @@ class Values(NamedTuple):
         if exact is not None:
             return exact
         found: dict[str, Any] = self.distances(pair)._asdict()
-        del found["nonfinite"]
-        return comparing.difference(pair).model_copy(update=found)
+        made = comparing.difference(pair)
+        if found.pop("nonfinite"):
+            sides = (("nonfinite_a", self.before), ("nonfinite_b", self.after))
+            found["detail"] = made.detail | {
+                name: values.nonfinite for name, side in sides if (values := side.get((pair.group, pair.name)))
+            }
+        return made.model_copy(update=found)
 
 
 @lru_cache(maxsize=COMPARED_MAX)

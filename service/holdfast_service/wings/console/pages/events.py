@@ -15,7 +15,8 @@ from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, listed
 
 router = page_router()
 
-EVENTS_SHOWN = 100
+EVENTS_SHOWN = 50
+UNFOLDED = 3  # events of a save
 EVENTS_COUNTED = LIMIT_MAX
 Text = Annotated[str, Query(max_length=200)]
 
@@ -80,6 +81,7 @@ async def show_events(request: Request, api: Asked, asked: Wanted, cursor: str |
         "events.html",
         events=events,
         groups=grouped(events) if order == "save" else None,
+        unfolded=UNFOLDED,
         counted=by_kind(events) if order == "kind" else None,
         newest=found["listed"][0].id if found["listed"] else 0,
         kinds=EVENTS,

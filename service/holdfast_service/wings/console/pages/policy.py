@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.disk.compacting import RULES
@@ -21,14 +21,15 @@ router = page_router()
 VERDICTS_SHOWN, VERDICTS_FOLDED = 50, 450
 BEST_ROWS_SPARE = 1
 HOUR_S = 3600.0
+Count = Annotated[int, Query(ge=0)]
 
 
 @router.get("/runs/{run}/policy")
-async def show_policy(request: Request, api: Asked, run: str) -> Response:
-    """The policy in force, and its verdict on every checkpoint."""
+async def show_policy(request: Request, api: Asked, run: str, removed: Count = 0, freed: Count = 0) -> Response:
+    """The policy in force, and its verdict on every checkpoint; `removed` and `freed` of the policy that was just set."""
     tag = await _tag(api, run)
     preview = await api.get(Preview, at(run) + "/retention")
-    return await _page(request, api, run, tag, preview, in_force=preview)
+    return await _page(request, api, run, tag, preview, in_force=preview, done=(removed, freed))
 
 
 @router.post("/runs/{run}/policy/preview")
@@ -45,8 +46,10 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
 @router.post("/runs/{run}/policy")
 async def put_policy(api: Asked, run: str, form: Posted) -> Response:
     """Set the previewed policy, unless it was changed meanwhile."""
-    await api.request("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
-    return see(to(run) + "/policy", "policy")
+    answer = await api.request("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": _stated_tag(form)})
+    preview = Preview.model_validate_json(answer.content)
+    gone = sum(not verdict.keep for verdict in preview.verdicts)
+    return see(to(run) + "/policy", "policy", removed=str(gone), freed=str(preview.bytes_removed))
 
 
 def as_policy(form: Form) -> RetentionPolicy:
@@ -96,7 +99,16 @@ async def _tag(api: ViewerApi, run: str) -> str:
     return str((await api.request("GET", at(run) + "/policy")).headers["etag"])
 
 
-async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
+async def _page(  # noqa: PLR0913 — one page, before and after a change
+    request: Request,
+    api: ViewerApi,
+    run: str,
+    tag: str,
+    preview: Preview,
+    *,
+    in_force: Preview,
+    done: tuple[int, int] = (0, 0),
+) -> Response:
     """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     before = {verdict.step: _end(verdict) for verdict in in_force.verdicts}
@@ -108,6 +120,8 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
         run=run,
         policy=preview.policy,
         tag=tag,
+        removed=done[0],
+        freed=done[1],
         preview=preview,
         proposed=preview is not in_force,
         verdicts=verdicts[:VERDICTS_SHOWN],

@@ -238,6 +238,7 @@
     if (open("stall")) {
       drawMeasure("stall", ["stall"], seconds);
       drawMeasure("durable", ["durable"], seconds);
+      document.getElementById("limit-legend").hidden = !saves.some((one) => one.limit !== null);
       drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
       drawMeasure("bytes", ["bytes"], bytes);
       drawMeasure("held", ["held"], bytes);

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, NamedTuple
 
 from fastapi import Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import lists
+from holdfast_formats.rest.measurements import Overview
 from holdfast_formats.rest.runs import RunStorage
 from holdfast_service.wings.console.formatting import bytes_text
 from holdfast_service.wings.console.rendering import page
 from holdfast_service.wings.console.routing import page_router
-from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked
+from holdfast_service.wings.console.viewer_api import LIMIT_MAX, Asked, shown
 
 router = page_router()
 
@@ -38,11 +40,14 @@ async def show_storage(
     first: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """A page of the runs that hold most, and the sums over all that the search finds."""
-    runs, complete = await api.walk(RunStorage, lists.STORAGE.path, LIMIT_MAX, q=q)
+    (runs, complete), overview = await asyncio.gather(
+        api.walk(RunStorage, lists.STORAGE.path, LIMIT_MAX, q=q), shown(api.get(Overview, "/v1/overview"))
+    )
     return page(
         request,
         "storage.html",
         q=q,
+        free_bytes=None if overview.value is None else overview.value.free_bytes,
         ages=AGES,
         sums={name: sum(getattr(run, name) for run in runs) for name in ("bytes", *AGES)},
         checkpoints=sum(run.checkpoints for run in runs),
