@@ -87,8 +87,8 @@ def come_to(place: Place, point: str, rank: Rank) -> None:
         place.wait_for_a_victim()
 
 
-def kill_or_stop(place: Place, rank: Rank, how: str) -> None:
-    """Returns when it is dead or has stopped."""
+def kill_or_stop(place: Place, rank: Rank, how: str, waits: bool) -> None:
+    """Returns when it is dead or has stopped. `waits`: the daemon waits at a point, and goes on once it was told to stop."""
     if how not in TRAINER_LIVES:
         rank.kill()
     if how in (DAEMON, FROZEN):
@@ -97,7 +97,10 @@ def kill_or_stop(place: Place, rank: Rank, how: str) -> None:
     elif how in (CONTAINER, BOTH, UNIT):
         place.kill()
     if how in (STOPPED, FROZEN, UNIT_STOPPED):
-        place.while_it_stops(place.stop)
+        if waits:
+            place.while_it_stops(place.stop)
+        else:
+            place.stop()
 
 
 def check(place: Place, run: str, steps: set[int]) -> None:
@@ -134,14 +137,14 @@ def try_cell(place: Place, point: str, how: str, lost: list[str]) -> None:
     run = f"{point} {how}".replace(" ", "-").replace(",", "")
     with started(place, point, run) as rank:
         come_to(place, point, rank)
-        act = partial(kill_or_stop, place, rank, how)
+        act = partial(kill_or_stop, place, rank, how, point in WAITS)
         if point == "upgrading":
             place.while_it_stops(place.upgrade, act)
         else:
             act()
-        place.let_go()
         place.start()
         wait_until(place.is_up, HEALTHY_S)
+        place.let_go()  # a rank that restores: it has to reach the next daemon within 10 s
         if how in TRAINER_LIVES:
             go_on(place, rank, point, run)
         else:

@@ -24,6 +24,23 @@ for place in pathlib.Path("/proc").glob("[0-9]*"):
     if "PPid:\\t1\\n" in (place / "status").read_text() and b"holdfast_service" in (place / "cmdline").read_bytes():
         os.kill(int(place.name), signal.SIGKILL)
 """
+# A rank of the crash lab's that takes memory without end once its save is staged.
+GREEDY = """
+import sys, threading
+from tests.crash import rank_process
+staged, write, taken = threading.Event(), sys.stdout.write, []
+def heard(text):
+    if text.startswith("sealed"):
+        staged.set()
+    return write(text)
+def take():
+    staged.wait()
+    while True:
+        taken.append(b"x" * 10_000_000)
+sys.stdout.write = heard
+threading.Thread(target=take).start()
+rank_process.main()
+"""
 pytestmark = pytest.mark.engine
 
 
@@ -94,12 +111,17 @@ def slow(made: Engine, tmp_path: Path) -> Iterator[Project]:
         yield found
 
 
+def saving(made: Engine, slow: Project, run: str, *code: str, limits: tuple[str, ...] = ()) -> str:
+    """The container of a trainer that saves step 1; `code` is how Python runs it."""
+    mounts = ["--volume", f"{slow.name}_socket:/run/holdfast", "--volume", TESTS]
+    words = ["python", *code, SOCKET, run, "0", "1", "launch", "1", "30000000"]
+    started = ["--env", "PYTHONPATH=/tests", "--entrypoint", words[0], *limits, "holdfast", *words[1:]]
+    return made.docker("run", "--detach", "--interactive", *mounts, *started).strip()
+
+
 def stage(made: Engine, slow: Project, run: str) -> None:
     """A trainer that is killed just after its save was staged, and before it is committed."""
-    mounts = ["--volume", f"{slow.name}_socket:/run/holdfast", "--volume", TESTS]
-    words = ["python", "-m", "tests.crash.rank_process", SOCKET, run, "0", "1", "launch", "1", "30000000"]
-    started = ["--env", "PYTHONPATH=/tests", "--entrypoint", words[0], "holdfast", *words[1:]]
-    container = made.docker("run", "--detach", "--interactive", *mounts, *started).strip()
+    container = saving(made, slow, run, "-m", "tests.crash.rank_process")
     try:
         wait_until(lambda: "sealed 1" in made.docker("logs", container), HEALTHY_S)
         made.docker("kill", container)
@@ -124,6 +146,22 @@ def test_a_staged_save_outlives_trainer_and_daemon_in_their_containers(made: Eng
     assert about["State"]["Running"] and about["RestartCount"] == 0
     slow.up("holdfast")
     slow.run("exec", "-T", "holdfast", "holdfast", "wait", "killed@1")
+
+
+def test_a_staged_save_outlives_a_trainer_that_takes_too_much_memory(made: Engine, slow: Project) -> None:
+    """The kernel kills the trainer at its own limit, and the daemon, which has the same memory, goes on."""
+    limits = ("--memory", "300m", "--memory-swap", "300m")
+    container = saving(made, slow, "greedy", "-c", GREEDY, limits=limits)
+    try:
+        assert int(made.docker("wait", container, timeout_s=HEALTHY_S)) == 137
+        assert json.loads(made.docker("inspect", container))[0]["State"]["OOMKilled"]
+        assert "sealed 1" in made.docker("logs", container)
+    finally:
+        made.docker("rm", "--force", container)
+    wait_until(lambda: len(steps_of(slow, "greedy")) == 1, HEALTHY_S)
+    slow.run("exec", "-T", "holdfast", "holdfast", "wait", "greedy@1")
+    log = slow.run("logs", "--no-color", "holdfast")
+    assert log.count("holdfast_service: serving ") == 1, "it is the daemon that staged the save"
 
 
 def test_a_staged_save_that_is_lost_with_its_container_is_told(made: Engine, slow: Project) -> None:
