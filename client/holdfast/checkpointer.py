@@ -233,7 +233,10 @@ class Checkpointer:
         Raises `InvalidRequest` without `ema=`.
         """
         if self._averaging is None:
-            raise InvalidRequest("this Checkpointer keeps no average", hint="construct it with ema=holdfast.Ema()")
+            raise InvalidRequest(
+                "this Checkpointer was constructed without ema=, so it has no average",
+                hint="construct it with ema=holdfast.Ema()",
+            )
         return self._averaging
 
     def root(self) -> Path | None:
@@ -731,11 +734,17 @@ class Checkpointer:
 
 
 def _refuse_to_restore(during: str) -> NoReturn:
-    raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
+    raise InvalidRequest(
+        f"restore() was called in a signal handler that interrupted {during}",
+        hint="call restore() after the handler has returned",
+    )
 
 
 def _refuse_to_look(during: str) -> NoReturn:
-    raise InvalidRequest(f"a signal handler that interrupted {during} cannot ask for files", hint="ask when it has ended")
+    raise InvalidRequest(
+        f"a signal handler that interrupted {during} cannot read files of a checkpoint",
+        hint="read them after the handler has returned",
+    )
 
 
 def _log_restore(run: str, report: RestoreReport) -> None:

@@ -33,7 +33,10 @@ class Options(TypedDict, total=False):
 def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, model: str | None = None) -> None:
     """`InvalidRequest` naming the option that cannot be what it is."""
     if slots > SLOTS_MAX:
-        raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="use 2, or 3 where storage speed varies")
+        raise InvalidRequest(
+            f"slots={slots} is over the limit of {SLOTS_MAX} per rank",
+            hint="use slots=2, or slots=3 if the speed of the storage varies",
+        )
     if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
         raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
     if policy not in get_args(Policy):
@@ -41,7 +44,7 @@ def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None, m
     if model is not None and model not in get_args(ModelSource):
         raise InvalidRequest(
             f"model must be {get_args(ModelSource)[0]!r} or None, not {model!r}",
-            hint="the model itself belongs in the state",
+            hint="put the model itself into the state",
         )
 
 
@@ -53,11 +56,11 @@ def declared_layout(layout: LayoutSource | ParallelLayout | None) -> ParallelLay
     if not isinstance(layout.config, Mapping | None):
         raise InvalidRequest(
             f"config of a ParallelLayout must be a mapping, not {type(layout.config).__name__}",
-            hint="for a transformers model: model.config.to_dict()",
+            hint="for a transformers model, pass config=model.config.to_dict()",
         )
     if not isinstance(layout.rules, str | PathLike | Mapping | None):
         raise InvalidRequest(
             f"rules of a ParallelLayout must be a TOML file's path or a mapping, not {type(layout.rules).__name__}",
-            hint="docs/rules.md describes them",
+            hint="docs/rules.md describes the format of rules",
         )
     return layout

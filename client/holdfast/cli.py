@@ -39,13 +39,14 @@ _GROUPS = {
         ),
         "diff": _entry(
             "diff",
-            "Compare two checkpoints. It says which tensors are equal, missing or reshaped, and how far the others differ.",
+            "Compare two checkpoints. It lists which tensors are equal, missing or reshaped, and how much the "
+            "others differ.",
             "holdfast diff llama3-8b@400 500 --group model",
             "holdfast diff ./copy llama3-8b@500 --fast",
         ),
         "top": _entry(
             "top",
-            "Show how all runs are checkpointed. It says last commit, exposure, stall, interval, and what needs attention.",
+            "Show how all runs are checkpointed. Runs that need attention come first.",
             "holdfast top team-a- --once",
         ),
         "storage": _entry(
@@ -56,7 +57,7 @@ _GROUPS = {
         ),
         "nodes": _entry(
             "nodes",
-            "Show the nodes that share this catalog. It says whether they are live, their ranks, duties and lag.",
+            "Show the nodes that share this catalog. It lists whether they are live, their ranks, duties and lag.",
             "holdfast nodes",
             "holdfast nodes --forget gpu-17",
         ),
@@ -105,7 +106,7 @@ _GROUPS = {
         ),
         "export": _entry(
             "export",
-            "Copy a checkpoint out, also as another program's. Every byte is verified on the way.",
+            "Export a checkpoint, also in the format of another program. Every byte is verified on the way.",
             "holdfast export llama3-8b@500 release --model-only",
             "holdfast export llama3-8b@500 release --as hf --weights ema --dtype bf16",
         ),
@@ -178,14 +179,14 @@ _GROUPS = {
         ),
         "tags": _entry(
             "runs.tags",
-            "List the tags of runs, or the runs of one tag. With the best and last metric of each.",
+            "List the tags of runs, or the runs of one tag. It lists the best and last metric of each run.",
             "holdfast tags",
             "holdfast tags sweep:lr --metric loss",
             attribute="tags",
         ),
         "acknowledge": _entry(
             "runs.lifecycle",
-            "Acknowledge that a run has died. It is idle then, and raises no alert until it dies again.",
+            "Acknowledge that a run has died. The run is then idle, and raises no alert until it dies again.",
             "holdfast acknowledge llama3-8b",
             attribute="acknowledge",
         ),
@@ -229,14 +230,14 @@ _GROUPS = {
         ),
         "notify": _entry(
             "notifications.notify",
-            "Show where alerts are sent, and send test messages. The targets are in the file of `serve --notify`.",
+            "Show where alerts are sent, and send test messages. Targets are configured in the file of `serve --notify`.",
             "holdfast notify ls",
             "holdfast notify test team-chat",
             attribute="app",
         ),
         "programs": _entry(
             "programs",
-            "Show and check mapping programs. They map the tensors of one layout of names to those of another.",
+            "Show and check mapping programs. A program maps tensors with the names of one framework to those of another.",
             "holdfast programs list",
             "holdfast programs show hf-megatron",
             "holdfast programs check mine.toml --checkpoint llama3-8b@500",
@@ -251,16 +252,16 @@ _GROUPS = {
             "holdfast token revoke ci",
             attribute="app",
         ),
-        "whoami": _entry("access.whoami", "Show your name for the service, and your permissions.", "holdfast whoami"),
+        "whoami": _entry("access.whoami", "Show your user name in the service, and your permissions.", "holdfast whoami"),
         "audit": _entry(
             "access.audit",
-            "Show the audit log, newest first. Has every change, and every refused request.",
+            "Show the audit log, newest first. It contains every change and every refused request.",
             "holdfast audit --who alice --since 3d",
             "holdfast audit --refused --csv",
         ),
         "quota": _entry(
             "access.quota",
-            "Show and set quotas of teams. A quota is how many bytes all runs of a pattern may hold together.",
+            "Show and set quotas of teams. A quota limits the total bytes of all runs that match a pattern.",
             "holdfast quota ls",
             "holdfast quota set 'team-a-*' 20TB",
             "holdfast quota rm 'team-a-*'",
@@ -268,7 +269,7 @@ _GROUPS = {
         ),
         "demo": _entry(
             "demo",
-            "Train a small Llama, kill it, resume it, compare. Two ranks, bit by bit against an uninterrupted run.",
+            "Train a small Llama, kill it, resume it, compare. Two ranks are compared bit by bit with an uninterrupted run.",
             "holdfast demo --directory demo-output",
         ),
         "help": _entry(

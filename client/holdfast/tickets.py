@@ -81,8 +81,8 @@ class SaveTicket:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest(
-            f"the SaveTicket of {self.run}@{self.step} cannot be copied or pickled: only the process that saves has it",
-            hint="leave it out of what is copied; `holdfast wait` sees a step through from elsewhere",
+            f"the SaveTicket of {self.run}@{self.step} cannot be copied or pickled: it belongs to the process that saves",
+            hint="leave it out of the copied object; in another process, `holdfast wait` waits for the step",
         )
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class SaveTicket:
         gone = [group for group in self.groups if group in groups]
         if gone:
             self.groups = tuple(group for group in self.groups if group not in groups)
-            why = "the event average-left-out and the daemon's log say why"
+            why = "see the event average-left-out and the daemon's log for the reason"
             self.notes = (*self.notes, LeftOutNote(f"saved without the group {', '.join(gone)}: {why}"))
 
     def mark_staged(self) -> None:
@@ -224,7 +224,7 @@ class SaveTicket:
             try:
                 act(self._error)
             except Exception:  # this thread has the messages of other saves to read
-                log.exception("what was to be done at the end of the save of %s@%s failed", self.run, self.step)
+                log.exception("an action at the end of the save of %s@%s failed", self.run, self.step)
 
     def _refuse_to_wait_for_oneself(self) -> None:
         if self.awaits and threading.current_thread() is threading.main_thread():

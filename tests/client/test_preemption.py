@@ -185,9 +185,9 @@ def test_workers_that_the_signal_kills_do_not_end_the_step(daemon: RunningDaemon
         (lambda made: made.should_stop(1), "should_stop.. without on_preemption"),
         (lambda made: made.on_preemption(()), "0 signals"),
         (lambda made: made.on_preemption((signal.SIGKILL,)), "SIGKILL cannot be handled"),
-        (lambda made: made.on_preemption(("TERM",)), "signals must be signals"),
+        (lambda made: made.on_preemption(("TERM",)), "signals= must contain signals"),
         (lambda made: made.on_preemption(grace_s=0), "grace_s must be a number of seconds above 0"),
-        (lambda made: [made.on_preemption(), made.on_preemption()], "was called before"),
+        (lambda made: [made.on_preemption(), made.on_preemption()], "was already called"),
         (lambda made: [made.on_preemption(), made.should_stop(5), made.should_stop(4)], "after should_stop.5."),
     ],
 )
@@ -208,7 +208,7 @@ def test_another_thread_is_told_to_use_the_main_one(daemon: RunningDaemon) -> No
         thread = threading.Thread(target=act)
         thread.start()
         thread.join()
-    assert "in another thread than the main one" in said[0]
+    assert "outside the main thread" in said[0]
 
 
 def test_one_rank_over_http_needs_nobody_to_agree_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_a_rank_that_was_away_when_the_others_agreed_stops_nowhere() -> None:
     assert not made.reached(12)
     made.asked()
     time.sleep(0.2)
-    with pytest.raises(DeadlineExceeded, match="the others stop after step 9, and this one has passed 12"):
+    with pytest.raises(DeadlineExceeded, match="the other ranks stop after step 9, but this rank has passed step 12"):
         made.reached(13)
     made.close()
 

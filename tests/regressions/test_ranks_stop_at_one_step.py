@@ -153,7 +153,9 @@ def test_a_catalog_that_is_away_is_named(site: Site) -> None:
             for process in processes:
                 process.send_signal(signal.SIGTERM)
             for process in processes:
-                assert "the catalog, in which nodes meet, is away" in " ".join(said(process, "FAILED"))
+                assert ("the catalog, through which nodes communicate, is not available") in " ".join(
+                    said(process, "FAILED")
+                )
                 assert process.wait(LIMIT_S) == 3
         finally:
             site.postgres.start()

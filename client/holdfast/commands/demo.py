@@ -31,7 +31,7 @@ def demo(
     keep_daemon: KeepDaemon = True,
     device: Device = "cpu",
 ) -> None:
-    """Train a small Llama, kill it, resume it, compare. Two ranks, bit by bit against an uninterrupted run.
+    """Train a small Llama, kill it, resume it, compare. Two ranks are compared bit by bit with an uninterrupted run.
 
     Takes one to two minutes on two cores.
     """

@@ -46,7 +46,7 @@ def diff(  # noqa: PLR0913 — a command's options
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints. It says which tensors are equal, missing or reshaped, and how far the others differ.
+    """Compare two checkpoints. It lists which tensors are equal, missing or reshaped, and how much the others differ.
 
     Every byte is verified before it is compared. Exit status 0 whether they are equal or not.
     """

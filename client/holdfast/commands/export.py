@@ -68,7 +68,7 @@ def export(  # noqa: PLR0913 - typer makes an option of each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint out, also as another program's. Every byte is verified on the way.
+    """Export a checkpoint, also in the format of another program. Every byte is verified on the way.
 
     DEST gets its name only after the copy is complete and durable. A full export is a checkpoint itself and can be
     imported elsewhere. With --as, the directory is what another program loads; the report says what was converted

@@ -14,8 +14,8 @@ EXIT_STATUSES = (
     (0, "done", ""),
     (
         1,
-        "`doctor` found a problem, `catalog` found a difference or could not mend it, the demo failed, you answered "
-        "no, or any other error",
+        "`doctor` found a problem, `catalog` found a difference or could not repair it, the demo failed, you "
+        "answered no, or any other error",
         "read the message",
     ),
     (2, "the request is wrong", "change it"),
@@ -23,7 +23,7 @@ EXIT_STATUSES = (
     (
         4,
         "conflict: another client changed it first, or the checkpoint is pinned",
-        "look at its present state, then decide",
+        "check its current state, then decide",
     ),
     (5, "damaged", "do not use these bytes; restore another step"),
     (

@@ -164,7 +164,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if average_last is None and dtype is not None:
-            raise InvalidRequest("--dtype is an option of --average-last", hint="set `dtype` in the recipe")
+            raise InvalidRequest("--dtype is valid only with --average-last", hint="set `dtype` in the recipe")
         text = (
             file_text(recipe, RECIPE_BYTES_MAX, "pass a recipe's file, or --average-last K with a run's name")
             if average_last is None
@@ -181,7 +181,9 @@ def _average(run: str, count: int, dtype: str | None, root: Path | None, url: st
 
     target = parse_target(run)
     if target.directory is not None or run != target.run:
-        raise InvalidRequest(f"{run!r} is not the name of a run", hint="with --average-last, give a run and no step")
+        raise InvalidRequest(
+            f"{run!r} is not the name of a run", hint="with --average-last, pass a run's name without a step"
+        )
     with closing(open_library(root, url)) as library:
         listed = library.checkpoints(target.run).checkpoints
     return average_of_last(target.run, listed, count, dtype)
@@ -192,7 +194,7 @@ def _print_merged(done: dict[str, Any], checkpoint: str, dry_run: bool) -> None:
 
     out, source = console.out(), done["source"]
     size = console.human_bytes(int(done["bytes"]))
-    what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files, of {len(source['models'])} sources"
+    what = f"{checkpoint}: {done['tensors']} tensors, {size} in {done['files']} files, from {len(source['models'])} sources"
     if dry_run:
         out.print(Text.assemble(("would merge  ", "yellow"), f"{what}; nothing was written"))
     else:

@@ -83,7 +83,10 @@ def rm(  # noqa: PLR0913 - one an option
     if "@" not in checkpoint:
         if force is not None:
             with console.reporting(as_json):
-                raise InvalidRequest("--force applies to one checkpoint", hint="holdfast rm RUN@STEP, or `holdfast rm RUN`")
+                raise InvalidRequest(
+                    "--force applies to one checkpoint, not to a whole run",
+                    hint="use `holdfast rm RUN@STEP --force …`, or `holdfast rm RUN` without --force",
+                )
         remove_run(checkpoint, url, marked=pinned, yes=yes, dry_run=dry_run, as_json=as_json)
         return
     with console.reporting(as_json):
@@ -102,5 +105,5 @@ def rm(  # noqa: PLR0913 - one an option
 
 def _which(force: str | None) -> Force | None:
     if force is not None and force not in retention.FORCES:
-        raise InvalidRequest(f"--force {force!r} is not known", hint=f"one of {', '.join(retention.FORCES)}")
+        raise InvalidRequest(f"--force does not accept {force!r}", hint=f"use one of {', '.join(retention.FORCES)}")
     return cast("Force | None", force)

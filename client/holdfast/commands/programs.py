@@ -36,7 +36,7 @@ SHOWN_MAX = 40  # rows of a group that people see; --json prints all
 CONFIG = "config.json"
 
 app = typer.Typer(
-    help="Show and check mapping programs. They map the tensors of one layout of names to those of another.",
+    help="Show and check mapping programs. A program maps tensors with the names of one framework to those of another.",
     no_args_is_help=True,
 )
 Which = Annotated[str, typer.Argument(metavar="PROGRAM", help="A program's name, or its TOML file.")]
@@ -45,12 +45,14 @@ On = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="CHECKPOINT", help=f"{SELECTED}, or a directory with safetensors files."),
 ]
-Inverse = Annotated[bool, typer.Option("--inverse", help="Check the inverse instead.")]
+Inverse = Annotated[bool, typer.Option("--inverse", help="Check the inverse program instead.")]
 SourceRanks = Annotated[
-    int, typer.Option("--source-ranks", metavar="N", help="Ranks that share fused tensors in it.", min=1)
+    int,
+    typer.Option("--source-ranks", metavar="N", help="Number of ranks over which the source shards fused tensors.", min=1),
 ]
 TargetRanks = Annotated[
-    int, typer.Option("--target-ranks", metavar="N", help="Ranks that share those that are made.", min=1)
+    int,
+    typer.Option("--target-ranks", metavar="N", help="Number of ranks over which the target shards fused tensors.", min=1),
 ]
 
 

@@ -36,7 +36,9 @@ Every = Annotated[
     str | None,
     typer.Option("--every", metavar="TIME", help="Keep one per time span or more, such as 30s, 10min, 6h, 1d, 2w."),
 ]
-Within = Annotated[str | None, typer.Option("--within", metavar="TIME", help="Keep those committed in the last 6h, 3d, …")]
+Within = Annotated[
+    str | None, typer.Option("--within", metavar="TIME", help="Keep checkpoints committed in the last 6h, 3d, …")
+]
 BestBy = Annotated[
     list[str] | None,
     typer.Option("--best", metavar="METRIC:N[:max]", help="Keep the N with the lowest (or highest) metric; repeatable."),
@@ -138,7 +140,7 @@ def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool])
         if as_json:
             raise InvalidRequest(f"nothing was changed: this would {acts} checkpoints, and --json needs --yes for that")
         show(foreseen)
-        question = f"{acts.capitalize()} these checkpoints in {api.url}, and later ones as the rules say?"
+        question = f"{acts.capitalize()} these checkpoints in {api.url}, and later ones according to the rules?"
         console.confirm(question, "nothing was changed", as_json)
     return retention.set_policy(api, run, wanted, before.tag)
 

@@ -24,7 +24,7 @@ from holdfast_formats.rest.operations import Link
 _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "zstandard")
 
 PagePart = Annotated[
-    bool, typer.Option("--print", help="Print the link instead of opening it; it works once, within a minute.")
+    bool, typer.Option("--print", help="Print the link instead of opening it. The link works once, within a minute.")
 ]
 _PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={address}"><title>Holdfast</title>'
 

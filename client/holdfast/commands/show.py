@@ -106,10 +106,10 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
 def _checked(known: bodies.CheckpointInfo | None) -> str:
     """The result of the service's restore check."""
     if known is None:
-        return "known only to a service; run `holdfast verify` to verify it now"
+        return "only a service records checks; verify now with `holdfast verify`"
     if known.checking is not None:
         read = f"{console.human_bytes(known.checking.done_bytes)} of {console.human_bytes(known.checking.total_bytes)}"
-        return f"not checked yet since its commit: its nodes have verified {read}"
+        return f"not checked yet since its commit: its nodes have verified {read} so far"
     if known.unchecked:
         return "not checked yet since its commit"
     age = "" if known.checked is None else f", {console.human_age(known.checked)}"
@@ -119,7 +119,7 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
     how = f"; restore tested in {'; '.join(tried)}" if tried else ""
     nodes = (known.check or {}).get("nodes")
     how = f"; verified by {nodes} nodes{how}" if nodes else how
-    return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
+    return ("sound, but with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 
 def _print_tables(manifest: Manifest) -> None:

@@ -31,7 +31,7 @@ Of = Annotated[
     str | None, typer.Option("--histogram", metavar="TENSOR", help="Show how often each value occurs in this tensor.")
 ]
 Minus = Annotated[
-    str | None, typer.Option("--minus", metavar="STEP", help="With --histogram: of the change since this step of the run.")
+    str | None, typer.Option("--minus", metavar="STEP", help="With --histogram: show the change since this step of the run.")
 ]
 First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Show at most N tensors; 0 for all.")]
 
@@ -55,9 +55,9 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     with console.reporting(as_json):
         target = parse_target(checkpoint)
         if target.directory is not None:
-            raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="name RUN@STEP")
+            raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="pass RUN@STEP")
         if minus is not None and histogram is None:
-            raise InvalidRequest("--minus needs --histogram", hint="name the tensor: --histogram TENSOR")
+            raise InvalidRequest("--minus needs --histogram", hint="pass --histogram TENSOR")
         with Api(url or default_url()) as api:
             if histogram is not None:
                 path = f"/v1/runs/{target.run}/checkpoints/{step_of(api, target)}/histogram"

@@ -41,7 +41,7 @@ def top(  # noqa: PLR0913 — one option each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how all runs are checkpointed. It says last commit, exposure, stall, interval, and what needs attention."""
+    """Show how all runs are checkpointed. Runs that need attention come first."""
     with console.service(url, as_json) as api:
 
         def look() -> list[RunSummary]:

@@ -100,9 +100,9 @@ def _next(source: Source) -> str:
     from holdfast.read.sources import HttpSource
 
     if isinstance(source, HttpSource):
-        other = f"without one, restore another step (`holdfast ls {source.run}`)"
+        other = f"without a replica, restore another step (`holdfast ls {source.run}`)"
         return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"
     return (
-        "in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; make a copy or an "
-        "export again from its checkpoint"
+        "if it is if it is in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; "
+        "if it is a copy or an export, make it again from its checkpoint"
     )

@@ -83,7 +83,7 @@ class LaunchedJob:
         deadline = time.monotonic() + KILL_S_MAX
         while any(is_alive(identity) for identity in living):
             if time.monotonic() > deadline:
-                raise DemoFailed(f"processes {[i.pid for i in living]} outlive SIGKILL", self.log)
+                raise DemoFailed(f"processes {[i.pid for i in living]} still run after SIGKILL", self.log)
             time.sleep(POLL_S)
         return len(living)
 

@@ -81,4 +81,4 @@ def print_farewell(console: Console, daemon: DemoDaemon) -> None:
         f"The daemon is still running. See:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}",
         soft_wrap=True,
     )
-    console.print(f"Stop it:  kill {daemon.process.pid}   (it ends after 15 minutes without visitors)", soft_wrap=True)
+    console.print(f"Stop it:  kill {daemon.process.pid}   (it exits after 15 minutes without visitors)", soft_wrap=True)

@@ -230,7 +230,7 @@ class AcceleratorCheckpoints:
         if kind not in _DISTRIBUTED:
             raise InvalidRequest(
                 f"an Accelerator of the distributed type {kind} is not supported",
-                hint=_ELSEWHERE.get(kind, f"supported are {', '.join(_DISTRIBUTED)}"),
+                hint=_ELSEWHERE.get(kind, f"supported types are {', '.join(_DISTRIBUTED)}"),
             )
         if not accelerator._models:
             raise InvalidRequest("the Accelerator has no model yet", hint="attach after accelerator.prepare(…)")
@@ -267,8 +267,8 @@ class AcceleratorCheckpoints:
         if hooks:
             raise InvalidRequest(
                 f"{len(hooks)} hooks of {name} would write or read files that are not in the checkpoint",
-                hint="remove them: all prepared models are stored whole; register what else is to be kept with "
-                "accelerator.register_for_checkpointing",
+                hint="remove the hooks, since all prepared models are stored whole; register other objects with "
+                "accelerator.register_for_checkpointing()",
             )
 
     def _make_room(self, directory: Path, limit: int | None) -> None:

@@ -133,7 +133,7 @@ def _refuse(checkpointer: Checkpointer, context: Any) -> None:
     if checkpointer.policy != "wait":
         raise InvalidRequest(
             f"this Checkpointer may drop a save that was reported to Ray: its policy is {checkpointer.policy!r}",
-            hint='Checkpointer(…, policy="wait")',
+            hint='construct it with Checkpointer(…, policy="wait")',
         )
     if checkpointer.world != context.get_world_size():
         raise InvalidRequest(

@@ -205,8 +205,8 @@ class HoldfastCheckpointManager(BaseCheckpointManager):
         step = naming.parse_step_directory(place.name)
         if step is None or place.parent.name != "checkpoints":
             raise InvalidRequest(
-                f"initial_load_path={place} is a checkpoint outside of a root, so its run is unknown",
-                hint="`holdfast import` makes it a step of a run",
+                f"initial_load_path={place} is a checkpoint outside a root, so its run is unknown",
+                hint="import it into a run with `holdfast import`",
             )
         run, root = place.parts[-3], place.parents[2]
         alone = self._config.initial_load_model_only
@@ -302,9 +302,9 @@ def _refuse_options(config: HoldfastCheckpointConfig, names: set[str], sd_adapte
         raise InvalidRequest(f"exclude_from_loading has {unknown[0]!r}; the state has {', '.join(sorted(names))}")
     if OPTIMIZER in config.exclude_from_loading and LR_SCHEDULER not in config.exclude_from_loading:
         raise InvalidRequest(
-            "exclude_from_loading has the optimizer and not the lr_scheduler, which would go on with another learning rate "
-            "than the optimizer has in its first step",
-            hint='exclude_from_loading=["optimizer", "lr_scheduler"]',
+            "exclude_from_loading contains the optimizer but not the lr_scheduler, which would then continue with "
+            "another learning rate than the optimizer uses in its first step",
+            hint='set exclude_from_loading=["optimizer", "lr_scheduler"]',
         )
     if config.last_save_in_hf and sd_adapter is None:
         raise InvalidRequest("last_save_in_hf needs a state dict adapter, which this model does not have")

@@ -132,8 +132,8 @@ def explained(error: StateMismatch) -> StateMismatch:
         return error
     return StateMismatch(
         error.detail,
-        hint="another number of data-parallel ranks saved, and torchtitan's data cannot be divided again: "
-        'exclude_from_loading=["dataloader"] begins the data again',
+        hint="another number of data-parallel ranks saved this checkpoint, and torchtitan cannot redistribute its data: set "
+        'exclude_from_loading=["dataloader"] to start the data from the beginning',
         **error.members,
     )
 

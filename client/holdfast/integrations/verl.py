@@ -78,7 +78,10 @@ class VerlCheckpoints(BaseCheckpointManager):
         processing_class = processing_class or given.pop("tokenizer", None)  # its old name
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         if not _settings:
-            raise InvalidRequest("no run was installed", hint='holdfast.integrations.verl.install("run", at=…)')
+            raise InvalidRequest(
+                "holdfast.integrations.verl.install() was not called",
+                hint='call holdfast.integrations.verl.install("run", at=…)',
+            )
         self._given = given | {"processing_class": processing_class, "checkpoint_config": checkpoint_config}
         self._run, self._options = str(_settings["run"]), dict(_settings["options"])
         _refuse_config(self)
@@ -217,7 +220,7 @@ def _replace(old: type, new: type) -> None:
 def _refuse_config(manager: VerlCheckpoints) -> None:
     for name in (*manager.checkpoint_save_contents, *manager.checkpoint_load_contents):
         if name not in _KNOWN:
-            raise InvalidRequest(f"a checkpoint has no {name!r}", hint=f"known are {', '.join(_KNOWN)}")
+            raise InvalidRequest(f"a checkpoint has no {name!r}", hint=f"use only {', '.join(_KNOWN)}")
     config = manager.checkpoint_config
     if config and config.get("async_save", False):
         raise InvalidRequest(
@@ -261,7 +264,7 @@ def _step(checkpointer: Checkpointer, local_path: str) -> int:
         )
     named = _STEP_FOLDER.fullmatch(link.parent.name)
     if checkpointer.root() is not None or named is None:
-        raise NoSuchCheckpoint(f"there is no checkpoint at {link}", hint="`holdfast ls` lists those that are")
+        raise NoSuchCheckpoint(f"there is no checkpoint at {link}", hint="`holdfast ls` lists the checkpoints that exist")
     return int(named[1])
 
 

@@ -130,7 +130,8 @@ class DeclaredLayout:
             two = None if self._saved is None else optimizer_documents.conflict(text, names)
             if two is not None:
                 raise StateMismatch(
-                    f"{key}: parameters that are parts of {two!r} in the checkpoint have other hyper-parameters or values",
+                    f"{key}: parameters that are parts of {two!r} in the checkpoint have different "
+                    "hyper-parameters or values",
                     hint="put them into one param_group",
                     tensor=two,
                 )
@@ -216,8 +217,8 @@ class DeclaredLayout:
             raise InvalidRequest(
                 f"the layout {self._placement!r} has no rule for {group}/{unnamed[0]}{more}, so it is not "
                 "known whether it is sharded",
-                hint="pass layout=ParallelLayout(…, rules=…) with a table that says how it is sharded (without `cut` it "
-                "is replicated), or use Fragments or DTensors in the state",
+                hint="pass layout=ParallelLayout(…, rules=…) with a table that describes how it is sharded "
+                "(without `cut` it is replicated), or use Fragments or DTensors in the state",
                 tensors=[f"{group}/{name}" for name in unnamed],
             )
 
@@ -279,7 +280,7 @@ class DeclaredLayout:
         if place is None and (self._saved is None or len(sources) == 1):
             return first
         if place is None:
-            raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have one name in the checkpoint")
+            raise InvalidRequest(f"{first.path} and {sources[1][0].path} would have the same name in the checkpoint")
         spec = place[0]
         pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:

@@ -161,8 +161,8 @@ class SavedPlaces:
                     raise InvalidRequest(
                         f"the layout has no rule for {source!r}, of which {group}/{name} is made, so it is not known "
                         "whether it is sharded",
-                        hint="pass layout=ParallelLayout(…, rules=…) with a table that says how it is sharded (without "
-                        "`cut` it is replicated)",
+                        hint="pass layout=ParallelLayout(…, rules=…) with a table that describes how it is "
+                        "sharded (without `cut` it is replicated)",
                         tensor=source,
                     )
 
@@ -199,7 +199,7 @@ class SharedCounts:
                     raise StateMismatch(
                         f"{first.path} is {value.item()} and {leaf.path} is {other.item()}, and both would be saved as "
                         f"{stored!r}",
-                        hint="step parameters together that form one tensor in the checkpoint",
+                        hint="update all parameters that form one tensor in the checkpoint at the same steps",
                         tensors=[first.path, leaf.path],
                     )
 

@@ -46,7 +46,7 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
     if not isinstance(text, str):
         raise InvalidRequest(f"at= must be a path or an address, not {type(at).__name__}", hint=f"write {_CHOICES}")
     if not text.strip():
-        raise InvalidRequest(f"at={text!r} names no place", hint=f"leave at= out for your own daemon, or write {_CHOICES}")
+        raise InvalidRequest(f"at={text!r} is empty", hint=f"leave at= out for your own daemon, or write {_CHOICES}")
     if _SCHEME.match(text):
         return DaemonAddress(url=_url(text))
     if isinstance(at, str) and _HOST.fullmatch(text):
@@ -60,13 +60,13 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
     if not text.endswith(os.sep):
         return DaemonAddress(socket=path)
     if path.exists():
-        raise InvalidRequest(f"at={text!r} is a socket and no directory", hint="leave the slash at the end out")
+        raise InvalidRequest(f"at={text!r} is a socket, not a directory", hint="remove the slash at the end")
     return DaemonAddress(root=_directory(path))
 
 
 def _path(text: str) -> Path:
     if text != text.strip():
-        raise InvalidRequest(f"at={text!r} begins or ends with a blank", hint='write "./" in front of a name that does')
+        raise InvalidRequest(f"at={text!r} begins or ends with a space", hint='write "./" in front of such a name')
     try:
         return _absolute(Path(text).expanduser())
     except RuntimeError as error:  # no such user
@@ -87,7 +87,7 @@ def _directory(path: Path) -> Path:
     for above in (path, *path.parents):
         if above.is_symlink() and not above.exists():
             raise InvalidRequest(
-                f"at={str(path)!r}: {above} is a link to nothing", hint="make the directory that it leads to"
+                f"at={str(path)!r}: {above} is a link to a missing directory", hint="create the directory to which it leads"
             )
     check_root_place(path)
     return path
@@ -115,12 +115,12 @@ def _is_socket(path: Path) -> bool:
         mode = path.stat().st_mode
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            raise InvalidRequest(f"at={str(path)!r} can never be: {error.strerror}", hint=f"write {_CHOICES}") from None
+            raise InvalidRequest(f"at={str(path)!r} cannot exist: {error.strerror}", hint=f"write {_CHOICES}") from None
         return path.suffix == SOCKET_SUFFIX  # nothing yet, or nothing that we may see
     except ValueError as error:
         raise InvalidRequest(f"at={str(path)!r} is not a path: {error}", hint=f"write {_CHOICES}") from None
     if not stat.S_ISDIR(mode) and not stat.S_ISSOCK(mode):
         raise InvalidRequest(
-            f"at={str(path)!r} is neither a directory nor a socket", hint=f"there is a file of that name; write {_CHOICES}"
+            f"at={str(path)!r} is neither a directory nor a socket", hint=f"a file has that name; write {_CHOICES}"
         )
     return stat.S_ISSOCK(mode)

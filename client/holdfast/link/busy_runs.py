@@ -39,5 +39,5 @@ def until_free(ask: Callable[[], _Answer]) -> _Answer:
 def _still_busy(error: RunBusy, waited_s: float) -> RunBusy:
     if waited_s < 1:
         return error
-    text = f"{error.detail}; waited {waited_s:.0f} s for its ranks to go silent, but they are still active"
+    text = f"{error.detail}; waited {waited_s:.0f} s for its ranks to disconnect, but they are still active"
     return RunBusy(text, hint=error.hint, **error.members)

@@ -52,7 +52,7 @@ class CheckpointLinks:
         elif not self._stands(target, link.parent):
             _remove_if_void(link, target, NoSuchCheckpoint(""))
             raise NoSuchCheckpoint(
-                f"{self._run}@{step} is not a checkpoint of {root}", hint="`holdfast ls` lists those that are"
+                f"{self._run}@{step} is not a checkpoint of {root}", hint="`holdfast ls` lists the checkpoints that exist"
             )
 
     def _stands(self, target: Path, directory: Path) -> bool:
@@ -71,7 +71,8 @@ class CheckpointLinks:
             return None
         if not Path(place).is_dir():
             raise NoSuchCheckpoint(
-                f"{path} leads to {self._run}@{step}, which is not there", hint="`holdfast ls` lists those that are"
+                f"{path} leads to {self._run}@{step}, which does not exist",
+                hint="`holdfast ls` lists the checkpoints that exist",
             )
         return step
 
@@ -84,14 +85,16 @@ class CheckpointLinks:
     def _check(self, link: Path, root: Path) -> None:
         inside = Path(os.path.realpath(link.parent))
         if inside == root or root in inside.parents:
-            raise InvalidRequest(f"{link} would be in the root {root} itself", hint="put links into a directory outside")
+            raise InvalidRequest(
+                f"{link} would be in the root {root} itself", hint="put links into a directory outside the root"
+            )
         if link.is_symlink():
             target = os.readlink(link)
             if naming.linked_step(self._run, target) is None:
-                raise InvalidRequest(f"{link} exists, and is a link to something else than a checkpoint of {self._run}")
+                raise InvalidRequest(f"{link} exists, and is not a link to a checkpoint of {self._run}")
             if os.path.isdir(target) and Path(os.path.realpath(target)).parents[2] != root.resolve():
                 raise InvalidRequest(
-                    f"{link} leads to a checkpoint of another root, {target}, which it keeps",
+                    f"{link} leads to a checkpoint of another root, {target}, and protects that checkpoint from removal",
                     hint="choose another name, or remove the link",
                 )
         elif os.path.lexists(link):
@@ -99,7 +102,7 @@ class CheckpointLinks:
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidRequest(f"the directory {link.parent} cannot be made: {error.strerror}") from error
+            raise InvalidRequest(f"the directory {link.parent} cannot be created: {error.strerror}") from error
 
     def _watch_soon(self, directory: Path) -> None:
         """Report the directory in the background: the daemon writes a file for it. Repeated for every link, because the
@@ -110,7 +113,7 @@ class CheckpointLinks:
             try:
                 self._tell(directory)
             except CheckpointError as error:
-                self._session.warn(f"links in {directory} keep no checkpoint: {error.detail}")
+                self._session.warn(f"links in {directory} do not protect checkpoints from removal: {error.detail}")
 
         self._telling = [one for one in self._telling if one.is_alive()]
         self._telling.append(own_threads.begin(tell, "holdfast-links"))
@@ -130,7 +133,7 @@ def _place(link: Path, target: Path) -> None:
     except OSError as error:
         new.unlink(missing_ok=True)
         raise InvalidRequest(
-            f"the link {link} cannot be made: {error.strerror}", hint="is its directory writable?"
+            f"the link {link} cannot be created: {error.strerror}", hint="make its directory writable"
         ) from error
 
 
@@ -142,4 +145,4 @@ def _remove_if_void(link: Path, target: Path, error: CheckpointError | None) -> 
         if not target.is_dir() and os.readlink(link) == str(target):
             link.unlink()
     except OSError as failure:
-        log.info("the link %s of a save that failed stays: %s", link, failure)
+        log.info("could not remove the link %s of a failed save: %s", link, failure)

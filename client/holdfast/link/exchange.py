@@ -19,7 +19,9 @@ CONNECT_TIMEOUT_S = 5.0
 RECEIVE_BYTES = 65_536
 HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
 CLOSED_HINT = "run as that user, or start the daemon with --socket-group and a group that both users are in"
-SILENT_HINT = "it may be stopped, swapped out or overloaded: look at its log, and restart it if `holdfast top` shows nothing"
+SILENT_HINT = (
+    "the daemon may be stopped, swapped out or overloaded: check its log, and restart it if `holdfast top` shows nothing"
+)
 _CREDENTIALS = struct.Struct("3i")
 
 Expected = TypeVar("Expected", bound=wire.Reply)
@@ -89,7 +91,7 @@ def ping(path: Path, timeout_s: float) -> None:
                     raise DaemonGone(f"the daemon at {path} closed the connection", hint=HINT)
                 connection.settimeout(max(limit - time.monotonic(), 0.001))
     except (TimeoutError, BlockingIOError) as error:  # the second: the daemon's queue of connections is full
-        raise DeadlineExceeded(f"the daemon at {path} gave no sign of life within {timeout_s:.1f} s") from error
+        raise DeadlineExceeded(f"the daemon at {path} did not respond within {timeout_s:.1f} s") from error
     except OSError as error:
         raise _unreached(path, error) from error
 

@@ -80,7 +80,7 @@ class OwnDaemon:
                 with suppress(TimeoutError):  # it stands still, and removes that when it goes on
                     while connection.recv(RECEIVE_BYTES):
                         pass
-                raise RoundAborted("stopped by a signal", hint="the same command begins again") from None
+                raise RoundAborted("stopped by a signal", hint="run the same command again") from None
 
     def _reply(self, on_bytes: Callable[[int, int], None]) -> wire.Reply:
         decoder = wire.FrameDecoder(wire.TO_RANK)
@@ -89,7 +89,7 @@ class OwnDaemon:
                 if isinstance(message, wire.Reply):
                     return message
                 on_bytes(message.done_bytes, message.total_bytes)
-        raise DaemonGone(f"the daemon at {self._path} ended in the middle of the job", hint="the same command begins again")
+        raise DaemonGone(f"the daemon at {self._path} ended in the middle of the job", hint="run the same command again")
 
     def _received(self) -> bytes:
         """The daemon's next bytes. A step of a job may take long, so a silent daemon is pinged on another connection."""

@@ -77,17 +77,17 @@ def check(info: Mapping[str, Any] | None) -> dict[str, Any]:
         values: dict[str, Any] = _well_formed(json.dumps(dict(info), allow_nan=False, default=_plain, ensure_ascii=False))
     except Exception as error:  # a user's config object may raise anything when read
         raise InvalidRequest(
-            f"info cannot be remembered: {type(error).__name__}: {error}",
+            f"info cannot be stored: {type(error).__name__}: {error}",
             hint="use text, numbers, lists and mappings; of a config, what its to_dict() returns",
         ) from error
     if (large := _large(values)) is not None:
-        raise InvalidRequest(f"info cannot be remembered: {str(large)[:24]} is beyond 64 bits", hint="give it as text")
+        raise InvalidRequest(f"info cannot be stored: {str(large)[:24]} is beyond 64 bits", hint="pass it as text")
     values = masked(values)
     size = len(json.dumps(values))
     if size > INFO_BYTES_MAX:
         raise LimitExceeded(
-            f"info takes {size} bytes of JSON, over {INFO_BYTES_MAX}",
-            hint="leave out what is large; files belong in assets=",
+            f"info has {size} bytes of JSON, over the limit of {INFO_BYTES_MAX}",
+            hint="leave out large values; pass files as assets=",
         )
     return values
 
@@ -97,7 +97,9 @@ def _check_tags(tags: Any) -> None:
     if tags is None:
         return
     if not isinstance(tags, (list, tuple)) or not all(isinstance(tag, str) for tag in tags):
-        raise InvalidRequest("info['tags'] must be a list of texts", hint='such as info={"tags": ["sweep:lr", "8-experts"]}')
+        raise InvalidRequest(
+            "info['tags'] must be a list of strings", hint='for example info={"tags": ["sweep:lr", "8-experts"]}'
+        )
     check_tags(tags)
 
 

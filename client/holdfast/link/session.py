@@ -261,7 +261,10 @@ class Session:
         at = self._unconnected(step)
         with open_checkpoint(at.root, at.url, self._who.run, step, at.served) as reader:
             if reader.manifest.file(name) is None:
-                raise StateMismatch(f"{reader.source.label} has no file {name!r}", hint="was it an asset of this save?")
+                raise StateMismatch(
+                    f"{reader.source.label} has no file {name!r}",
+                    hint="pass the name of an asset that was saved at this step",
+                )
             return reader.read_file(name)
 
     def _unconnected(self, step: int | None) -> Choice:
@@ -278,9 +281,10 @@ class Session:
             directory = place.fallback
         if directory is None and place.url is None:
             raise InvalidRequest(
-                f"where the checkpoints of {self._who.run} are is known after restore() or save() has connected to the "
-                "daemon",
-                hint="or construct the Checkpointer with the root's directory or the daemon's address: at=",
+                f"the location of the checkpoints of {self._who.run} is unknown until restore() or save() has "
+                "connected to the daemon",
+                hint="call restore() or save() first, or construct the Checkpointer with the root's directory "
+                "or the daemon's address: at=",
             )
         return Choice(step, directory, place.url)
 

@@ -68,13 +68,13 @@ def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Itera
             if parent is None:
                 return
             if digest(parent.read(naming.COMMIT, 0, COMMIT_BYTES_MAX)) != model["commit"]:
-                yield f"{indent}replaced since: it is another checkpoint now"
+                yield f"{indent}replaced by another checkpoint since the merge"
                 return
             origin = origin_of(CheckpointReader.open(parent, complete=False))
             if origin is not None:
                 yield from _lines(parent, origin, generation)
     except (CheckpointError, KeyError):
-        yield f"{indent}not there any more"
+        yield f"{indent}no longer exists"
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def parse_target(text: str) -> CheckpointTarget:
     path = Path(text)
     if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
         if not path.is_dir():
-            raise NoSuchCheckpoint(f"the directory {text} does not exist", hint="give RUN@STEP, or a checkpoint's directory")
+            raise NoSuchCheckpoint(f"the directory {text} does not exist", hint="pass RUN@STEP, or a checkpoint's directory")
         return CheckpointTarget("", None, path)
     run, at, step = text.partition("@")
     naming.check_run(run)
@@ -135,7 +135,7 @@ def parse_target(text: str) -> CheckpointTarget:
     if match := _BEST.fullmatch(step):
         return CheckpointTarget(run, None, best=ByMetric(match["metric"], "max" if match["mode"] == "max" else "min"))
     if not (step.isascii() and step.isdigit()):
-        hint = "give RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
+        hint = "pass RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
         raise InvalidRequest(f"{text!r} does not name a checkpoint", hint=hint)
     return CheckpointTarget(run, naming.check_step(int(step)))
 
@@ -155,11 +155,11 @@ def _of_the_policy(api: Api, run: str) -> ByMetric:
     rules = {ByMetric(best.metric, best.mode) for best in retention.policy(api, run).policy.best}
     if len(rules) != 1:
         reason = (
-            "its retention policy keeps the best by no metric"
+            "its retention policy has no rule for the best metric"
             if not rules
-            else f"its retention policy keeps the best by {len(rules)} metrics"
+            else f"its retention policy has rules for {len(rules)} metrics"
         )
-        hint = f"such as {run}@best:loss or {run}@best:accuracy:max; `holdfast ls {run}` shows metrics"
+        hint = f"name the metric, as in {run}@best:loss or {run}@best:accuracy:max; `holdfast ls {run}` shows metrics"
         raise InvalidRequest(f"best of {run} needs a metric: {reason}", hint=hint)
     return rules.pop()
 

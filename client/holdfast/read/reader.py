@@ -309,7 +309,7 @@ class CheckpointReader:
 def _replaced(source: Source) -> InUse:
     return InUse(
         f"{source.label} was replaced or removed while it was read",
-        hint="read it again: an old checkpoint may have been thinned, or stored in fewer bytes",
+        hint="read it again: an old checkpoint may have been thinned or compacted",
     )
 
 

@@ -34,7 +34,7 @@ def within(asked: Geometry, bounds: Sequence[Bound]) -> tuple[Geometry, str]:
     if not slots:
         one = asked._replace(slots=1).segment_bytes
         raise LimitExceeded(
-            f"one slot needs {one} bytes of this process's memory, and {room.bytes} are left of {room.name}",
+            f"one slot needs {one} bytes of this process's memory, but only {room.bytes} are left of {room.name}",
             hint="raise the memory limit of the trainer's container or control group, or save a smaller state",
             needed=one,
             left=room.bytes,
@@ -72,7 +72,7 @@ class OwnSegment:
                 raise self._lost
             if not free:
                 raise ArenaFull(
-                    f"all {self.geometry.slots} slots are occupied by saves that are not uploaded and written yet",
+                    f"all {self.geometry.slots} slots are occupied by saves that are not yet uploaded and committed",
                     hint="save less often, use a faster link to the daemon, or give the checkpointer more slots",
                 )
             slot = min(self._free)
@@ -142,7 +142,7 @@ class OwnSave:
         return f"{self.run}@{self.step}"
 
     def contents(self) -> tuple[memoryview, memoryview]:
-        assert self.whole is not None, "only what is sealed has contents"
+        assert self.whole is not None, "only sealed slots have contents"
         memory, geometry = self.segment.memory, self.segment.geometry
         data, table = geometry.data_offset(self.slot), geometry.table_offset(self.slot)
         return memory[data : data + self.whole.data_bytes], memory[table : table + self.whole.table_bytes]

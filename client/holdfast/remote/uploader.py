@@ -99,7 +99,7 @@ class _Contact:
         if not self.silent and self._unmet is None:
             return None
         why = f"the daemon at {url} does not answer{f' ({self._unmet})' if self._unmet else ''}"
-        return Awaited(why, "look whether it runs, and at its log; what is staged is uploaded once it answers")
+        return Awaited(why, "check that it runs, and read its log; staged saves are uploaded once it answers")
 
 
 class Uploader:
@@ -155,7 +155,7 @@ class Uploader:
             if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
                 raise
             self._contact.tried(error)
-            log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
+            log.info("the daemon does not accept step %d yet: %s", wanted.step, error.detail)
             return False
         return True
 
@@ -184,7 +184,7 @@ class Uploader:
         return Awaited(
             f"step {oldest.step} is uploaded, and the daemon at {url} has not committed it: it waits for its storage, for "
             "other ranks, or for the catalog",
-            "look at the saves of the run in `holdfast top`, and at the daemon's log",
+            "check the saves of the run in `holdfast top`, and the daemon's log",
         )
 
     def deliver(self, save: OwnSave) -> bool:
@@ -223,7 +223,7 @@ class Uploader:
         try:
             self._api.waits(self._rank_id, waiting, OPEN_TIMEOUT_S)
         except CheckpointError as unheard:
-            log.debug("could not tell %s what this rank waits for: %s", self._api.url, unheard.detail)
+            log.debug("could not report to %s that this rank is waiting: %s", self._api.url, unheard.detail)
 
     def close(self) -> None:
         """Disconnect; saves that the daemon has not completely received are given up."""
@@ -233,7 +233,7 @@ class Uploader:
             try:
                 self._api.leave(self._rank_id, CLOSE_TIMEOUT_S)
             except CheckpointError as error:
-                log.info("could not tell %s that this rank disconnects: %s", self._api.url, error.detail)
+                log.info("could not notify %s that this rank disconnects: %s", self._api.url, error.detail)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
@@ -361,14 +361,14 @@ class Uploader:
         try:
             self._persist(lambda: self._api.abandon_upload(self._rank_id, save.number, why), time.monotonic())
         except CheckpointError as unheard:
-            log.info("could not tell %s that step %d is given up: %s", self._api.url, save.step, unheard.detail)
+            log.info("could not notify %s that step %d is given up: %s", self._api.url, save.step, unheard.detail)
 
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> bool:
         """Inform the other ranks of the world at once that this step is not saved; False if another try may succeed."""
         try:
             self._api.abandon_upload(self._rank_id, number, messages.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
-            log.info("could not tell %s that step %d is given up: %s", self._api.url, step, unheard.detail)
+            log.info("could not notify %s that step %d is given up: %s", self._api.url, step, unheard.detail)
             return not isinstance(unheard, _PASSING)
         return True
 

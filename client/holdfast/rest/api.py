@@ -125,7 +125,7 @@ class Api(JobsApi):
         try:
             self._checked(self._http.get("/healthz", timeout=timeout_s))
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"{self.url} gave no sign of life within {timeout_s:.1f} s") from error
+            raise DeadlineExceeded(f"{self.url} did not respond within {timeout_s:.1f} s") from error
         except httpx.HTTPError as error:
             raise self._gone(error) from error
 
@@ -355,7 +355,7 @@ class Api(JobsApi):
             if page.next is None:
                 return
             if not page.items:
-                raise StorageFailed(f"{self.url} sent an empty page, and that more follow", hint=bounded.HINT)
+                raise StorageFailed(f"{self.url} sent an empty page that announces further pages", hint=bounded.HINT)
             params["cursor"] = page.next
 
     def _get(self, path: str, model: type[Model]) -> Model:
@@ -375,9 +375,9 @@ class Api(JobsApi):
             raise self._gone(error) from error
 
     def _gone(self, error: httpx.HTTPError) -> DaemonGone:
-        hint = "start it with `holdfast serve`, or give another address (at=, --url or HOLDFAST_URL)"
+        hint = "start it with `holdfast serve`, or pass another address (at=, --url or HOLDFAST_URL)"
         if isinstance(error, httpx.ReadTimeout):
-            hint = "it was reached and does not answer: look at its log; if it hangs, end it and start it again"
+            hint = "the service accepted the connection but did not answer: check its log, and restart it if it hangs"
         return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
 
 

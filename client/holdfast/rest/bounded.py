@@ -18,7 +18,7 @@ PROBLEM_BYTES_MAX = 2**20
 LINE_BYTES_MAX = 2**20  # of a stream of events
 MISTAKES_MAX = 100  # of more, none is described: that alone would take gigabytes
 BYTES_MAX = "answer_bytes_max"  # request extension with another limit; None: the reader limits it itself
-HINT = "check that it is a Holdfast service of the same version"
+HINT = "check that the address is a Holdfast service of the same version"
 
 Model = TypeVar("Model", bound=BaseModel)
 _values = decoder(Any)
@@ -35,7 +35,7 @@ class BoundedTransport(httpx.BaseTransport):
         assert isinstance(response.stream, httpx.SyncByteStream)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":  # a few bytes could become gigabytes
             response.close()
-            raise StorageFailed(f"{request.url} sent a compressed answer, which was not asked for", hint=HINT)
+            raise StorageFailed(f"{request.url} sent a compressed answer, which was not requested", hint=HINT)
         bytes_max: int | None = request.extensions.get(BYTES_MAX, ANSWER_BYTES_MAX)
         if response.is_error:
             bytes_max = PROBLEM_BYTES_MAX
@@ -84,7 +84,7 @@ def parsed(content: bytes, model: type[Model], url: str) -> Model:
         return model.model_validate(_values(content))
     except ValidationError as error:
         count = error.error_count()
-        first = message(error) if count <= MISTAKES_MAX else f"it has {count} mistakes"
+        first = message(error) if count <= MISTAKES_MAX else f"it has {count} errors"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         first = str(error) or type(error).__name__
     raise StorageFailed(f"{url} sent an invalid answer: {first}", hint=HINT)

@@ -66,5 +66,5 @@ def _time(text: str) -> datetime:
     except ValueError as error:
         raise InvalidRequest(
             f"{text!r} is not a time",
-            hint="give 2030-01-31T12:00 in UTC, how long ago (90min, 12h, 3d), today or yesterday",
+            hint="write 2030-01-31T12:00 in UTC, how long ago (90min, 12h, 3d), today or yesterday",
         ) from error

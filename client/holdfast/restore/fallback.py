@@ -38,10 +38,14 @@ def refuse(manifest: Manifest, choice: Choice, groups: Collection[str]) -> None:
     nearest = _nearest(manifest.run, manifest.step, choice, groups)
     whole = "no step still has all of them" if nearest is None else f"the nearest step that still has them is {nearest}"
     masters = ', masters="from-model"' if "master" in gone or "optim" in gone else ""
-    weights = f"restore(step={manifest.step}, groups={left}{masters}) takes its weights" if left else "its weights are there"
+    weights = (
+        f"restore(step={manifest.step}, groups={left}{masters}) restores its weights"
+        if left
+        else ("it still has its weights")
+    )
     lost = f"was thinned at {manifest.thinned.at}, and no longer has {', '.join(gone)}"
     raise CheckpointThinned(
-        f"{manifest.run}@{manifest.step} {lost}: it is for {USABLE_FOR}",
+        f"{manifest.run}@{manifest.step} {lost}: it can be used only for {USABLE_FOR}",
         hint=f"{whole}; {weights}",
         groups=gone,
         nearest=nearest,

@@ -214,7 +214,7 @@ def _changed(manifest: Manifest) -> list[str]:
         return [LeftOutNote(text) if manifest.compacted.lossy else text]
     if manifest.thinned is None:
         return []
-    return [f"the checkpoint was thinned to its weights: it has no {', '.join(manifest.thinned.groups)} any more"]
+    return [f"the checkpoint was thinned to its weights: it no longer has {', '.join(manifest.thinned.groups)}"]
 
 
 def _left_out_notes(patterns: Sequence[str], stored: OfferedLeaves, live: Collection[str]) -> list[str]:

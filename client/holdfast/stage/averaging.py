@@ -100,9 +100,7 @@ class Averaging:
     def __init__(self, ema: Ema, rank: AveragingRank, ask: Ask, automatic: Callable[[], bool]) -> None:
         """`automatic` returns whether the state has optimizers whose steps can be counted."""
         if not isinstance(ema, Ema):
-            raise InvalidRequest(
-                f"ema={ema!r} is not an Ema", hint="write ema=holdfast.Ema(decay=0.999), with what it takes"
-            )
+            raise InvalidRequest(f"ema={ema!r} is not an Ema", hint="pass ema=holdfast.Ema(decay=0.999)")
         ema.check()
         self._ema, self._of, self._automatic = ema, rank, automatic
         self._memory = AverageMemory(rank, ema.rule, ask)
@@ -160,7 +158,7 @@ class Averaging:
         """
         if any(isinstance(value, NamedSnapshot) for value in self._of.state.state.values()):
             raise InvalidRequest(
-                "ema= is not possible for a state that an adapter gives",
+                "ema= cannot be used with a state that an adapter provides",
                 hint="use the framework's own average, if it has one",
             )
         if GROUP in self._of.state.groups():
@@ -227,7 +225,9 @@ class Averaging:
             if self._memory.mapped is not None:
                 self._seed(AverageState(*_words(self._ema.rule), n=0, step=self._step), reader)
             return (
-                LeftOutNote(f"{reader.source.label} has no average of the daemon's: it starts again at the next update"),
+                LeftOutNote(
+                    f"{reader.source.label} has no average from a daemon: the average starts again at the next update"
+                ),
             )
         state = average.decode_state(text)
         self._seed(state, reader)
@@ -243,7 +243,7 @@ class Averaging:
         """Wait until the daemon has applied `restored`, on all ranks of all nodes; returns notes."""
         if self._memory.mapped is None or self._memory.until_free(self._memory.mapped, TAKEN_IN_S):
             return ()
-        return ("the daemon has not taken in the restored average yet: updates are dropped until it has",)
+        return ("the daemon has not loaded the restored average yet: updates are dropped until then",)
 
     def close(self) -> None:
         """Finish the last update. The daemon keeps the memory."""
@@ -318,7 +318,7 @@ class Averaging:
         if known is not None and layout.digest != known.digest:
             change = slot_growth.compare(known.leaves, layout.leaves)
             raise StateMismatch(
-                f"the group {self._ema.of!r} is not the one that is averaged any more ({change})",
+                f"the group {self._ema.of!r} no longer has the tensors of the average ({change})",
                 hint="start a new launch, whose restore() gives the daemon the average of the last checkpoint",
                 added=list(change.added),
                 removed=list(change.removed),
@@ -332,7 +332,9 @@ class Averaging:
         layout = self._present()
         memory = self._memory.ready(layout)
         if not self._memory.until_free(memory, FREE_WAIT_S):
-            raise DeadlineExceeded("the daemon does not fold the last update of the average", hint="see the daemon's log")
+            raise DeadlineExceeded(
+                "the daemon has not applied the last update of the average in time", hint="check the daemon's log"
+            )
         self._number += 1
         self._skipped = self._lost = 0
         update = AverageUpdate(

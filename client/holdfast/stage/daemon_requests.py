@@ -125,7 +125,7 @@ class DaemonRequests:
         give_back: Callable[[_Result], object] = bool,
         when_left: Callable[[], object] = bool,
     ) -> DaemonRequest:
-        assert not self.busy, "one errand at a time"
+        assert not self.busy, "only one request at a time"
         request = self._last = DaemonRequest(act, give_back, when_left)
         own_threads.start(request.run, "holdfast-errand")
         return request

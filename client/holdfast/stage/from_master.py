@@ -124,8 +124,8 @@ def _refusal(mismatched: Mapping[str, str]) -> StateMismatch:
     texts = [f"{path} ({differing})" for path, differing in mismatched.items()]
     return StateMismatch(
         f"{len(mismatched)} of the model's tensors are not their masters rounded to nearest even: {_listed(texts)}",
-        hint=f"{rounding.HINT}: a trainer that rounds in another way, or changes weights without their masters, needs that. "
-        "If weights are set from masters after optimizer.step(), save after that",
+        hint=f"{rounding.HINT}, if the trainer rounds in another way or changes weights without their masters. "
+        "If the trainer sets weights from masters after optimizer.step(), save after that",
         tensors=list(mismatched),
     )
 
@@ -144,7 +144,7 @@ def _differing(pair: _Pair) -> str:
                     wrong, strange = _compare(w, m)
                     differ, nan = differ + wrong, nan + strange
         if seen < box.volume:
-            return f"this rank holds {box.volume - seen} elements of its master, and not of itself"
+            return f"this rank has {box.volume - seen} elements of the master but not of the weight"
     if nan:
         return f"NaN in {nan} of {elements} elements of its master"
     return f"{differ} of {elements} elements differ" if differ else ""

@@ -35,7 +35,8 @@ class SaveInterval:
         kept = tuple(group for group in held if group in wanted and not left.get(group))
         if not kept:
             raise InvalidRequest(
-                f"every={dict(counts)} leaves no group for this save", hint="leave a group out of every= that each save has"
+                f"every={dict(counts)} leaves no group for this save",
+                hint="remove at least one group from every=, so that each save has a group",
             )
         self._saves += 1
         waiting = {name: counts[name] - passed for name, passed in left.items() if passed}
@@ -59,6 +60,7 @@ def _checked(every: object, held: Sequence[str]) -> dict[str, int]:
             counts[name] = 0
         if counts[name] < 1:
             raise InvalidRequest(
-                f"every={{{name!r}: {count!r}}}: a group is saved with every n-th save, where n is a whole number from 1 on"
+                f"every={{{name!r}: {count!r}}}: pass a whole number n of at least 1, to include the group in "
+                "every n-th save"
             )
     return counts

@@ -168,7 +168,7 @@ class SaveTask:
             try:
                 self._part.slot.abandon(error)
             except CheckpointError as gone:
-                log.warning("could not tell the daemon that step %d is given up: %s", self._ticket.step, gone.detail)
+                log.warning("could not notify the daemon that step %d is given up: %s", self._ticket.step, gone.detail)
             finally:
                 latch.set()
 

@@ -129,10 +129,10 @@ class Exclusion:
         group, name = key
         reason = why.get(key)
         if group in (state_tensors.GROUP, state_tensors.MASTER_GROUP):
-            reason = "the optimizer could not go on without it"
+            reason = "the optimizer could not continue without it"
         if reason is not None:
             raise InvalidRequest(
-                f"exclude= leaves out {group}/{name}, and {reason}: what it learned would be lost",
+                f"exclude= leaves out {group}/{name}, and {reason}: its trained values would be lost",
                 hint="freeze it with requires_grad_(False), leave whole groups out with groups=, or store a part of a model "
                 "under its own key with Named(…, only=…)",
             )
@@ -150,8 +150,9 @@ class Exclusion:
                 elif inside & self.leaves:
                     part = min(inside & self.leaves)
                     raise InvalidRequest(
-                        f"exclude= leaves out {'/'.join(part)}, which is a part of {group}/{key} and not to be had alone",
-                        hint=f"exclude {group}/{key}, or nothing of it",
+                        f"exclude= leaves out {'/'.join(part)}, which is a part of {group}/{key} and cannot be "
+                        "excluded alone",
+                        hint=f"exclude all of {group}/{key}, or no part of it",
                     )
 
     def _whole_ties(self, aliases: Texts) -> None:

@@ -96,10 +96,8 @@ def chosen(of: LiveGroups, document: Mapping[str, Any], plan: PartPlan, selectio
         replaced += [f"{text} of {where}" for text in _replaced(live, chosen_values[-1], of.given, by_hand)]
     if replaced:
         more = ", …" * (len(replaced) > LISTED_MAX)
-        text = f"hyper-parameters of the checkpoint replace what was given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
-        plan.notes.append(
-            LeftOutNote(f"{text} (keep=('{of.key}/{replaced[0].partition(' ')[0]}',) would keep what is given)")
-        )
+        text = f"hyper-parameters of the checkpoint replace those given here: {'; '.join(replaced[:LISTED_MAX])}{more}"
+        plan.notes.append(LeftOutNote(f"{text} (keep=('{of.key}/{replaced[0].partition(' ')[0]}',) would keep those given)"))
     return chosen_values
 
 

@@ -80,8 +80,8 @@ def note_of(key: str, loader: Any) -> LeftOutNote | None:
     if sampler is None or callable(_attribute(sampler, "state_dict")):
         return None
     return LeftOutNote(
-        f"{GROUP}/{key} shuffles by a {type(sampler).__name__} of torch, which has no state: after a restore the "
-        "rest of an epoch that had begun has other rows. Save between epochs, or give torchdata's StatefulDataLoader "
+        f"{GROUP}/{key} shuffles by a {type(sampler).__name__} of torch, which has no state: after a restore, the "
+        "rest of an interrupted epoch has other rows. Save between epochs, or give torchdata's StatefulDataLoader "
         "shuffle=True instead of this sampler"
     )
 

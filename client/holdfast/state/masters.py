@@ -141,14 +141,15 @@ def settle(restoration: MatchedLeaves, beside_weights: BesideWeights, retention_
     filled = _Spans(memory_span(piece.tensor) for leaf in restoration.live for piece in leaf.pieces)
     weights_filled = any(_in(weight, filled) for weight in beside_weights.weights)
     if weights_filled and any(_stays(average, filled) for average in beside_weights.averages):
-        text = "the group ema was not restored with the weights: it still averages those of before"
+        text = "the group ema was not restored with the weights: it still contains the average of the previous weights"
         restoration = restoration._replace(notes=[*restoration.notes, LeftOutNote(text)])
     nameless = [pair.name for pair in beside_weights.nameless if weights_filled and _stays(pair.master, filled)]
     if nameless:
         raise StateMismatch(
-            f"{len(nameless)} tensors of the group master ({_listed(nameless)}) would not be restored with the weights, and "
-            "no weight has their names: which weights the next optimizer step would undo is unknown",
-            hint="restore the group master as well, or name the masters as the weights",
+            f"{len(nameless)} tensors of the group master ({_listed(nameless)}) would not be restored with the "
+            "weights, and no weight has their names, so it is unknown which weights the next optimizer step would "
+            "undo",
+            hint="restore the group master as well, or give the masters the names of their weights",
             stale=nameless,
         )
     stale = [pair for pair in beside_weights.pairs if _in(pair.weight, filled) and _stays(pair.master, filled)]
@@ -166,8 +167,8 @@ def _refuse(stale: Sequence[MasterPair], lacking: Sequence[MasterPair]) -> NoRet
     raise StateMismatch(
         f"{len(names)} full-precision masters ({_listed(names)}) would not be restored with their "
         + ("weights: the next optimizer step would undo the restore" if stale else "moments: the optimizer has none yet"),
-        hint="restore the group master as well, or whichever group has them here; or pass masters='from-model' to copy the "
-        "masters from the restored weights",
+        hint="restore the group master as well, or the group that has them in this state; or pass "
+        "masters='from-model' to copy the masters from the restored weights",
         stale=names,
     )
 

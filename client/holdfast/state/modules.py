@@ -292,7 +292,10 @@ class NamedTensors(NamedTuple):
             if name in aliases or not selection.takes(self.group, stored_name):
                 continue
             if left_out:
-                text = f"{self.group}/{stored_name} is not in the checkpoint: the module says it makes it itself"
+                text = (
+                    f"{self.group}/{stored_name} is not in the checkpoint, because the module lists it in "
+                    "_keys_to_ignore_on_save"
+                )
                 plan.notes.append(LeftOutNote(text))
             else:
                 plan.want(self.group, stored_name, value)

@@ -122,7 +122,7 @@ class Named:
             again = fragment_list(once_more, f"{path}.{name}") or once_more
             if not isinstance(again, torch.Tensor | Fragment | FragmentList) or not same_memory(tensor, again):
                 raise InvalidRequest(
-                    f"{path}.{name}: shards= of Named returns other memory at every call, so that a restore would be lost",
+                    f"{path}.{name}: shards= of Named returns different memory at every call, so a restore would be lost",
                     hint="return the tensors that the framework keeps, or views of them: no copies, casts or concatenations",
                 )
             self._kept_for_good.add(name)
@@ -202,8 +202,8 @@ def refuse_left_out(key: str, optimizers: Iterable[Optimizer], known: Container[
         for name, value in entry.left_out(path):
             if id(_held(value)) in unknown:
                 raise InvalidRequest(
-                    f"{key} steps the parameter {name!r}, which only= of Named leaves out of {path}: what it learns would "
-                    "be lost",
+                    f"{key} steps the parameter {name!r}, which only= of Named leaves out of {path}: its training "
+                    "would be lost",
                     hint="keep it with only=, or give the optimizer only the parameters that are saved",
                 )
 

@@ -84,6 +84,6 @@ def _by_name(collections: Sequence[NamedTensors]) -> dict[str, Storable]:
 def _refuse_layout(key: str, declared: bool) -> None:
     if declared:
         raise InvalidRequest(
-            f"{key}: OptimizerShards states its places by the names of whole tensors, and layout= takes those apart",
+            f"{key}: OptimizerShards describes its shards by the names of whole tensors, which layout= splits",
             hint="without layout=, pass the model's tensors as Fragments too",
         )

@@ -25,7 +25,7 @@ from holdfast.tensors.torch_dtypes import local_shape, safetensors_name, torch_d
 from holdfast_formats.errors import CorruptManifest, StateMismatch
 from holdfast_formats.region import Shape
 
-OTHER_OPTIMIZER = "use the optimizer that was saved; or leave its state out: restore(groups=…)"
+OTHER_OPTIMIZER = "use the optimizer that was saved, or leave its state out: restore(groups=…)"
 
 
 def plan(state: OptimizerEntry, stored: OfferedLeaves, selection: Selection, keeper: ContainerKeeper) -> PartPlan:
@@ -54,7 +54,7 @@ def under_key(stored: OfferedLeaves, keys: Sequence[str]) -> OfferedLeaves:
     if not stored.imported or len(keys) != 1 or len(groups) != 1 or keys[0] in groups:
         return stored
     ((key, text),) = groups.items()
-    note = f"{GROUP}/{keys[0]} is what the checkpoint, which was imported, has as {GROUP}/{key}"
+    note = f"{GROUP}/{keys[0]} is restored from {GROUP}/{key} of the imported checkpoint"
     return stored._replace(values={**stored.values, GROUP: {keys[0]: text}}, notes=(*stored.notes, note))
 
 
@@ -119,7 +119,7 @@ class _Resumption:
                 if live is not None:
                     wrapped.check_alike(live, description, path)
                 elif lacking := [one for one in inner if not self.selection.takes(*one) or self.stored.spec(*one) is None]:
-                    raise StateMismatch(f"{path} is not restored as a whole: {lacking[0][1]} is left out, or not there")
+                    raise StateMismatch(f"{path} is not restored as a whole: {lacking[0][1]} is left out or missing")
                 else:
                     self.wrapping[name, key] = _Wrapping(wrapped.find_class(description, path), description, {})
         for (name, key), value in wrappers.items():

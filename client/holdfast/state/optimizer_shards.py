@@ -276,7 +276,7 @@ def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Ke
         value = fragment_list(value, name) or value
         if not is_storable(value) or not same_memory(kept[name][part], value):
             raise InvalidRequest(
-                f"{key}.state()[{name!r}][{part!r}] is other memory at every call, so that a restore into it would be lost",
+                f"{key}.state()[{name!r}][{part!r}] is different memory at every call, so a restore into it would be lost",
                 hint="return the tensors that the optimizer keeps, or views of them: no copies, casts or concatenations",
             )
     shards.kept_for_good |= new

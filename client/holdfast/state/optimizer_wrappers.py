@@ -122,7 +122,7 @@ def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
     more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
     if more:
         raise InvalidRequest(
-            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} beside state and "
+            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} in addition to state and "
             "param_groups, which would not be saved",
             hint="put it into an object with state_dict() and load_state_dict(), and give that object its own key "
             "in the state",

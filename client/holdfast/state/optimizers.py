@@ -126,8 +126,8 @@ class KeyedOptimizers(NamedTuple):
                     raise InvalidRequest(
                         f"{self.key}.param_groups[{position}]['params'][{index}], of shape "
                         f"{list(tensor.shape)}, belongs to no module in the state",
-                        hint="add the module that owns it to the state, or pass full-precision copies as 'master'; "
-                        "if it is in the state as Fragments, give it to them as held=",
+                        hint="add the module that owns it to the state, or pass full-precision copies as "
+                        "'master'; if it is in the state as Fragments, pass it to them as held=",
                     )
                 name, value = self.names[id(tensor)]
                 if isinstance(value, FragmentList):

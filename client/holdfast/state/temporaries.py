@@ -135,15 +135,15 @@ def _refuse_form(key: str, trail: Trail, keys: frozenset[str]) -> None:
             own = "_".join((key, *(step.strip("[]") for step in trail)))
             line = f'state["{own}"] = {form.line}'
             raise InvalidRequest(
-                f"{render(key, trail)} is {form.what}: it is a copy, and the {form.line} would never see what is restored",
-                hint=f"write {line}, the object itself: Holdfast asks it for its state at every save, and gives it back",
+                f"{render(key, trail)} is {form.what}: a copy, so the {form.line} would not receive the restored values",
+                hint=f"write {line}, the object itself: Holdfast saves its state, and restores it into the object",
             )
 
 
 def _refuse_made(held: _Held, kind: str) -> NoReturn:
     raise InvalidRequest(
         f"{held.path}: the {kind} makes this tensor at each access, so a restore into it would be lost",
-        hint="write dict(…) of it, and keep that; or give the state the object that holds the tensors",
+        hint="store dict(…) of it and use that; or put the object that holds the tensors into the state",
     )
 
 
@@ -195,7 +195,7 @@ def _refuse_made_by(owner: Any, shared: Mapping[_Place, _Held], stored: set[int]
     kind = "module" if isinstance(owner, nn.Module) else "optimizer"
     line = f'state["{held.key}"] = {"model" if kind == "module" else kind}'
     raise InvalidRequest(
-        f"{held.path} has the memory of a tensor of a live {type(owner).__name__}, and is not that tensor: it is from its "
-        f"state_dict() or made by detach(), and the {kind} is not in the state",
+        f"{held.path} shares memory with a tensor of a live {type(owner).__name__}, but is a different tensor, "
+        f"from its state_dict() or detach(), and the {kind} is not in the state",
         hint=f"write {line}, the {kind} itself; or, for your own copy, tensor.detach().clone()",
     )

@@ -198,13 +198,16 @@ class TrainState:
 
     def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:
         if any(isinstance(part, NamedSnapshot) for part in parts.others):
-            raise InvalidRequest("exclude= does not go with a state that an adapter gives", hint="leave it out there")
+            raise InvalidRequest(
+                "exclude= cannot be combined with a state that an adapter provides", hint="leave exclude= out"
+            )
         stepped = (name for optimizer in parts.optimizers for name in optimizer.parameter_names())
         exclusion = Exclusion(exclude, whole.leaves, whole.values, whole.aliases, trained(parts.named, stepped))
         if self.declared is not None and not is_extra_alone(exclusion):
             raise InvalidRequest(
-                "exclude= beside layout= can leave out entries of the group extra alone: names are those of whole tensors",
-                hint="leave tensors out of the state, or save without them by groups=",
+                "with layout=, exclude= can leave out only entries of the group extra, because other names are "
+                "those of whole tensors",
+                hint="leave the tensors out of the state, or save other groups with groups=",
             )
         kept = [leaf for leaf in whole.leaves if leaf.key not in exclusion.leaves]
         steady = sum(leaf.key not in exclusion.leaves for leaf in whole.leaves[: whole.steady])

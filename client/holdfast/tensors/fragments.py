@@ -190,8 +190,8 @@ class Fragment:
     def _check_described(self) -> None:
         if self.box is None and (self.offset is None) == (self.flat is None):
             raise InvalidRequest(
-                "a Fragment has either an offset or a flat range",
-                hint="give offset= or flat=; both only together with box=, for a flat range of that box",
+                "a Fragment has both an offset and a flat range, or neither",
+                hint="pass either offset= or flat=; pass both only together with box=, for a flat range of that box",
             )
         if self.box is not None and (self.offset is None or self.flat is None):
             raise InvalidRequest(
@@ -275,7 +275,7 @@ class FragmentList:
             raise InvalidRequest(
                 f"{path}: the optimizer holds a tensor of shape {list(tensor.shape)}, but the Fragments of this list are "
                 "not all views of it, so it is not known which part of its moments belongs to which",
-                hint="cut the Fragments from that tensor, and give it to each of them as held=",
+                hint="make the Fragments views of that tensor, and pass it to each of them as held=",
             )
 
     def views_of(self, local: torch.Tensor, path: str) -> list[torch.Tensor]:
@@ -323,7 +323,7 @@ def fragment_list(value: object, path: str) -> FragmentList | None:
     if others:
         raise InvalidRequest(
             f"{path}: a list of Fragments is one tensor, but this one has values of type {', '.join(others)} among them",
-            hint="put the Fragments of each tensor into their own list, and everything else beside it, in a dict",
+            hint="put the Fragments of each tensor into their own list, and everything else under other keys of a dict",
         )
     return FragmentList(value, path)
 

@@ -137,8 +137,8 @@ class MatchedLeaves(NamedTuple):
         if refused:
             raise StateMismatch(
                 f"tensors that differ in the checkpoint share memory in the live state: {_short(refused)}",
-                hint="give each memory of its own; or exclude=('GROUP/NAME',) leaves one out; where both are one tensor, "
-                "strict=False takes the first",
+                hint="give each its own memory, exclude one with exclude=('GROUP/NAME',), or, if both are one "
+                "tensor, pass strict=False to restore the first",
                 mismatched=refused,
             )
         if differing:
@@ -217,7 +217,8 @@ class _Comparison:
         specs = [self.stored.spec(*key) for key in (live.key, other)]
         if specs[0] != specs[1] or specs[0] is None:
             self.mismatched.append(
-                f"{'/'.join(other)}: one tensor with {live.path} here, and stored as {specs[1]}, not {specs[0]}"
+                f"{'/'.join(other)}: the same tensor as {live.path} in the live state, but stored as {specs[1]}, "
+                f"not {specs[0]}"
             )
         else:
             self.ties.append(TiedPair.of(live, other, specs[0][0]))
@@ -260,16 +261,16 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     again = _again(plans, comparison, unexpected) if stored.imported else []
     _refuse(comparison, [name for name in unexpected if name not in theirs and name not in again], strict)
     if again and strict:
-        text = _listed("names belong to weights that are tied to others here, and are not used", again)
+        text = _listed("names of tied weights are not used", again)
         comparison.notes.append(LeftOutNote(text))
     if theirs and strict:
-        text = _listed("of the values that another program stored are not used", theirs)
+        text = _listed("values that another program stored are not used", theirs)
         comparison.notes.append(LeftOutNote(text))
     if not strict:
         comparison.notes += _excused(comparison, unexpected)
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
-        meant = f"groups={_taken(selection)} says that it is meant"
+        meant = f"groups={_taken(selection)} shows that this is intended"
         text = f"groups in the checkpoint that are not restored: {', '.join(idle)} ({meant})"
         comparison.notes.append(text if selection.chosen else LeftOutNote(text))
     casts = tuple(comparison.casts)
@@ -306,7 +307,7 @@ def _again(plans: Sequence[PartPlan], comparison: _Comparison, unexpected: Seque
 def _excused(comparison: _Comparison, unexpected: Sequence[str]) -> list[str]:
     texts = (
         *(f"{text}: those of the first are used" for text in comparison.conflicts),
-        _listed("names of the state are not in the checkpoint: they stay as they were", comparison.missing),
+        _listed("names of the state are not in the checkpoint: their values are unchanged", comparison.missing),
         _listed("names of the checkpoint are not in the state: they are not used", unexpected),
     )
     return [LeftOutNote(text) for text in texts if text]

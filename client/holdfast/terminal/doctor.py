@@ -123,10 +123,13 @@ def _storage(root: Path | None) -> Iterator[Finding]:
     place = root or DEFAULT_ROOT
     if not place.is_dir():
         if root is not None:
-            yield Finding("root", "fail", f"{place} is not a directory", "create it, or pass another with --root")
+            yield Finding("root", "fail", f"{place} is not a directory", "create it, or pass another directory with --root")
         else:
             yield Finding(
-                "root", "warn", f"./{place} does not exist", "`holdfast serve` creates it; or pass another with --root"
+                "root",
+                "warn",
+                f"./{place} does not exist",
+                "start `holdfast serve`, which creates it, or pass another directory with --root",
             )
         return
     if not os.access(place, os.W_OK | os.X_OK):

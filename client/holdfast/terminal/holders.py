@@ -30,8 +30,8 @@ def found(directory: Path) -> Iterator[Finding]:
         except (ConnectionRefusedError, FileNotFoundError):
             continue  # of a holder that was killed: the next one takes its place
         except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-            advice = "it may be another user's; a daemon of its root takes over what it has"
-            yield Finding("holder", "warn", f"{path} does not say what it holds: {error}", advice)
+            advice = "it may belong to another user; the next daemon of its root takes over its saves"
+            yield Finding("holder", "warn", f"cannot read what {path} holds: {error}", advice)
     for path in sorted(directory.glob("*.lost")):
         yield from _lost(path)
 
@@ -59,14 +59,14 @@ def _shown(report: dict[str, Any]) -> Finding:
         f"for {span(float(report['age_s']))}"
     )
     if report["supervises"]:
-        what += ", and starts its daemon again if that is killed"
+        what += ", and restarts its daemon if the daemon is killed"
     if report["alone_s"] is None or not int(report["segments"]):
         return Finding("holder", "ok", what)
-    what += f"; no daemon has asked for it for {span(float(report['alone_s']))}"
+    what += f"; no daemon has connected to it for {span(float(report['alone_s']))}"
     if saves:
         advice = f"staged and not committed: {named}. Start the daemon of that root; the holder also tries to start it"
         return Finding("holder", "warn", what, advice)
-    return Finding("holder", "warn", what, "it lets go of that within two minutes")
+    return Finding("holder", "warn", what, "it frees this memory within two minutes")
 
 
 def _lost(path: Path) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _lost(path: Path) -> Iterator[Finding]:
             saves = sorted({f"{save['run']}@{save['step']}" for save in record["saves"]})
             what = f"staged saves of {record['root']} were given up, because {record['why']}: {', '.join(saves)}"
             yield Finding(
-                "holder", "warn", what, f"remove {path} when you have read this; the root's next daemon removes it too"
+                "holder", "warn", what, f"remove {path} after reading this; otherwise the root's next daemon removes it"
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield Finding("holder", "warn", f"{path} cannot be read: {error}", "remove it")

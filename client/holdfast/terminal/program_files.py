@@ -25,7 +25,9 @@ def file_text(given: str, bytes_max: int, hint: str) -> str:
     if not path.is_file():
         raise InvalidRequest(f"there is no file {given}", hint=hint)
     if path.stat().st_size > bytes_max:
-        raise LimitExceeded(f"{given} has more than {bytes_max} bytes", hint="a job's request cannot carry more")
+        raise LimitExceeded(
+            f"{given} has more than {bytes_max} bytes", hint="pass a smaller file; a request of a job has this limit"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as error:

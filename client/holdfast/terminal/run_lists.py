@@ -23,14 +23,14 @@ def runs(library: CheckpointIndex, sort: str, tags: Sequence[str] = ()) -> list[
     if isinstance(library, ServiceIndex):
         return list(library.api.runs(sort=sort, tags=tags))
     if tags:
-        raise InvalidRequest("runs of a directory cannot be listed by tag", hint="ask a service: --url")
+        raise InvalidRequest("runs of a directory cannot be listed by tag", hint="use a service, with --url")
     if sort == "name":
         return library.runs()
     key = _OF_A_DIRECTORY.get(sort.removeprefix("-"))
     if key is None:
         raise InvalidRequest(
             f"runs of a directory cannot be sorted by {sort!r}",
-            hint=f"one of {', '.join(_OF_A_DIRECTORY)}; or ask a service: --url",
+            hint=f"sort by one of {', '.join(_OF_A_DIRECTORY)}, or use a service, with --url",
         )
     runs_by_name = sorted(library.runs(), key=lambda run: run.name)
     return sorted(runs_by_name, key=key, reverse=sort.startswith("-"))

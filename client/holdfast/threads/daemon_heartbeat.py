@@ -18,7 +18,8 @@ SIGN_EVERY_S = 2.0  # while something is waited for
 SIGN_WAIT_S = 2.0
 SILENCE_MAX_S = 10.0  # of a daemon that a caller waits for
 _HINT = (
-    "it may be stopped, swapped out or overloaded: look at its log; `kill -CONT` continues a stopped one, else restart it"
+    "the daemon may be stopped, swapped out or overloaded: check its log; continue a stopped daemon with `kill "
+    "-CONT`, or restart it"
 )
 
 

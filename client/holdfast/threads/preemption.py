@@ -66,7 +66,7 @@ class Preemption:
         """Set the handlers. Raises `InvalidRequest` outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise InvalidRequest(
-                "on_preemption() was called in another thread than the main one",
+                "on_preemption() was called outside the main thread",
                 hint="call it in the main thread: Python sets handlers of signals only there",
             )
         _set.add(self)
@@ -90,7 +90,8 @@ class Preemption:
             if not self._pending:
                 if step < self._passed:
                     raise InvalidRequest(
-                        f"should_stop({step}) after should_stop({self._passed})", hint="pass the step that has just ended"
+                        f"should_stop({step}) was called after should_stop({self._passed})",
+                        hint="pass the step that has just ended",
                     )
                 self._passed = step
                 return False
@@ -173,7 +174,7 @@ class Preemption:
         self._missing, self._apart, self._unheard = answer.missing, answer.apart, None
         if answer.step is not None and answer.step <= self._passed:  # it was away when the others agreed
             self._unheard = StateMismatch(
-                f"the others stop after step {answer.step}, and this one has passed {self._passed}"
+                f"the other ranks stop after step {answer.step}, but this rank has passed step {self._passed}"
             )
             self._decide(None)
         elif answer.step is not None:
@@ -196,9 +197,9 @@ class Preemption:
         named = ", ".join(map(str, self._missing[:RANKS_NAMED_MAX])) + ", …" * (len(self._missing) > RANKS_NAMED_MAX)
         have = f"rank {named} has" if len(self._missing) == 1 else f"ranks {named} have"
         silent = f"{have} not answered" if self._missing else "the daemon has not answered"
-        hint = "every rank must call on_preemption() before its first step; look whether these ranks still run"
+        hint = "every rank must call on_preemption() before its first step; check whether these ranks still run"
         if self._apart:
-            silent += ", and the catalog, in which nodes meet, is away"
+            silent += ", and the catalog, through which nodes communicate, is not available"
             hint = "check whether PostgreSQL answers (`holdfast doctor`)"
         text = f"{self._why}, and the ranks did not agree on a step within {self._patience_s:.0f} s: {silent}"
         return DeadlineExceeded(text, hint=hint)
@@ -224,7 +225,7 @@ class TrainingStop:
         Raises `InvalidRequest` for invalid signals and times, for a second call, and outside of the main thread.
         """
         if self._preemption is not None:
-            raise InvalidRequest("on_preemption() was called before", hint="call it once, with all signals")
+            raise InvalidRequest("on_preemption() was already called", hint="call it once, with all signals")
         preemption = Preemption(signals, grace_s, report)
         connect()
         preemption.begin()
@@ -238,7 +239,9 @@ class TrainingStop:
     def after(self, step: int, save: Callable[[float], object] | None) -> bool:
         """Whether training stops after this step. Calls `save` the first time, with the seconds that are left."""
         if self._preemption is None:
-            raise InvalidRequest("should_stop() without on_preemption()", hint="call on_preemption() once, before the loop")
+            raise InvalidRequest(
+                "should_stop() was called without on_preemption()", hint="call on_preemption() once, before the loop"
+            )
         if not self._preemption.reached(step):
             return False
         if save is not None and not self._stopped:
@@ -256,14 +259,14 @@ def _checked(signals: Collection[int]) -> tuple[signal.Signals, ...]:
     try:
         chosen = tuple(dict.fromkeys(signal.Signals(one) for one in signals))
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"signals must be signals, such as (signal.SIGTERM,), not {signals!r}") from error
+        raise InvalidRequest(f"signals= must contain signals, such as (signal.SIGTERM,), not {signals!r}") from error
     fatal = [one.name for one in chosen if one in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)]
     if not chosen or fatal or len(chosen) > _SIGNALS_MAX:
         raise InvalidRequest(
             f"{fatal[0]} cannot be handled"
             if fatal
-            else f"{len(chosen)} signals: name at least one, at most {_SIGNALS_MAX}",
-            hint="name the signals that announce the end of the job, such as signal.SIGTERM and signal.SIGUSR1",
+            else f"{len(chosen)} signals were given: pass at least one, and at most {_SIGNALS_MAX}",
+            hint="pass the signals that announce the end of the job, such as signal.SIGTERM and signal.SIGUSR1",
         )
     return chosen
 

@@ -167,7 +167,8 @@ class OtherSteps:
         """`TornSnapshot` if a step was running at that moment, or began or ended since."""
         if moment is None or self.between() != moment:
             raise TornSnapshot(
-                "another thread called optimizer.step() during this call of save(): the state was half of the next step",
+                "another thread called optimizer.step() during this call of save(): the state was already partly "
+                "of the next step",
                 hint="save in the thread that trains, between two steps",
             )
 

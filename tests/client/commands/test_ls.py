@@ -63,7 +63,7 @@ def test_by_what_a_service_knows(root: Path) -> None:
 def test_what_a_directory_cannot_tell_is_refused(root: Path) -> None:
     """By name, as is an order for the checkpoints of a run."""
     refused = call("--sort", "age", "--root", str(root))
-    assert refused.exit_code == 2 and "ask a service" in refused.output
+    assert refused.exit_code == 2 and "use a service" in refused.output
     refused = call("big", "--sort", "-storage", "--root", str(root))
     assert refused.exit_code == 2 and "--sort sorts runs" in refused.output
 

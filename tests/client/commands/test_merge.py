@@ -87,7 +87,7 @@ def test_a_recipe(root: Path, tmp_path: Path) -> None:
     with served(root) as service:
         assert call("show", "merged@5", "--url", service.url).output.count("COMMIT") == 4
     shutil.rmtree(root / naming.checkpoint_path("merged", 4))
-    assert "not there any more" in call("show", "merged@5", *where).output
+    assert "no longer exists" in call("show", "merged@5", *where).output
 
 
 def test_refusals(root: Path, tmp_path: Path) -> None:

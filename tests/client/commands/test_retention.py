@@ -182,11 +182,11 @@ def test_what_was_checked_is_said(service: Served, tmp_path: Path) -> None:
     shown = {step: call("show", f"tiny@{step}").stdout for step in (5, 10, 15)}
     assert "not checked yet" in shown[5] and "sound" not in shown[5]
     assert "sound, " in shown[10] and "restore tested in tp=2" in shown[10]
-    assert "sound, with new NaN or infinities" in shown[15]
+    assert "sound, but with new NaN or infinities" in shown[15]
     assert [call_json("show", f"tiny@{step}")["verified"] for step in (5, 10)] == [False, True]
     states = {line.split()[0]: "committed (not checked yet)" in line for line in call("ls", "tiny").stdout.splitlines()[1:]}
     assert states == {"15": False, "10": False, "5": True}
-    assert "known only to a service" in call("show", "tiny@5", "--root", tmp_path).stdout
+    assert "only a service records checks" in call("show", "tiny@5", "--root", tmp_path).stdout
     assert "not checked yet" not in call("ls", "tiny", "--root", tmp_path).stdout
 
 

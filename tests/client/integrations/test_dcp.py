@@ -225,7 +225,7 @@ def test_an_optimizer_without_its_state_is_refused(saver: Saver) -> None:
     saver.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, 1)
     fresh, unstepped = trained(2, steps=0)
     asked = {"model": fresh.state_dict(), "optim": unstepped.state_dict()}
-    with pytest.raises(CheckpointException, match=r"requests none of it: .*exp_avg"):
+    with pytest.raises(CheckpointException, match=r"requests none of the tensors that .*exp_avg"):
         saver.load(asked, 1)
     saver.load({"model": fresh.state_dict()}, 1)
     assert torch.equal(next(fresh.parameters()), next(model.parameters()))
@@ -346,7 +346,7 @@ def test_a_planner_that_only_pickles_is_refused(saver: Saver) -> None:
         def resolve_data(self, write_item: Any) -> Any:
             return super().resolve_data(write_item)[1:]
 
-    saver.refused({"n": 1}, "n: Pickling gives this value only pickled", planner=Pickling())
+    saver.refused({"n": 1}, "n: Pickling provides this value only as a pickle", planner=Pickling())
     saver.refused({"w": torch.ones(3)}, "w: the planner gives a tensor of shape [2]", planner=Cutting())
 
 

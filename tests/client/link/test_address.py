@@ -116,7 +116,7 @@ def test_a_file_is_no_place(here: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("at", "said"),
-    [("", "names no place"), (" ", "names no place"), ("a\0b", "not a path"), (8420, "not int"), (b"/data", "not bytes")],
+    [("", "is empty"), (" ", "is empty"), ("a\0b", "not a path"), (8420, "not int"), (b"/data", "not bytes")],
 )
 def test_what_is_no_path_is_refused(at: object, said: str) -> None:
     """By name, with the three things that can be written."""
@@ -139,7 +139,7 @@ def test_a_path_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.Monke
 
 def test_a_slash_at_the_end_means_a_directory(here: Path) -> None:
     """So a socket that is there is refused at once, and not at the first save."""
-    with listening(here / "daemon"), pytest.raises(InvalidRequest, match="is a socket and no directory"):
+    with listening(here / "daemon"), pytest.raises(InvalidRequest, match="is a socket, not a directory"):
         place("daemon/")
 
 

@@ -67,7 +67,7 @@ def test_a_killed_distant_job_is_followed_after_its_silence(waited: list[float])
 
 def test_a_distant_job_that_lives_is_waited_for_so_long_and_no_longer(waited: list[float]) -> None:
     """The refusal says how long its ranks were waited for."""
-    with pytest.raises(RunBusy, match=r"waited 6\d s for its ranks to go silent"):
+    with pytest.raises(RunBusy, match=r"waited 6\d s for its ranks to disconnect"):
         busy_runs.until_free(refusing(10_000, 7.0))
 
 

@@ -156,5 +156,5 @@ def test_a_directory_that_the_daemon_cannot_read_is_said(daemon: RunningDaemon, 
         for number in range(101):  # more than a run may name
             checkpointer.link(ticket, out / str(number) / "link")
         checkpointer._links.close()
-        assert any("keep no checkpoint" in notice for notice in checkpointer.notices), checkpointer.notices
+        assert any("do not protect checkpoints" in notice for notice in checkpointer.notices), checkpointer.notices
     assert (out / "100" / "link" / "COMMIT").is_file()

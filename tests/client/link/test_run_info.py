@@ -76,7 +76,7 @@ def test_half_characters_do_not_keep_a_trainer_from_its_daemon(monkeypatch: pyte
 def test_tags_that_the_run_could_not_have_are_refused() -> None:
     """Before the training begins, by their text."""
     assert run_info.check({"tags": ("sweep:lr", "big")})["tags"] == ["sweep:lr", "big"]
-    for tags, text in (("big", "list of texts"), ([1], "list of texts"), (["two words"], "'two words'")):
+    for tags, text in (("big", "list of strings"), ([1], "list of strings"), (["two words"], "'two words'")):
         with pytest.raises(InvalidRequest, match=text):
             run_info.check({"tags": tags})
     with pytest.raises(LimitExceeded, match="33 tags"):

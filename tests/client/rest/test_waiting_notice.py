@@ -24,7 +24,7 @@ def test_it_is_said_while_it_is_waited_for(words: list[str], tmp_path: Path, mon
         made = CliRunner().invoke(app, [*words, "--url", url])
     assert made.exit_code == exit_status(DaemonGone("")), made.output
     assert f"no answer from {url} for 0.05 s: still waiting" in made.stderr
-    assert "was reached and does not answer" in made.output
+    assert "accepted the connection but did not answer" in made.output
 
 
 def test_nothing_is_said_where_a_late_answer_was_asked_for() -> None:

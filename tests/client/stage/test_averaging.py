@@ -256,7 +256,7 @@ def test_what_cannot_be_averaged_is_refused_by_name(daemon: RunningDaemon, run: 
     with checkpointer, pytest.raises(InvalidRequest, match="model/w"):
         checkpointer.ema.update()
     without = Checkpointer(run, doubles, at=daemon.socket)
-    with without, pytest.raises(InvalidRequest, match="keeps no average"):
+    with without, pytest.raises(InvalidRequest, match="has no average"):
         _ = without.ema
 
 

@@ -362,7 +362,7 @@ def test_masters_of_weights_that_another_rank_holds(daemon: RunningDaemon, run: 
         for at in (0, half)
     ]
     world = World(daemon, run, states, **FROM_MASTER)
-    with pytest.raises(StateMismatch, match="this rank holds 120 elements of its master, and not of itself"):
+    with pytest.raises(StateMismatch, match="this rank has 120 elements of the master but not of the weight"):
         world.ranks[0].save(1)
     world.close()
 

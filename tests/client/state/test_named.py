@@ -416,7 +416,7 @@ def test_a_framework_s_partitions_stand_for_the_tensors():
 def test_shards_that_are_made_for_the_answer_are_refused(cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A restore into a copy would be lost without a word: before, the restore said that all was well."""
     module = nn.Linear(4, 3)
-    with pytest.raises(InvalidRequest, match=r"model.weight: shards= of Named returns other memory at every call"):
+    with pytest.raises(InvalidRequest, match=r"model.weight: shards= of Named returns different memory at every call"):
         TrainState({"model": Named(module, shards=lambda name, value: cast(value.detach()))}, 0, 1)
     views = Named(
         module, shards=lambda name, value: Fragment(value.detach().view(-1)[:], value.shape, flat=(0, value.numel()))

@@ -496,7 +496,7 @@ def test_the_only_optimizer_of_an_imported_checkpoint() -> None:
     """It is taken whatever its key is, unless there is a choice; one that was saved here goes by its own key."""
     found = under_key(_offered("optim"), ["opt"])
     assert found.values == {"optim": {"opt": "{}"}, "extra": {"epoch": "3"}}
-    assert found.notes == ("optim/opt is what the checkpoint, which was imported, has as optim/optim",)
+    assert found.notes == ("optim/opt is restored from optim/optim of the imported checkpoint",)
     for stored, live in [
         (_offered("opt"), ["opt"]),
         (_offered("a", "b"), ["opt"]),

@@ -62,8 +62,8 @@ NOTHING = torch.zeros(2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Fragment(NOTHING, (4,)), "either an offset or a flat range"),
-        (lambda: Fragment(NOTHING, (4,), offset=(0,), flat=(0, 2)), "either an offset or a flat range"),
+        (lambda: Fragment(NOTHING, (4,)), "both an offset and a flat range, or neither"),
+        (lambda: Fragment(NOTHING, (4,), offset=(0,), flat=(0, 2)), "both an offset and a flat range, or neither"),
         (lambda: Fragment(NOTHING, (4,), offset=(3,)), "outside shape"),
         (lambda: Fragment(NOTHING, (4,), offset=(0, 0)), "outside shape"),
         (lambda: Fragment(torch.zeros(3), (4,), flat=(0, 2)), "contiguous tensor of 2 elements, not one of 3"),

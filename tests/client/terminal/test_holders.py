@@ -45,7 +45,7 @@ def test_a_holder_without_a_daemon(keeper: HolderProcess, tmp_path: Path) -> Non
     keeper.close()
     wait_until(lambda: [one.status for one in holders.found(tmp_path)] == ["warn"])
     (found,) = holders.found(tmp_path)
-    assert "no daemon has asked for it" in found.what and "r@5" in found.advice and "Start the daemon" in found.advice
+    assert ("no daemon has connected to it") in found.what and "r@5" in found.advice and "Start the daemon" in found.advice
     assert [name for name, fd in keeper.take() if os.close(fd) is None] == ["a"]
 
 

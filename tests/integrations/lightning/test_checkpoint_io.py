@@ -79,7 +79,7 @@ def test_the_step(daemon: RunningDaemon, tmp_path: Path) -> None:
     plugin = HoldfastCheckpointIO("steps", at=daemon.socket)
     plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "step-30.ckpt")
     plugin.save_checkpoint({"a": torch.zeros(2), "global_step": 31}, tmp_path / "step-5.ckpt")
-    with pytest.raises(InvalidRequest, match=r"neither the dictionary nor the name last.ckpt"):
+    with pytest.raises(InvalidRequest, match=r"neither the dictionary nor the file name last.ckpt"):
         plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "last.ckpt")
     with pytest.raises(InvalidRequest, match=r"checkpoint.rest.model: .*Linear cannot be stored"):
         plugin.save_checkpoint({"model": nn.Linear(1, 1), "step": 3}, tmp_path / "whole.ckpt")
@@ -147,7 +147,7 @@ def test_which_step(daemon: RunningDaemon, tmp_path: Path, dictionary: dict[str,
     run = f"which-{name.replace('=', '-')}"
     plugin = HoldfastCheckpointIO(run, at=daemon.socket)
     if step is None:
-        with pytest.raises(InvalidRequest, match="says which step this is"):
+        with pytest.raises(InvalidRequest, match="contains the step"):
             plugin.save_checkpoint({"a": torch.ones(2), **dictionary}, tmp_path / name)
     else:
         plugin.save_checkpoint({"a": torch.ones(2), **dictionary}, tmp_path / name)

@@ -103,10 +103,10 @@ def test_a_step_is_chosen(answers: Answers) -> None:
 @pytest.mark.parametrize(
     ("case", "error"),
     [
-        ("two names", "InvalidRequest: --load is of the run whole, and configure(run=) names new"),
+        ("two names", "InvalidRequest: --load belongs to the run whole, but configure(run=) is new"),
         ("exit", "NoSuchCheckpoint: --load"),
         ("no pretrained", "NoSuchCheckpoint: --pretrained_checkpoint"),
-        ("another model", "StateMismatch: the checkpoint is of another model: num_layers: 2 was saved, now it is 3"),
+        ("another model", "StateMismatch: the checkpoint belongs to another model: num_layers: 2 was saved, now it is 3"),
         ("theirs", "InvalidRequest: --load is a directory that Megatron-LM wrote"),
         ("foreign", "StateMismatch: step 5 of foreign was not saved by Megatron"),
         ("foreign, without moments", "StateMismatch: "),

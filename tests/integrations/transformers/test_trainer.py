@@ -416,7 +416,7 @@ def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_pat
     [
         ("nowhere", "neither a step nor a path"),
         (-1, "step must be a whole number"),
-        (2.5, "cannot be understood"),
+        (2.5, "is not valid"),
         ("other", "not of run"),
     ],
 )
@@ -482,7 +482,7 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="hyperparameter search"):
         attach(plain(tmp_path), "run").train(trial={"learning_rate": 1})
     trainer = attach(plain(tmp_path), "run")
-    with pytest.raises(InvalidRequest, match="no training is under way"):
+    with pytest.raises(InvalidRequest, match="no training is running"):
         trainer._save_checkpoint(trainer.model, None)
     assert not os.listdir(tmp_path)
 

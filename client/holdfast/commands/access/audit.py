@@ -34,7 +34,7 @@ def audit(  # noqa: PLR0913 - options of a command
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the audit log, newest first. Has every change, and every refused request."""
+    """Show the audit log, newest first. It contains every change and every refused request."""
     query = {"who": who, "run": run, "kind": kind, "refused": "true" if refused else None}
     with console.service(url, as_json) as api:
         query["since"] = filters.since(since)

@@ -14,11 +14,11 @@ from holdfast_formats.rest import lists
 from holdfast_formats.rest.access import Quota, QuotaRequest
 
 app = typer.Typer(
-    help="Show and set quotas of teams. A quota is how many bytes all runs of a pattern may hold together.",
+    help="Show and set quotas of teams. A quota limits the total bytes of all runs that match a pattern.",
     no_args_is_help=True,
 )
 Pattern = Annotated[str, typer.Argument(metavar="PATTERN", help="Runs: a name, a prefix ending in *, or * for all.")]
-Size = Annotated[str, typer.Argument(metavar="BYTES", help="How much they may hold together, such as 20TB.")]
+Size = Annotated[str, typer.Argument(metavar="BYTES", help="The limit for the total of their bytes, such as 20TB.")]
 
 
 @app.command()
@@ -37,8 +37,10 @@ def set_(pattern: Pattern, size: Size, url: Url = None, as_json: AsJson = False)
         made = api.parsed(api.request("PUT", _path(pattern), json=body).content, Quota)
     used, quota = (console.human_bytes(size) for size in (made.used_bytes, made.quota_bytes))
     if made.used_bytes > made.quota_bytes:
-        console.warn(f"runs {made.pattern} already hold more: their saves are refused until checkpoints are removed")
-    console.answer(made, f"runs {made.pattern} may hold {quota}; they hold {used}", as_json)
+        console.warn(
+            f"runs {made.pattern} are already over the quota: their saves are refused until checkpoints are removed"
+        )
+    console.answer(made, f"runs {made.pattern} have a quota of {quota} and use {used}", as_json)
 
 
 @app.command()

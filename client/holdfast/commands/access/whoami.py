@@ -16,7 +16,7 @@ _BY = {
 
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
-    """Show your name for the service, and your permissions."""
+    """Show your user name in the service, and your permissions."""
     with console.service(url, as_json) as api:
         caller = api.get("/v1/whoami", Whoami)
     if as_json:

@@ -12,7 +12,7 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.rest import lists
 
 app = typer.Typer(
-    help="Show where alerts are sent, and send test messages. The targets are in the file of `serve --notify`.",
+    help="Show where alerts are sent, and send test messages. Targets are configured in the file of `serve --notify`.",
     no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")]

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=completion.runs)]
 Owner = Annotated[
     str | None,
-    typer.Option("--owner", metavar="NAME", help="The contact of the run; an empty value restores the trainer's."),
+    typer.Option(
+        "--owner", metavar="NAME", help="The contact of the run; an empty value restores the one that the trainer set."
+    ),
 ]
 Notes = Annotated[
-    str | None, typer.Option("--notes", metavar="TEXT", help="Replace the notes; an empty value restores the trainer's.")
+    str | None,
+    typer.Option("--notes", metavar="TEXT", help="Replace the notes; an empty value restores the one that the trainer set."),
 ]
 Tag = Annotated[
     list[str] | None,
@@ -56,7 +59,7 @@ def note(  # noqa: PLR0913 — one an option
 
 
 def acknowledge(run: Run, undo: Undo = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Acknowledge that a run has died. It is idle then, and raises no alert until it dies again."""
+    """Acknowledge that a run has died. The run is then idle, and raises no alert until it dies again."""
     from holdfast_formats.rest.runs import RunChange
 
     _change(run, RunChange(acknowledged=not undo), url, as_json)
@@ -80,7 +83,9 @@ def rename(run: Run, name: NewName, url: Url = None, as_json: AsJson = False) ->
     else:
         console.out().print(f"renamed {run} to {name}", markup=False)
         for step, why in sorted(renamed.damaged.items()):
-            console.out().print(f"{name}@{step} was already damaged before: {why}; `holdfast repair {name}@{step}`")
+            console.out().print(
+                f"{name}@{step} was already damaged before: {why}; repair it with `holdfast repair {name}@{step}`"
+            )
 
 
 def _change(run: str, change: RunChange, url: str | None, as_json: bool) -> None:

@@ -20,4 +20,4 @@ def storage(prefix: Prefix = "", first: First = 0, url: Url = None, as_json: AsJ
     """Show storage by run and by the age of checkpoints. The largest come first."""
     with console.service(url, as_json) as api:
         found = list(islice(api.pages(lists.STORAGE.path, RunStorage, {"prefix": prefix or None}), first or None))
-    console.listed(lists.STORAGE, found, "No run holds a checkpoint.", as_json)
+    console.listed(lists.STORAGE, found, "No run has a checkpoint.", as_json)

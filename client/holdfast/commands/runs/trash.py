@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run that was deleted.", autocompletion=completion.deleted)]
 Entry = Annotated[
-    str | None, typer.Option("--entry", metavar="ENTRY", help="Which deletion, by its name in `holdfast trash`.")
+    str | None, typer.Option("--entry", metavar="ENTRY", help="Which deletion of the run: an ENTRY of `holdfast trash`.")
 ]
 Empty = Annotated[str | None, typer.Option("--empty", metavar="RUN", help="Remove this deleted run for good.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -42,7 +42,7 @@ class ChunkFragments:
             raise StateMismatch(
                 f"{item.index.fqn}: the planner gives a tensor of shape {list(local.shape)} for a chunk of "
                 f"{list(about.chunk.sizes)}",
-                hint="plan and state dict differ: does the planner change tensors in resolve_data()?",
+                hint="use a planner whose resolve_data() returns the tensors that its plan describes",
             )
         known = self._before.get((item.index.fqn, offset))
         if known is None or known.shape != tuple(about.size) or _form(known.tensor) != _form(local):
@@ -112,7 +112,8 @@ def _looked_up(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             values[item.index.fqn] = lookup(MetadataIndex(item.index.fqn))
         else:
             raise InvalidRequest(
-                f"{item.index.fqn}: {type(planner).__name__} gives this value only pickled, which is not stored",
+                f"{item.index.fqn}: {type(planner).__name__} provides this value only as a pickle, which Holdfast "
+                "does not store",
                 hint="derive the planner from DefaultSavePlanner, which has lookup_object()",
             )
     return values

@@ -249,7 +249,7 @@ def _put(nested: dict[str | int, Any], path: Path, value: Any) -> None:
         elif isinstance(key, str) and isinstance(at, dict):
             inner = at.get(key)
         else:
-            raise InvalidRequest(f"the planner gives {dotted(path)!r} a path that contradicts that of another name")
+            raise InvalidRequest(f"the planner's path for {dotted(path)!r} conflicts with the path of another name")
         if position + 1 == len(path):
             inner = value
         elif inner is None:

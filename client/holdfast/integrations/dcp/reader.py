@@ -166,12 +166,13 @@ class HoldfastStorageReader(StorageReader):
         because this one may have no part of its tensors.
         """
         for key, names in unused.items():
-            text = f"{self.checkpoint_id} has the state of {key}, and the state dict requests none of it: "
+            text = f"the state dict requests none of the tensors that {self.checkpoint_id} has for {key}: "
             text += ", ".join(names[:LISTED_MAX]) + ", …" * (len(names) > LISTED_MAX)
             hint = (
-                "make the state dict with torch.distributed.checkpoint.state_dict.get_state_dict(): optimizer.state_dict() "
+                "make the state dict with torch.distributed.checkpoint.state_dict.get_state_dict(), because "
+                "optimizer.state_dict() "
             )
-            hint += "of an optimizer that has not stepped has none; or leave the optimizer out of the state dict"
+            hint += "has no tensors before the first step; or leave the optimizer out of the state dict"
             if _world() == 1:
                 raise StateMismatch(text, hint=hint, unexpected=names)
             warn(f"{text}; {hint}", LeftOutWarning)
@@ -246,7 +247,10 @@ def _filled(item: ReadItem, stored: Any, planner: LoadPlanner, state: StoredStat
     assert isinstance(stored, StoredLeaf)  # a planner makes tensor items of tensors
     tensor = planner.resolve_tensor(item).detach()
     if tensor.shape != item.lengths:
-        raise StateMismatch(f"{item.dest_index.fqn}: the planner gives {list(tensor.shape)} for {list(item.lengths)}")
+        raise StateMismatch(
+            f"{item.dest_index.fqn}: the planner gives a tensor of shape {list(tensor.shape)} for a chunk of "
+            f"{list(item.lengths)}"
+        )
     entry = state.entry(stored)
     dtype = torch_dtype(entry.dtype, stored.name)
     direct = type(tensor) is torch.Tensor and tensor.dtype == dtype

@@ -21,6 +21,6 @@ def of_id(checkpoint_id: object) -> int:
     match = _LAST_NUMBER.fullmatch(os.path.basename(text.rstrip("/"))) if isinstance(text, str) and text.isascii() else None
     if match is None:
         raise InvalidRequest(
-            f"checkpoint_id={checkpoint_id!r} names no step", hint='pass the step, or a path that ends in it: "step-500"'
+            f"checkpoint_id={checkpoint_id!r} contains no step", hint='pass the step, or a path that ends in it: "step-500"'
         )
     return naming.check_step(int(match[1]))

@@ -88,12 +88,12 @@ class HoldfastStorageWriter(StorageWriter):
         if self.step is None:
             raise InvalidRequest(
                 "the step of this save is unknown",
-                hint="HoldfastStorageWriter(run, step=…), or dcp.save(…, checkpoint_id=step)",
+                hint="use HoldfastStorageWriter(run, step=…), or dcp.save(…, checkpoint_id=step)",
             )
         if not kwargs.get("use_collectives", True):
             raise InvalidRequest(
-                "with use_collectives=False, ranks do not know what others save",
-                hint="leave use_collectives out, or use no_dist=True if one rank saves alone",
+                "use_collectives=False is not supported, because the ranks must exchange their plans",
+                hint="leave use_collectives out, or pass no_dist=True if one rank saves alone",
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -136,7 +136,7 @@ class HoldfastStorageWriter(StorageWriter):
         if len(saved) != 1 or len(results) != self._part.world:
             raise StateMismatch(
                 f"the ranks save different steps or runs: {', '.join(sorted(saved))}",
-                hint="all ranks must make a HoldfastStorageWriter with the same run and step",
+                hint="construct the HoldfastStorageWriter with the same run and step on all ranks",
             )
         self._ticket.result()
         metadata.storage_meta = self.storage_meta()

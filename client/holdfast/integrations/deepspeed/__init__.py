@@ -48,7 +48,7 @@ def attach(
     from holdfast.integrations.deepspeed.engine import AttachedEngine
 
     if getattr(engine, _ATTACHED, None) is not None:
-        raise InvalidRequest("this engine is attached to a run already")
+        raise InvalidRequest("this engine is already attached to a run")
     attached = AttachedEngine(engine, run, state or {}, frozen, options)
     setattr(engine, _ATTACHED, attached)
     own = _replaced.get("load_checkpoint") or type(engine).load_checkpoint
@@ -74,7 +74,7 @@ def install(
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     if _replaced:
-        raise InvalidRequest("install() was called before", hint="call uninstall() first")
+        raise InvalidRequest("install() was already called", hint="call uninstall() first")
     _replaced.update({name: getattr(DeepSpeedEngine, name) for name in ("save_checkpoint", "load_checkpoint")})
 
     def attached(engine: Any, directory: Any) -> Any:
@@ -107,7 +107,7 @@ def checkpointer_of(engine: Any) -> Checkpointer:
     """The `Checkpointer` of an attached engine: for tickets, notices and `fence()`."""
     attached = getattr(engine, _ATTACHED, None)
     if attached is None:
-        raise InvalidRequest("this engine is not attached", hint="holdfast.integrations.deepspeed.attach(engine, run)")
+        raise InvalidRequest("this engine is not attached", hint="call holdfast.integrations.deepspeed.attach(engine, run)")
     checkpointer: Checkpointer = attached.checkpointer
     return checkpointer
 
@@ -150,7 +150,7 @@ def _load(  # noqa: PLR0913 - the signature is DeepSpeed's
         attached.checkpointer.fence()
         return own(load_dir, tag, *how, custom_load_fn)
     if custom_load_fn is not None:
-        raise InvalidRequest("custom_load_fn: Holdfast restores into the live tensors and calls no function for it")
+        raise InvalidRequest("custom_load_fn is not supported, because Holdfast restores directly into the live tensors")
     restored = attached.load(wanted_step(attached, directory, tag), how)
     if not restored:
         return None, None

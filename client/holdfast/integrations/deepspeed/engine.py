@@ -115,7 +115,7 @@ class AttachedEngine:
                 else "micro-batches"
             )
             raise InvalidRequest(
-                f"save_checkpoint() in the middle of gradient accumulation: the gradients of {which} would be lost",
+                f"save_checkpoint() was called during gradient accumulation: the gradients of {which} would be lost",
                 hint="save only if engine.is_gradient_accumulation_boundary() was true at the last engine.step()",
             )
 
@@ -138,8 +138,9 @@ class AttachedEngine:
         if before is not None and before[0] != tag:
             if before[1] != state_text:
                 raise InvalidRequest(
-                    f"step {step} is saved as {before[0]!r} with another client_state, but a step has one checkpoint",
-                    hint="use the same tag, or make another step before the next save",
+                    f"step {step} is already saved as {before[0]!r} with another client_state, and a step has only "
+                    "one checkpoint",
+                    hint="use the same tag, or take another step before the next save",
                 )
             existing = "same"
         ticket = self.checkpointer.save(step, existing=existing)  # type: ignore[arg-type]
@@ -185,7 +186,7 @@ class AttachedEngine:
             raise InvalidRequest(
                 "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are left out of all "
                 "checkpoints of a run or of none",
-                hint="attach(…, frozen=False), or install(…, frozen=False)",
+                hint="use attach(…, frozen=False), or install(…, frozen=False)",
             )
 
     def _restore(self, step: int | None, how: LoadRequest) -> int:
@@ -287,7 +288,7 @@ def _step_of_run(attached: AttachedEngine, place: str) -> int | None:
     if step is not None and os.path.isdir(place) and attached.checkpointer.step_at(place) is None:
         raise InvalidRequest(
             f"{place} belongs to another root than this engine's",
-            hint="attach with at= of that root, or import it with `holdfast import`",
+            hint="attach with that root as at=, or import the checkpoint with `holdfast import`",
         )
     return step
 
@@ -304,7 +305,7 @@ def is_deepspeeds(run: str, load_dir: str, tag: Any) -> bool:
 def _path(directory: str, tag: str) -> Path:
     path = Path(directory, tag)
     if not tag or ".." in Path(tag).parts or Path(tag).is_absolute():
-        raise InvalidRequest(f"the tag {tag!r} is not a name of a directory below {directory!r}")
+        raise InvalidRequest(f"the tag {tag!r} is not the name of a directory below {directory!r}")
     if path.exists() and not path.is_symlink():
         raise InvalidRequest(
             f"{path} exists and is not a link to a checkpoint of Holdfast", hint="use another tag or directory, or remove it"

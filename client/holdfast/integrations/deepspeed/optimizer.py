@@ -63,7 +63,7 @@ class _UnitState:
             elif isinstance(value, torch.Tensor):
                 raise InvalidRequest(
                     f"{type(self.base).__name__} keeps {key!r} of shape {list(value.shape)} for a flat tensor of "
-                    f"{self.unit.flat.numel()} elements, and Holdfast cannot assign these to parameters",
+                    f"{self.unit.flat.numel()} elements, and Holdfast cannot assign its values to parameters",
                     hint="use an optimizer that keeps one value for each element, or save with DeepSpeed itself",
                 )
             else:
@@ -137,9 +137,7 @@ class _UnitState:
         if type(self.base).__name__ in _COUNTS and type(self.base).__module__.startswith("deepspeed."):
             return int(number)
         if not any(parent.__module__.startswith("torch.optim.") for parent in type(self.base).__mro__[:-1]):
-            raise StateMismatch(
-                f"{type(self.base).__name__} has not stepped yet, and Holdfast does not know how it counts steps"
-            )
+            raise StateMismatch(f"{type(self.base).__name__} has not stepped yet, so Holdfast cannot find its step counter")
         on_device = any(self.base.defaults.get(name) for name in ("capturable", "fused"))
         return value.detach().clone().to(self.unit.flat.device if on_device else "cpu")
 
@@ -194,6 +192,6 @@ class PartitionedOptimizer:
         for tensor, kept in self.base.state.items():
             if kept and id(tensor) not in known:
                 raise InvalidRequest(
-                    f"{type(self.base).__name__} keeps {', '.join(map(str, kept))} for something that is not a flat tensor "
-                    "of the engine, and it would not be saved"
+                    f"{type(self.base).__name__} keeps {', '.join(map(str, kept))} for a key that is not a flat "
+                    "tensor of the engine, so this state would not be saved"
                 )

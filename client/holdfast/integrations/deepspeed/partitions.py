@@ -149,5 +149,5 @@ def _check(kind: str, unit: Unit) -> None:
 def _strange(kind: str, name: str, what: str) -> InvalidRequest:
     return InvalidRequest(
         f"{kind}: the parameter {name!r} {what}, which Holdfast does not expect",
-        hint="Holdfast is tested with DeepSpeed 0.19.8; save with DeepSpeed itself, and tell us your version",
+        hint="Holdfast is tested with DeepSpeed 0.19.8; save with DeepSpeed itself, and report your version of DeepSpeed",
     )

@@ -13,7 +13,7 @@ PARTITIONED = frozenset(
     {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer"}
 )
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
-_OFFLOAD = "use offload to the CPU, or none"
+_OFFLOAD = "offload to the CPU, or do not offload"
 
 
 def check(engine: Any) -> None:
@@ -71,7 +71,7 @@ def _check_optimizer(engine: Any) -> None:
     elif isinstance(optimizer, torch.optim.Optimizer) and not engine.zero_optimization():
         base = optimizer
     else:
-        raise _refused(f"an engine whose optimizer is a {kind}", "give the engine an optimizer, or save without it")
+        raise _refused(f"an engine whose optimizer is a {kind}", "give the engine a supported optimizer")
     where = type(base).__module__
     if not isinstance(base, torch.optim.Optimizer) or where.startswith("deepspeed.runtime.fp16.onebit"):
         raise _refused(f"the optimizer {type(base).__name__} of {where}")
@@ -83,6 +83,6 @@ def _check_optimizer(engine: Any) -> None:
 
 def _refused(what: str, instead: str = "") -> InvalidRequest:
     return InvalidRequest(
-        f"{what}: Holdfast does not know where DeepSpeed then keeps the training state",
+        f"not supported: {what}, because Holdfast does not know where DeepSpeed then stores the training state",
         hint=f"{instead + ', or ' if instead else ''}save with DeepSpeed itself: do not attach Holdfast to this engine",
     )

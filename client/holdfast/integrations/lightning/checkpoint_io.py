@@ -145,7 +145,8 @@ class HoldfastCheckpointIO(_CheckpointIO):
             same = all(name in held and _equal(tensors[name], held[name]) for name in both)
         if not same:
             raise InvalidRequest(
-                f"step {saved.step} was saved as {saved.path} with other tensors: both would be one checkpoint",
+                f"step {saved.step} was already saved as {saved.path} with other tensors, and a run has only one "
+                "checkpoint per step",
                 hint="put both into one dictionary, or give each file its own run",
             )
 
@@ -219,8 +220,8 @@ def _step(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> int:
     numbers = [value[1] for value in [_EPOCH.search(name)] if value] or re.findall(r"\d+", name)
     if len(numbers) != 1:
         raise InvalidRequest(
-            f"neither the dictionary nor the name {Path(path).name} says which step this is",
-            hint='put "global_step" into the dictionary, or the number into the name: step-500.ckpt',
+            f"neither the dictionary nor the file name {Path(path).name} contains the step",
+            hint='put "global_step" into the dictionary, or the number into the file name: step-500.ckpt',
         )
     return naming.check_step(int(numbers[0]))
 

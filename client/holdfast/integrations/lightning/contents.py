@@ -44,9 +44,9 @@ class NotGathered(Mapping[str, Any]):
 
     def _refusal(self) -> InvalidRequest:
         return InvalidRequest(
-            f"a hook looks into checkpoint[{self._name!r}], which Holdfast leaves empty: it saves and restores the live "
-            "tensors, and gathers nothing",
-            hint="put what the hook needs under its own key",
+            f"a hook reads checkpoint[{self._name!r}], which Holdfast leaves empty: Holdfast saves and restores "
+            "the live tensors, and gathers nothing",
+            hint="store the hook's data under its own key",
         )
 
 
@@ -128,7 +128,7 @@ def load_from_checkpoint(kind: Any, path: str | os.PathLike[str], *, strict: boo
     if not isinstance(checkpoint.get(STATE), Mapping):
         raise InvalidRequest(
             f"{path} has no {STATE!r}: it is not a checkpoint of a Trainer",
-            hint="fabric.load(), or holdfast.open() for its tensors",
+            hint="load it with fabric.load(), or read its tensors with holdfast.open()",
         )
     saving = framework.part("core.saving")
     if kind.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:

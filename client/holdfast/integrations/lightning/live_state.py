@@ -72,7 +72,7 @@ class LiveState:
         except AttributeError as error:
             raise InvalidRequest(
                 f"weights={self._weights!r}: {type(module).__name__} has no such module",
-                hint='the name of an attribute that is a module, as in self.net = …: weights="net"',
+                hint='pass the name of an attribute that is a module: for self.net = …, pass weights="net"',
             ) from error
 
     def reduced(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

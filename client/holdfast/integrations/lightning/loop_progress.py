@@ -62,13 +62,13 @@ class LoopProgress:
         if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
             return InvalidRequest(
                 "training_step() takes a dataloader_iter, so Holdfast cannot record the position in the data",
-                hint="let training_step() take a batch, or save at the end of epochs (every_n_epochs=1)",
+                hint="change training_step() to take a batch, or save at the end of epochs (every_n_epochs=1)",
             )
         stateful = {is_stateful(loader) for loader in combined.flattened}
         if len(stateful) > 1:
             return InvalidRequest(
-                "some of the data loaders have their own state, and some have none: a save within an epoch cannot tell "
-                "where they are",
+                "some data loaders have their own state and others have none, so a save within an epoch cannot "
+                "record their positions",
                 hint="use loaders of one kind, or save at the end of epochs (every_n_epochs=1)",
             )
         if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):

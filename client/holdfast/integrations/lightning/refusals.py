@@ -26,21 +26,21 @@ def check_trainer(trainer: Any) -> None:
         missing = [name for name in names if not hasattr(getattr(trainer, place, None), name)]
         if missing:
             raise InvalidRequest(
-                f"this version of Lightning has no Trainer.{place}.{missing[0]}, on which the adapter relies",
+                f"this version of Lightning has no Trainer.{place}.{missing[0]}, which Holdfast needs",
                 hint="use Lightning 2.6",
             )
     strategy = trainer.strategy
     kinds = [kind.__name__ for kind in type(strategy).__mro__]
     others = any("XLA" in kind for kind in kinds) or "DeepSpeedStrategy" in kinds
     if others or not any(kind in _STRATEGIES for kind in kinds) or _saves_otherwise(strategy):
-        hint = f"supported are {', '.join(_STRATEGIES)}"
+        hint = f"supported strategies are {', '.join(_STRATEGIES)}"
         if "DeepSpeedStrategy" in kinds:
-            hint = "in your own loop: holdfast.integrations.deepspeed.attach(engine, …)"
+            hint = "write your own loop, with holdfast.integrations.deepspeed.attach(engine, …)"
         raise InvalidRequest(f"the strategy {kinds[0]} is not supported", hint=hint)
     if getattr(strategy, "_start_method", "popen") not in (None, "popen"):
         raise InvalidRequest(
             f"the start method {strategy._start_method!r} starts ranks from a process that cannot see their checkpoints",
-            hint='Trainer(strategy="ddp"), or start the script with torchrun',
+            hint='use Trainer(strategy="ddp"), or start the script with torchrun',
         )
     io = type(strategy.checkpoint_io).__name__
     if io != "TorchCheckpointIO":
@@ -66,7 +66,7 @@ def check_callbacks(trainer: Any, callback: Any) -> None:
     if others:
         raise InvalidRequest(
             "two HoldfastCheckpoint callbacks would make two runs of one training",
-            hint="use one, and ModelCheckpoint for the others: its saves go into the same run",
+            hint="use one HoldfastCheckpoint, and ModelCheckpoint for the others: their saves go into the same run",
         )
     swa = framework.part("callbacks").StochasticWeightAveraging
     if any(isinstance(one, swa) for one in trainer.callbacks):

@@ -151,8 +151,8 @@ class LightningRun:
     def _check_unchanged(self, step: int) -> None:
         if self._versions != self._versions_now():
             raise InvalidRequest(
-                f"a save at step {step}, before the resumed training has taken a step, with weights that were changed "
-                "since: it would take the place of what was restored",
+                f"the weights were changed after the restore of step {step} and before the next step, so a save "
+                "now would replace the restored checkpoint",
                 hint="save after the first step, or to another run",
             )
 
@@ -271,7 +271,7 @@ class LightningRun:
         try:
             self.end()
         except CheckpointError as failure:
-            log.error("a save of %s failed, before %s: %s", self.run, type(error).__name__, failure)
+            log.error("a save of %s failed before the training ended with %s: %s", self.run, type(error).__name__, failure)
 
     def _save(self, checkpointer: Checkpointer, step: int, whole: bool, before: _Save | None) -> SaveTicket:
         assert self._position is not None

@@ -48,7 +48,10 @@ def configure(run: str | None = None, *, args: Any = None, huggingface: Any = No
     """
     global _settings
     if _open:
-        raise InvalidRequest("a checkpoint was saved or loaded already", hint="call configure() before")
+        raise InvalidRequest(
+            "configure() was called after a checkpoint was saved or loaded",
+            hint="call configure() before the first save or load",
+        )
     names: Names = MegatronNames()
     if huggingface is not None:
         names = HuggingFaceNames(huggingface)
@@ -225,7 +228,7 @@ def _place(place: str | PathLike[str] | None, option: str) -> tuple[Any, str]:
     if option == "load" and saved is None and run is not None:
         if path.name != run:
             raise InvalidRequest(
-                f"--load is of the run {path.name}, and configure(run=) names {run}", hint="give one of them"
+                f"--load belongs to the run {path.name}, but configure(run=) is {run}", hint="pass only one of them"
             )
         return at or path.parent, run
     is_address = at is not None and (str(at).startswith(("http://", "https://")) or Path(at).is_socket())
@@ -262,7 +265,7 @@ def _loaded_by_megatron(*about: Any) -> tuple[int, float]:
         from megatron.training.checkpointing import load_checkpoint as of_megatron
     except ImportError:
         raise InvalidRequest(
-            "--load is a directory that Megatron-LM wrote, and there is no megatron.training here to load it",
+            "--load is a directory that Megatron-LM wrote, and megatron.training, which could load it, is not installed",
             hint="load it with Megatron-LM, and save it with this save_checkpoint",
         ) from None
     iteration, operations = of_megatron(*about)
@@ -313,7 +316,10 @@ def _check_architecture(args: Any, saved: dict[str, Any]) -> None:
         if known[name] is not None and hasattr(args, name) and _plain(getattr(args, name)) != known[name]
     ]
     if wrong:
-        raise StateMismatch(f"the checkpoint is of another model: {'; '.join(wrong)}", hint="use the arguments of its run")
+        raise StateMismatch(
+            f"the checkpoint belongs to another model: {'; '.join(wrong)}",
+            hint="use the arguments with which its run was trained",
+        )
 
 
 def _update_microbatches(consumed: int) -> None:

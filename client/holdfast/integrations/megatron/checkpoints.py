@@ -109,8 +109,8 @@ class MegatronCheckpoints:
             return self._foreign(restored_step, foreign)
         if progress.get("names") != self._names.family:
             raise StateMismatch(
-                f"step {restored_step} of {self.checkpointer.run} has the names of {progress.get('names')}, and this "
-                f"training those of {self._names.family}",
+                f"step {restored_step} of {self.checkpointer.run} has tensor names of {progress.get('names')}, but "
+                f"this training uses those of {self._names.family}",
                 hint=f"pass names={progress.get('names')!r} to holdfast.integrations.megatron.configure",
             )
         return restored_step, progress
@@ -266,7 +266,7 @@ def _refuse_tied_parts(chunks: Sequence[Any], optimizer: Any) -> None:
     cut = split and any(isinstance(one, DistributedOptimizer) for one in members(optimizer))
     if cut and any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks):
         raise InvalidRequest(
-            "the first and the last pipeline stage share their embeddings, and the distributed optimizer cuts them in "
-            "different places on each: their parts cannot be stored as one tensor",
+            "the first and the last pipeline stage share their embeddings, and the distributed optimizer splits "
+            "them at different places on each stage, so their parts cannot be stored as one tensor",
             hint="train with --untie-embeddings-and-output-weights, or without the distributed optimizer",
         )

@@ -80,8 +80,9 @@ class HuggingFaceNames:
         program = load("hf-megatron-inverse")
         if set(kinds).isdisjoint(program.model_types):
             raise InvalidRequest(
-                f"Megatron's names have no program for the architectures {architectures}",
-                hint=f"it is for {', '.join(program.model_types)}; without huggingface=, Megatron's own names are stored",
+                f"no program maps Megatron's names to the architectures {architectures}",
+                hint=f"use a model of type {', '.join(program.model_types)}; or leave huggingface= out to save "
+                "under Megatron's own names",
             )
         self._config = dict(said)
         if not said.get("head_dim") and said.get("hidden_size") and said.get("num_attention_heads"):
@@ -145,7 +146,7 @@ class HuggingFaceNames:
             ) from problem
         for name in map(called.__getitem__, around.unnamed()):
             raise InvalidRequest(
-                f"{own[name]} is called {name} by Megatron, and Hugging Face's architecture has no name for it",
+                f"the Hugging Face architecture has no name for {own[name]}, which is {name} in Megatron",
                 hint="leave out huggingface= to save under Megatron's own names",
             )
         found: dict[str, list[_Target]] = {name: [] for name in shapes}

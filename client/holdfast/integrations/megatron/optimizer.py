@@ -144,8 +144,8 @@ class MegatronOptimizerByName:
     def _add(self, by_name: dict[str, dict[str, Any]], one: Trained, key: str, tensor: torch.Tensor) -> None:
         if tensor.shape != one.stepped.shape or not tensor.is_contiguous():
             raise InvalidRequest(
-                f"the optimizer keeps {key} of {one.weight.own} as a tensor of shape {list(tensor.shape)}, and steps one of "
-                f"shape {list(one.stepped.shape)}: Holdfast cannot match their elements",
+                f"the optimizer's {key} of {one.weight.own} has shape {list(tensor.shape)}, but the tensor that it "
+                f"updates has shape {list(one.stepped.shape)}, so Holdfast cannot match their elements",
                 hint="use an optimizer whose state tensors have the parameter's shape, such as Adam or SGD",
             )
         before = self._cut.get((id(one.stepped), key))
@@ -256,9 +256,9 @@ def _distributed(member: Any) -> Iterator[_Found]:
                 held = member.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
                 if stepped is not None and stepped.numel() != held.end - held.start:
                     raise InvalidRequest(
-                        f"DistributedOptimizer steps {stepped.numel()} elements of a parameter, and its range has "
-                        f"{held.end - held.start}",
-                        hint="this version of megatron-core is not known; 0.16.1 is",
+                        f"DistributedOptimizer updates {stepped.numel()} elements of a parameter, but its range "
+                        f"has {held.end - held.start}",
+                        hint="use megatron-core 0.16.1; Holdfast is not tested with this version",
                     )
                 yield number, parameter, stepped, held.start, copied
 

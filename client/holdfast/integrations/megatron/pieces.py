@@ -143,7 +143,7 @@ def _take(own: str, value: Any, live: _Live, tensors: list[Stored], modules: dic
         tensors.append(Stored(tensor, own, pieces))
     else:
         raise InvalidRequest(
-            f"{own}: sharded_state_dict() has a {type(value).__name__} there",
+            f"{own}: sharded_state_dict() returns a {type(value).__name__} for it",
             hint="only ShardedTensor, ShardedTensorFactory and ShardedObject can be stored",
         )
 
@@ -152,13 +152,15 @@ def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
     """The piece of a `ShardedTensor` over all of a local tensor, or over a range of it."""
     data = part.data
     if getattr(part, "flattened_range", None) is not None:
-        raise InvalidRequest(f"{own}: sharded_state_dict() gives a flattened range, which versions since 0.16 do not")
+        raise InvalidRequest(
+            f"{own}: sharded_state_dict() returns a flattened range; use megatron-core 0.16 or newer, which does not"
+        )
     same = data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and data.dtype == tensor.dtype
     start = data.storage_offset() - tensor.storage_offset()
     if not same or not data.is_contiguous() or start < 0 or start + data.numel() > tensor.numel():
         raise InvalidRequest(
-            f"{own}: its ShardedTensorFactory makes a tensor of shape {list(data.shape)} that is not a stretch of the "
-            "parameter's memory, so a restore into it would be lost",
+            f"{own}: its ShardedTensorFactory makes a tensor of shape {list(data.shape)} that is not a contiguous "
+            "part of the parameter's memory, so a restore into it would be lost",
             hint="such layers (grouped experts, Mamba) are not supported; use SequentialMLP for experts",
         )
     leading = part.prepend_axis_num
@@ -203,7 +205,7 @@ class _Live:
     def whole(self, own: str, data: Any) -> torch.Tensor:
         """The parameter or buffer that is this tensor; raises `InvalidRequest` if there is none."""
         if not isinstance(data, torch.Tensor):
-            raise InvalidRequest(f"{own}: sharded_state_dict() has a {type(data).__name__} there, not a tensor")
+            raise InvalidRequest(f"{own}: sharded_state_dict() returns a {type(data).__name__} for it, not a tensor")
         if type(data) not in (torch.Tensor, torch.nn.Parameter):
             raise InvalidRequest(
                 f"{own} is a {type(data).__name__}, whose memory cannot be stored unchanged",
@@ -228,8 +230,8 @@ class _Live:
         except AttributeError:
             pass
         raise InvalidRequest(
-            f"{own}: sharded_state_dict() has an object there that is not the extra state of a module",
-            hint="let the module return it from get_extra_state(), as a tensor of dtype uint8",
+            f"{own}: sharded_state_dict() returns an object for it that is not the extra state of a module",
+            hint="return it from the module's get_extra_state(), as a tensor of dtype uint8",
         )
 
     def check_complete(self, stored: Sequence[torch.Tensor]) -> None:
@@ -240,7 +242,7 @@ class _Live:
             raise InvalidRequest(
                 f"sharded_state_dict() leaves out {len(left)} parameters of {type(self._chunk).__name__}: "
                 f"{', '.join(left[:5])}",
-                hint="let the modules that own them return them from sharded_state_dict()",
+                hint="return them from sharded_state_dict() of the modules that own them",
             )
 
 

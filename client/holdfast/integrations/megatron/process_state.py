@@ -78,7 +78,7 @@ def extra_states(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tens
         if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
             raise InvalidRequest(
                 f"the extra state {name} is a {type(value).__name__}, which would have to be pickled",
-                hint="let get_extra_state() return a tensor of dtype uint8, or None",
+                hint="return a tensor of dtype uint8, or None, from get_extra_state()",
             )
         tensors[name] = value.detach().cpu().clone().view(-1)
     return tensors

@@ -59,17 +59,19 @@ def _check_overrides(trainer: Any) -> None:
         own = owner.__module__.partition(".")[0] not in ("transformers", "trl", "holdfast")
         if name in vars(trainer) or (own and owner is not object):
             raise InvalidRequest(
-                f"{type(trainer).__name__} has a {name}() of its own, which Holdfast does not call: what it writes would "
-                "be missing from every checkpoint",
-                hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); files that do "
-                "not change go into assets=",
+                f"{type(trainer).__name__} overrides {name}(), which Holdfast does not call: files that it writes "
+                "would be missing from every checkpoint",
+                hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); "
+                "pass files that do not change as assets=",
             )
 
 
 def _check_limits(args: Any, options: Mapping[str, Any]) -> None:
     limit, keep_last = args.save_total_limit, options.get("keep_last")
     if limit and limit > 0 and keep_last is not None and keep_last != limit:
-        raise InvalidRequest(f"save_total_limit={limit} and keep_last={keep_last} contradict each other", hint="give one")
+        raise InvalidRequest(
+            f"save_total_limit={limit} and keep_last={keep_last} contradict each other", hint="pass only one of them"
+        )
     if args.load_best_model_at_end and is_remote(options):
         raise InvalidRequest(
             "load_best_model_at_end needs a daemon on this machine, because a link protects the best checkpoint",

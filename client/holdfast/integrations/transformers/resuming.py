@@ -44,7 +44,7 @@ def wanted(asked: object, run: str) -> Wanted:
         raise InvalidRequest(f"Can't find a valid checkpoint at {asked}: it is neither a step nor a path", hint=_ACCEPTED)
     if isinstance(asked, SupportsIndex):
         return Wanted(step=naming.check_step(asked.__index__()), needed=True)
-    raise InvalidRequest(f"resume_from_checkpoint={asked!r} cannot be understood", hint=_ACCEPTED)
+    raise InvalidRequest(f"resume_from_checkpoint={asked!r} is not valid", hint=_ACCEPTED)
 
 
 def own_checkpoint(output_dir: str) -> tuple[int, str] | None:

@@ -138,7 +138,7 @@ class TrainerRun:
         """Save the step, and link it where transformers looks for it."""
         checkpointer, trainer = self._checkpointer, self.trainer
         if checkpointer is None:
-            raise InvalidRequest("no training is under way", hint="after training, call save_model() to write the model")
+            raise InvalidRequest("no training is running", hint="after training, call save_model() to write the model")
         trainer.store_flos()
         step: int = trainer.state.global_step
         self._note_best(step)
@@ -298,7 +298,7 @@ class TrainerRun:
 
     def _unlink(self, links: Any) -> None:
         for link in links:
-            log.info("the link %s is removed", link)
+            log.info("removing the link %s", link)
             link.unlink(missing_ok=True)
 
 

@@ -24,7 +24,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _EXACT = frozenset({bool, int, str, bytes, type(None)})
 DEPTH_MAX, ITEMS_MAX, SAMPLE_BYTES_MAX = 2, 32, 2**16  # of a larger one, a part is looked at
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque})  # what needs no other question
-UNKNOWN = "a value that is not looked at"
+UNKNOWN = "a value that is not compared"
 
 
 def is_plain(value: object) -> bool:

@@ -83,7 +83,7 @@ def test_the_others_have_another_name(name: str, shape: tuple[int, ...], stored:
 @pytest.mark.parametrize(
     ("name", "shape", "config", "text"),
     [
-        (f"{LAYER}mlp.router.weight", (4, 4), {}, "has no name for it"),
+        (f"{LAYER}mlp.router.weight", (4, 4), {}, "has no name for"),
         ("embedding.word_embeddings.weight", (12, 4), {}, "vocab_size"),
         (f"{LAYER}self_attention.linear_qkv.weight", (18, 4), {}, "4 heads"),
         (f"{LAYER}self_attention.linear_qkv.weight", (20, 4), {"num_key_value_heads": 3}, "4 heads"),
