@@ -135,7 +135,7 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
         url = _url(listener) if listener else None
         manager.starting(f"opening the catalog of {root}")
         served = assembly.open_root(config, root, stack)
-        manager.starting("taking over what an earlier daemon left")
+        manager.starting("taking over saves and memory of an earlier daemon")
         access = policy.policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
         services = assembly.services(config, served, node, access, stack)

@@ -42,18 +42,20 @@ _GROUPS = {
         Flag(
             "exchange",
             "HOST:PORT",
-            "Where daemons of other machines read what ranks of this one have saved.",
+            "Address at which other machines' daemons read saves of this machine's ranks.",
             "a free port at the address that reaches --catalog",
         ),
         Flag("export-root", "DIR", "Directory for export and import jobs.", "none, these jobs are refused"),
     ),
     "Memory and disk": (
         Flag("arena-bytes-max", "BYTES", "Limit on shared memory.", "94% of the memory of machine and cgroup"),
-        Flag("run-share", "PERCENT", "Share of the shared memory that one run may take of what other runs have left."),
+        Flag(
+            "run-share", "PERCENT", "Share that one run may reserve of the shared memory that other runs have not reserved."
+        ),
         Flag(
             "token-share",
             "PERCENT",
-            "The same for all runs of the tokens for one run pattern, over HTTP; admins of all runs have no such limit.",
+            "The same limit for all runs of tokens with one run pattern, over HTTP; admins of all runs have no such limit.",
         ),
         Flag("spill", "auto|never", "Stage on the root's disk if memory has no room."),
         Flag("write-bytes-per-second", "BYTES", "Limit of the rate of writes to the root.", "no limit"),
@@ -80,14 +82,14 @@ _GROUPS = {
             "Run this command after each commit, with HOLDFAST_RUN, HOLDFAST_STEP, HOLDFAST_PATH and others in its "
             "environment. No shell is used.",
         ),
-        Flag("on-commit-timeout", "SECONDS", "End that command after this time."),
+        Flag("on-commit-timeout", "SECONDS", "Time limit of that command."),
     ),
     "Alerts and other daemons": (
         Flag(
             "on-event", "COMMAND", "Run this command for each event, with the event as JSON on its input. No shell is used."
         ),
         Flag("on-event-kinds", "KIND,…", "Only for events of these kinds, such as run-died,save-aborted.", "all"),
-        Flag("on-event-timeout", "SECONDS", "End that command after this time."),
+        Flag("on-event-timeout", "SECONDS", "Time limit of that command."),
         Flag("notify", "FILE", "Send alerts to the targets in this TOML file: webhooks, Slack, mail."),
         Flag("watch", "URL", "Show the runs of the daemon at this address as well. Repeatable.", repeats=True),
         Flag("watch-tokens", "FILE", "A line `URL TOKEN` for each watched daemon that requires a token."),
@@ -96,7 +98,9 @@ _GROUPS = {
     "Access": (
         Flag("behind-tls", None, "A proxy in front of --listen terminates TLS; tokens are required."),
         Flag(
-            "allowed-hosts", "NAME,…", "More host names for browsers, beside addresses, localhost and this machine's name."
+            "allowed-hosts",
+            "NAME,…",
+            "More host names for browsers, in addition to addresses, localhost and this machine's name.",
         ),
         Flag("loopback-open", None, "Require no tokens on a loopback address: every user of this machine is an admin."),
         Flag("insecure-no-tokens", None, "Require no tokens at all: every client that reaches --listen is an admin."),

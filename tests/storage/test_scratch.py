@@ -32,9 +32,9 @@ def test_where_files_cannot_be_born_nameless(tmp_path: Path, monkeypatch: pytest
 
 def test_no_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
     """What is needed, what must stay free beside it, and what is there."""
-    with pytest.raises(NoSpace, match=rf"bytes free; staging needs {2**60} there, and the checkpoint 7 beside it"):
+    with pytest.raises(NoSpace, match=rf"bytes free; staging needs {2**60} there, and the checkpoint another 7"):
         scratch.open_scratch(tmp_path, 2**60, 7)
-    with pytest.raises(NoSpace, match=rf"needs {SIZE} there, and the checkpoint {2**60} beside it"):
+    with pytest.raises(NoSpace, match=rf"needs {SIZE} there, and the checkpoint another {2**60}"):
         scratch.open_scratch(tmp_path, SIZE, 2**60)
 
 

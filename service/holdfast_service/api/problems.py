@@ -37,7 +37,7 @@ class Problem(BaseModel):
 
 
 _DESCRIBED: dict[str, Any] = {
-    "description": "A problem: `code` says what happened, `hint` what to do, `retryable` whether a retry may succeed",
+    "description": "A problem: `code` identifies it, `hint` is the remedy, `retryable` is true if a retry may succeed",
     "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
     "model": Problem,
 }

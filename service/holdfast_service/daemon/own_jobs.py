@@ -54,5 +54,5 @@ class SentProgress:
             return
         self._next_s = time.monotonic() + SENT_EVERY_S
         if self._gone():
-            raise RoundAborted("the command was stopped, or the daemon is closing", hint="the same command begins again")
+            raise RoundAborted("the command was stopped, or the daemon is closing", hint="run the same command again")
         self._send(wire.JobProgress(done_bytes=done_bytes, total_bytes=total_bytes))

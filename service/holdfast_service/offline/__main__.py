@@ -21,7 +21,7 @@ def main(text: str) -> int:
     try:
         print(json.dumps(_done(parse(text))))
     except KeyboardInterrupt:
-        return _refused(RoundAborted("stopped by a signal", hint="the same command begins again"))
+        return _refused(RoundAborted("stopped by a signal", hint="run the same command again"))
     except CheckpointError as error:
         return _refused(error)
     finally:

@@ -137,7 +137,7 @@ class PosixStore:
                 continue
             except NoSuchResource as error:
                 raise NoSuchCheckpoint(
-                    f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
+                    f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them"
                 ) from error
             return target
         raise AssertionError("no free name in trash/")

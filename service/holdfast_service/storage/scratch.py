@@ -31,7 +31,7 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
         free = _free(root)
         if free < size + beside:
             raise NoSpace(
-                f"{root} has {free} bytes free; staging needs {size} there, and the checkpoint {beside} beside it",
+                f"{root} has {free} bytes free; staging needs {size} there, and the checkpoint another {beside}",
                 hint="free space on the disk, or memory on the machine",
             )
         descriptor = nameless(root)

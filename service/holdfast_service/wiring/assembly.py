@@ -81,8 +81,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast_service")
 
 FIRST = (
-    "start PostgreSQL, or correct --catalog: the first time it must answer. It needs its own database, and a "
-    "user that may create tables"
+    "start PostgreSQL, or correct --catalog: the catalog must answer at the first start. It needs its own "
+    "database, and a user that may create tables"
 )
 SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long
 

@@ -26,7 +26,7 @@ def event_commands(config: Config, events: Events, root: Path) -> EventCommands 
     """The command of --on-event, if there is one."""
     if config.on_event is None:
         if config.on_event_kinds:
-            raise InvalidRequest("--on-event-kinds needs --on-event", hint="give the command as well, or leave both out")
+            raise InvalidRequest("--on-event-kinds needs --on-event", hint="pass --on-event as well, or leave both out")
         return None
     command = Command(
         command_words(config.on_event), plain_environment(), config.on_event_timeout, limited_by="--on-event-timeout"

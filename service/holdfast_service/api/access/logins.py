@@ -178,7 +178,7 @@ def _text(path: Path) -> bytes:
 def _name(text: str) -> str:
     name = _decoded(text)
     if len(name) > NAME_CHARS_MAX or not name.isprintable():
-        raise InvalidRequest("the login proxy has sent an invalid name", hint="its claims for user and email are wrong")
+        raise InvalidRequest("the login proxy has sent an invalid name", hint="check its claims for user and email")
     return name
 
 

@@ -34,7 +34,7 @@ def _runner(services: Wired) -> JobRunner:
 
 Runner = Annotated[JobRunner, Depends(_runner)]
 JobId = Annotated[int, Path(ge=0, description="the job's `id`")]
-IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job as you know it")]
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job as last read")]
 _THERE = {"model": Job, "description": "An identical job is already queued or running; it is returned"}
 
 

@@ -28,7 +28,7 @@ def list_quotas(services: Wired, viewer: Viewer) -> bodies.Page[Quota]:
 @router.put(
     "/quotas/{pattern}",
     dependencies=needs("admin", "all", act="quota-set"),
-    summary="Set how many bytes all runs of a pattern may hold",
+    summary="Set the quota, in bytes, of all runs that match a pattern",
 )
 def set_quota(services: Wired, pattern: Pattern, wanted: QuotaRequest) -> Quota:
     """It holds from the next save on: a save that does not fit is refused with `quota-exceeded`. Nothing is removed."""

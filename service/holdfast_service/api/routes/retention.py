@@ -21,7 +21,7 @@ _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
-IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as last read")]
 OnlyStep = Annotated[int | None, Query(ge=0, description="only the verdict on this step; totals cover all steps")]
 Forced = Annotated[
     Force | None, Query(description="remove it even if it is the newest verified or the newest healthy checkpoint")

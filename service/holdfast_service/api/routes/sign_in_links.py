@@ -68,7 +68,7 @@ def create_link(request: Request, services: Wired, response: Response) -> Link:
     "/v1/links",
     dependencies=needs("read", "none", act="signed-out"),
     status_code=204,
-    summary="End the session of the browser that asks: sign it out",
+    summary="Sign out: end the session of the requesting browser",
 )
 def end_session(request: Request, services: Wired) -> None:
     """A session that began with a sign-in link is accepted no more. A token stays in force."""

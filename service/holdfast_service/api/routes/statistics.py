@@ -123,5 +123,5 @@ def _behind(cursor: str, sort: Sort, order: NDArray[np.int64]) -> int:
     number = int(position) if position.isascii() and position.isdigit() and len(position) < 12 else -1
     at = np.flatnonzero(order == number)
     if by != sort or len(at) != 1:
-        raise InvalidRequest("the cursor does not belong to this list", hint="use `next` of the page before, unchanged")
+        raise InvalidRequest("the cursor does not belong to this list", hint="pass `next` of the previous page unchanged")
     return int(at[0]) + 1

@@ -52,7 +52,7 @@ def rotate_token(
     "/tokens/{name}",
     dependencies=needs("admin", "all", act="token-revoked"),
     status_code=204,
-    summary="Revoke a token with all its secrets, at once and permanently",
+    summary="Revoke a token with all its secrets, immediately and permanently",
 )
 def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
     services.tokens.revoke(name)

@@ -16,7 +16,7 @@ from holdfast_service.daemon.saving import run_deletion
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
 Marked = Annotated[bool, Query(description="delete it even if some of its checkpoints are pinned or labelled")]
 Entry = Annotated[
-    str | None, Query(max_length=200, description="which one, by its name in the trash; by default the newest, or all")
+    str | None, Query(max_length=200, description="name of an entry in the trash; by default the newest, or all")
 ]
 
 

@@ -50,9 +50,9 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it ma
 _RUNS = re.compile(naming.RUN_PATTERN)
 _SECRET = re.compile(r"h[fs]_[A-Za-z0-9_=-]{12,}")
 _HINT = (
-    "the daemon's own user needs no token: `holdfast` finds the daemon's, and `holdfast open` signs a browser in; other "
-    "users set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the daemon's user creates "
-    "with `holdfast token create NAME`"
+    "as the daemon's own user, use `holdfast`, which finds the daemon's token, or `holdfast open`, which signs a "
+    "browser in; as another user, set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the "
+    "daemon's user creates with `holdfast token create NAME`"
 )
 
 

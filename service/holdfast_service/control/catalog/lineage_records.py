@@ -86,8 +86,8 @@ def _refusal(run: str, step: int, newest: int) -> AlreadyCommitted:
     does = "starts the run from scratch and abandons its checkpoints" if newest > step else "saves it all the same"
     return AlreadyCommitted(
         f"{run} already has step {newest} of an earlier launch, but this launch has restored nothing and saves step {step}",
-        hint="call restore() before the first save, goes_on_from(step) if the state was loaded by other means, or "
-        f"use another run; save({step}, existing='replace') {does}",
+        hint="call restore() before the first save, or goes_on_from(step) if the state was loaded by other "
+        f"means, or use another run; save({step}, existing='replace') {does}",
     )
 
 

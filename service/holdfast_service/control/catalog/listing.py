@@ -188,7 +188,7 @@ def parse_time(text: str) -> str:
     try:
         return timestamps.write(timestamps.read(text)).removesuffix("Z")  # a Z would come behind any fraction
     except ValueError as error:
-        raise InvalidRequest(f"{text!r} is not a time", hint="give it as 2030-01-31T12:00:00Z") from error
+        raise InvalidRequest(f"{text!r} is not a time", hint="write it as 2030-01-31T12:00:00Z") from error
 
 
 def _bounded_to(wanted: _Rows, table: type[CheckpointRow] | type[RoundRow], within: Within) -> _Rows:

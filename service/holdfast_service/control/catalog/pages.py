@@ -53,4 +53,4 @@ def integer(key: str) -> int:
 
 
 def bad_cursor() -> InvalidRequest:
-    return InvalidRequest("the cursor does not belong to this list", hint="use `next` of the page before, unchanged")
+    return InvalidRequest("the cursor does not belong to this list", hint="pass `next` of the previous page unchanged")

@@ -32,9 +32,9 @@ from holdfast_service.storage.posix import set_aside
 log = logging.getLogger(__name__)
 
 _UNRELEASED = (
-    "the catalog {} was made by an unreleased version of holdfast (revision {}). It was moved to {}, and is made again from "
-    "the directories. Tokens, audit log, events and the history of jobs and saves are in the old file alone: create new "
-    "tokens with `holdfast token create`. Checkpoints are read back and verified again"
+    "the catalog {} was made by an unreleased version of holdfast (revision {}). It was moved to {}, and is "
+    "rebuilt from the directories. Tokens, audit log, events and the history of jobs and saves are only in the old "
+    "file: create new tokens with `holdfast token create`. Checkpoints are read back and verified again"
 )
 _LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made again
 _COMPUTED = ("run_figures", "run_changes")  # from the rows that are copied

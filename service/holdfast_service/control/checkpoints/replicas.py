@@ -154,7 +154,7 @@ class ReplicaRecords:
     def _report_kept(self, name: str, which: CheckpointId, how: str) -> None:
         if (name, *which) not in self._kept:
             self._kept.add((name, *which))
-            why = f"no sound checkpoint of {which.run} with its groups stands any more"
+            why = f"no sound checkpoint of {which.run} with its groups is left"
             text = f"step {which.step} {how} in replica {name}: {why}"
             self._events.add("removal-waits", text, *which, "error", tier=name)
 
@@ -276,7 +276,7 @@ class RepairRecords:
             except CatalogUnavailable as away:
                 if self._record_queue.trouble is None:
                     raise
-                log.warning("%s@%s is repaired without asking other nodes: %s", run, step, away.detail)
+                log.warning("%s@%s is repaired without the help of other nodes: %s", run, step, away.detail)
             yield
 
     def known(self, run: str, step: int) -> bodies.CheckpointInfo | None:
@@ -309,8 +309,8 @@ class RepairRecords:
         newest = self._catalog.newest_attempt(manifest.run)
         if newest and manifest.attempt > newest:
             raise StateMismatch(
-                f"{manifest.run}@{manifest.step} was saved by attempt {manifest.attempt}, and this root knows {newest} "
-                "attempts: it is from another root, or from before this one was lost",
+                f"{manifest.run}@{manifest.step} was saved by attempt {manifest.attempt}, and this root has "
+                f"recorded {newest} attempts: it is from another root, or from before this one was lost",
                 hint="stop the daemon, and run `holdfast import REPLICA/"
                 f"{naming.checkpoint_path(manifest.run, manifest.step)} {manifest.run}@{manifest.step} --root ROOT`; or "
                 "train under another run name",

@@ -91,7 +91,7 @@ def load_manifest(tier: Files, run: str, step: int) -> Manifest:
     """
     directory = naming.checkpoint_path(run, step)
     if not tier.list(directory):
-        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them")
     manifest = open_checkpoint(tier, directory).manifest
     if (manifest.run, manifest.step) != (run, step):
         raise CorruptManifest(

@@ -183,11 +183,11 @@ class RunFiles:
         if self._records.list(run):
             return
         if run in self._leaving or not self._is_run(run):
-            raise NoSuchRun(f"the run {run!r} was deleted meanwhile", hint="`holdfast undelete` brings it back")
+            raise NoSuchRun(f"the run {run!r} was deleted in the meantime", hint="`holdfast undelete` brings it back")
         if self._has_saved(run):
             raise NoSuchRun(
                 f"the directory of the run {run!r} is gone: something other than Holdfast moved or removed it",
-                hint=f"put it back; or `holdfast rm {run}` takes the run off the lists",
+                hint=f"put it back, or remove the run from the lists with `holdfast rm {run}`",
             )
 
     def set_policy(self, run: str, policy: RetentionPolicy, etag: str) -> RunFile:
@@ -206,7 +206,7 @@ def check_etag(file: RunFile, header: str) -> None:
     if ANY_ETAG not in etags and file.etag not in etags:
         raise PreconditionFailed(
             "the policy has changed since it was read",
-            hint="read it again and decide; then send its ETag in If-Match",
+            hint="read the policy again, then send its new ETag in If-Match",
             etag=file.etag,
         )
 

@@ -116,11 +116,11 @@ class RunMetadata:
         try:
             if self._files.read(run).archived:
                 self._list(run, self._files.change(run, lambda file: file.model_copy(update={"archived": ""})))
-                self._events.add("run-changed", "a new launch took the run back from the archive", run)
+                self._events.add("run-changed", "a new launch unarchived the run", run)
         except CatalogUnavailable:
             raise
         except CheckpointError as error:
-            log.warning("cannot take %s back from the archive: %s", run, error.detail)
+            log.warning("cannot unarchive %s: %s", run, error.detail)
 
     def _list(self, run: str, file: RunFile | None = None) -> None:
         said = roots.settings_of(self._tier, run, file)
@@ -146,7 +146,9 @@ def _told(change: RunChange) -> list[str]:
     changes += [f"tagged {', '.join(change.tag)}"] if change.tag else []
     changes += [f"untagged {', '.join(change.untag)}"] if change.untag else []
     if change.archived is not None:
-        changes.append("archived" if change.archived else "taken back from the archive")
+        changes.append("archived" if change.archived else "unarchived")
     if change.acknowledged is not None:
-        changes.append("its death was seen" if change.acknowledged else "its death counts as not seen")
+        changes.append(
+            "its death was acknowledged" if change.acknowledged else "the acknowledgement of its death was withdrawn"
+        )
     return changes

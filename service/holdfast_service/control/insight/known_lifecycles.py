@@ -70,7 +70,7 @@ class KnownLifecycles:
         since = None if life == "running" else at
         if self._shared:  # other nodes show it too
             self._record_queue.enqueue(
-                "whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since)
+                "whether a run's ranks are alive", lambda: self._catalog.note_life(run, attempt, life, since)
             )
         if life == "finished":
             self._tell("run-finished", f"attempt {attempt} has finished", run, attempt=attempt)

@@ -44,7 +44,8 @@ class RunOrder(NamedTuple):
         is_one = bool(metric) if column == METRIC else column in RUN_SORTS or (column in _NEEDS and not descends)
         if not is_one or (metric and column != METRIC):
             hint = (
-                f"one of {', '.join(RUN_SORTS)}, each with a minus for the largest first; metric:NAME, attention, training"
+                f"use one of {', '.join(RUN_SORTS)}, each with a minus for the largest first; metric:NAME, "
+                "attention, training"
             )
             raise InvalidRequest(f"runs cannot be sorted by {text!r}", hint=hint)
         return cls(column, descends, metric)

@@ -225,7 +225,7 @@ class RunTrash:
                 with self._rotation.deciding(note.run):
                     if not self._tier.list(note.run) and self._has_attempts_of(note):
                         self._forget(note.run)
-                        log.info("%s was deleted: the catalog has forgotten it", note.run)
+                        log.info("%s was deleted: its records were removed from the catalog", note.run)
 
     def _noted(self, run: str, known: bodies.Run) -> _Note:
         launches = self._attempts.known().get(run)
@@ -300,7 +300,7 @@ class RunTrash:
             return False
         if one.entry not in self._kept:
             self._kept.add(one.entry)
-            text = f"the deleted run stays in the trash: the present run {one.run} has no sound checkpoint"
+            text = f"the deleted run stays in the trash: the current run {one.run} has no sound checkpoint"
             self._events.add("removal-waits", text, one.run, level="error", entry=one.entry)
         return False
 

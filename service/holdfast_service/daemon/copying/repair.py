@@ -138,7 +138,7 @@ def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhe
     directory = naming.checkpoint_path(*which)
     if not tier.list(directory):
         raise NoSuchCheckpoint(
-            f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists its checkpoints"
+            f"{which[0]} has no checkpoint of step {which[1]}", hint=f"`holdfast ls {which[0]}` lists its checkpoints"
         )
     mended: list[FileRepair] = []
     try:
@@ -163,7 +163,7 @@ def bring_back(tier: Tier, which: CheckpointId, tiers: Mapping[str, Tier], recor
     """
     directory, removed = naming.checkpoint_path(*which), records.removed(*which)
     left: CheckpointError = NoSuchCheckpoint(
-        f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists its checkpoints"
+        f"{which[0]} has no checkpoint of step {which[1]}", hint=f"`holdfast ls {which[0]}` lists its checkpoints"
     )
     for label, source in tiers.items():
         if label.removeprefix("replica ") in removed or not source.list(directory):

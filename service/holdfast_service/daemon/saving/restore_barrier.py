@@ -305,6 +305,6 @@ class RestoreBarrier:
         patience_s = UNHEARD_ELSEWHERE_S if current.spans else self.unheard_s
         if current.asked <= done and time.monotonic() - current.began > patience_s:
             missing = sorted(set(range(current.world)) - done)
-            log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, missing)
+            log.warning("%s attempt %s: ranks %s have not requested a step to restore", who.run, who.attempt, missing)
             return True
         return False

@@ -21,9 +21,9 @@ from holdfast_service.daemon.saving.saver import Saver
 BUSY_SILENCE_MAX_S = 25.0  # a rank over HTTP polls for outcomes every 20 s at least
 DYING_S, POLL_S = 3.0, 0.05  # a killed process stays connected until its memory is freed
 HINT = (
-    "stop the other job, or use another run name; to read meanwhile, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes the "
-    "run over and shuts the other job out. "
-    "If these are ranks of one job, HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
+    "stop the other job, or use another run name; to only read checkpoints, use holdfast.open(). "
+    "HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. If these are ranks of one job, "
+    "HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
 )
 ALONE_HINT = "; with Checkpointer.alone(), only one rank of a job may construct a Checkpointer for this run"
 

@@ -52,8 +52,8 @@ ANSWER_BYTES_MAX = 32
 SEEN_S, SEEN_POLL_S = 60.0, 0.5  # how long a name that another node has made may take to be seen on this machine
 SETTLE_POLL_S = 0.2
 BUSY_HINT = (
-    "stop the other job, or use another run name; to read meanwhile, use holdfast.open(). HOLDFAST_TAKE_OVER=1 takes over "
-    "the run and shuts out the other job"
+    "stop the other job, or use another run name; to only read checkpoints, use holdfast.open(). "
+    "HOLDFAST_TAKE_OVER=1 takes over the run and shuts out the other job"
 )
 
 

@@ -86,8 +86,8 @@ def resume(checkpoint: bodies.CheckpointInfo, how: How, root: str, about: RunAbo
 
 
 _NOTES: dict[How, str] = {
-    "newest": "Start the script again, unchanged: `restore()` takes the newest sound step.",
-    "healthy": "A later start again takes the newest healthy step, so this line can stay.",
+    "newest": "Start the script again, unchanged: `restore()` restores the newest sound step.",
+    "healthy": "A later start restores the newest healthy step again, so this line can stay.",
     "step": "For this launch only: remove the number afterwards, or the next start goes back to this step.",
 }
 _AGAIN: dict[How, str] = {
@@ -145,7 +145,7 @@ def _with_step(checkpoint: bodies.CheckpointInfo, how: How, command: Snippet) ->
         lines=f"RESUME_STEP={checkpoint.step} {command.lines}", note=" ".join(filter(None, (command.note, again)))
     )
     reads = Snippet(
-        "environment", "In the script", f"import os\n\n{read}", "Without the variable, the newest step is taken."
+        "environment", "In the script", f"import os\n\n{read}", "Without the variable, the newest step is restored."
     )
     return [numbered, reads]
 

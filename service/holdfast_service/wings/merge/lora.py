@@ -86,9 +86,9 @@ def check_alike(adapters: Mapping[str, AdapterParts], first: str) -> None:
         _check_rank(_pairs(adapters[name].tensors, name), adapter_terms.rank, name)
         if adapter_terms != terms[first]:
             raise StateMismatch(
-                f"{name} has rank {adapter_terms.rank} and is added times {adapter_terms.scale:g} by its {lora_config.NAME} "
-                "(lora_alpha, "
-                f"use_rslora), {first} rank {terms[first].rank} and times {terms[first].scale:g}",
+                f"{name} has rank {adapter_terms.rank} and scale {adapter_terms.scale:g} in its {lora_config.NAME} "
+                f"(lora_alpha, use_rslora), but {first} has rank {terms[first].rank} and scale "
+                f"{terms[first].scale:g}",
                 hint="merge each adapter into its base first, as MODEL+ADAPTER",
                 file=lora_config.NAME,
             )

@@ -52,9 +52,9 @@ def test_a_table_of_integers_is_never_taken_for_other_numbers(tmp_path: Path, dt
 
 
 def test_signed_ones_of_a_bfloat16_model(tmp_path: Path) -> None:
-    """I16 is asked for where config.json says bfloat16 and no tensor is; elsewhere it is what it says."""
+    """I16 is asked for where config.json has dtype bfloat16 and no tensor is; elsewhere it is what it says."""
     model(tmp_path, np.dtype("i2"), "bfloat16")
-    with pytest.raises(StateMismatch, match=r"'lookup\.ids' .* is I16, and config\.json says bfloat16"):
+    with pytest.raises(StateMismatch, match=r"'lookup\.ids' .* is I16, and config.json has dtype bfloat16"):
         read(tmp_path)
     assert read(tmp_path, "bfloat16").tensors[IDS].spec.dtype == "BF16"
     model(tmp_path, np.dtype("i2"), "float32")

@@ -44,7 +44,7 @@ def migrate(engine: Engine) -> None:
             command.upgrade(config, "head")
         except CommandError as error:
             raise StateMismatch(
-                f"the catalog has version {_version(connection)}, which this version of holdfast does not know",
+                f"the catalog has version {_version(connection)}, which this version of holdfast does not support",
                 hint="use the newer version of holdfast, or move the catalog away: it is then rebuilt from the directories",
             ) from error
 
@@ -61,13 +61,15 @@ def _remedy(engine: Engine) -> str:
     nodes, which would go on with empty ones: only an operator can stop those first.
     """
     if engine.dialect.name != "postgresql":
-        return "start the daemon, or run `holdfast catalog rebuild`: it is moved away and made again from the directories"
+        return (
+            "start the daemon, or run `holdfast catalog rebuild`: the catalog is moved away and rebuilt from the directories"
+        )
     name = str(engine.url.database).replace('"', '""')
     return (
-        "stop the daemons of all nodes, then run in psql, connected to another database: "
-        f'ALTER DATABASE "{name}" RENAME TO "{name}_unreleased"; CREATE DATABASE "{name}" ENCODING \'UTF8\' TEMPLATE '
-        "template0; (as the owner of the old one). The next start makes the catalog again from the directories; tokens, "
-        "audit log, events and the history of jobs and saves stay in the old database alone"
+        "stop the daemons of all nodes, then run in psql, connected to another database: ALTER DATABASE "
+        f'"{name}" RENAME TO "{name}_unreleased"; CREATE DATABASE "{name}" ENCODING \'UTF8\' TEMPLATE '
+        "template0; (as the owner of the old one). The next start rebuilds the catalog from the directories; "
+        "tokens, audit log, events and the history of jobs and saves stay only in the old database"
     )
 
 

@@ -113,7 +113,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise StateMismatch(
-            f"{CONFIG} says that the weights are quantised ({method}); quantised weights cannot be imported",
+            f"{CONFIG} describes quantised weights ({method}), which cannot be imported",
             hint="import the unquantised model",
             file=CONFIG,
         )

@@ -47,7 +47,7 @@ def taken_for_bfloat16(
     narrow = _names_bfloat16(config)
     if "BF16" in first or (asked == _SIGNED and not narrow):
         return None
-    evidence = "config.json says bfloat16" if narrow else "no tensor is BF16"
+    evidence = "config.json has dtype bfloat16" if narrow else "no tensor is BF16"
     raise _doubtful(first[asked], f"and {evidence}: its values may be bfloat16, which numpy writes as integers")
 
 

@@ -59,7 +59,7 @@ def read(value: Mapping[str, Any], weights: Sequence[ForeignTensor], file: str, 
         names = _in_order(len(groups), labels, state, weights)
         note = f"the parameters of {key} have no names: they were matched to the model's by order, count and shape"
     if not names or len(names) != len(labels):
-        raise refused(file, key, "does not say which parameter each state belongs to")
+        raise refused(file, key, "does not record to which parameter each state belongs")
     known = {tensor.spec.name: tensor for tensor in weights}
     if len(set(map(str, names))) != len(names) or not all(isinstance(name, str) and name in known for name in names):
         raise refused(file, key, "has duplicate parameters, or some that the model lacks")

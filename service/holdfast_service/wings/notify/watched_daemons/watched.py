@@ -132,7 +132,7 @@ class DaemonWatch:
                 Attention(
                     level="error",
                     code="daemon-unreachable",
-                    text=f"the daemon {_name(url)} does not answer since {state.since}: {state.problem}",
+                    text=f"the daemon {_name(url)} has not answered since {state.since}: {state.problem}",
                     hint="Training continues; its saves wait in shared memory. Start the daemon, which then writes them.",
                 ),
             )

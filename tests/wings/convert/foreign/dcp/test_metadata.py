@@ -118,7 +118,7 @@ BROKEN: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "negative": (_of_place(offset=-1), "has no valid location for 'model.x'"),
     "number": (_of_place(offset=1.5), "has no valid location for 'model.x'"),
     "zstd": (_of_place(transform_descriptors=["zstd"]), "'model.x' was transformed when it was written: zstd"),
-    "no place": (_without, r"does not say where 'model.x' at \[0, 0\] is"),
+    "no place": (_without, r"does not give a location for 'model.x' at \[0, 0\]"),
     "no tensor": (_nothing_of_it, "gives a location for 'model.x', but does not describe it"),
     "not a dict": (lambda held: setattr(held, "storage_data", None), "has no storage_data"),
     "no entries": (lambda held: setattr(held, "state_dict_metadata", [1]), "has no state_dict_metadata"),

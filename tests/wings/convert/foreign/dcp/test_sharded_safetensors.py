@@ -75,5 +75,5 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"'x' is I32 in shard-00003-.*, but F32 in an earlier shard"):
         _listing(tmp_path, 3)
     save_file({"x": torch.ones(1, 3)}, third)
-    with pytest.raises(StateMismatch, match="does not say where the shard of 'x' belongs"):
+    with pytest.raises(StateMismatch, match="does not give the position of the shard of 'x'"):
         _listing(tmp_path, 3)

@@ -218,7 +218,7 @@ def _dtype(properties: PickledRecord, fqn: str, path: str) -> str:
 def _place(places: Places, key: EntryKey, path: str) -> StoredAt:
     if key not in places:
         where = "" if key.offset is None else f" at {list(key.offset)}"
-        raise StateMismatch(f"{path} does not say where {key.fqn!r}{where} is", file=path, tensor=key.fqn)
+        raise StateMismatch(f"{path} does not give a location for {key.fqn!r}{where}", file=path, tensor=key.fqn)
     return places[key]
 
 

@@ -35,7 +35,7 @@ def read(files: Files, shards: int | None) -> ForeignListing:
         for name, stored in part.arrays.items():
             offset = (part.offsets or {}).get(name)
             if offset is None or len(offset) != len(stored.shape):
-                raise StateMismatch(f"{file} does not say where the shard of {name!r} belongs", file=file, tensor=name)
+                raise StateMismatch(f"{file} does not give the position of the shard of {name!r}", file=file, tensor=name)
             if dtypes.setdefault(name, stored.dtype) != stored.dtype:
                 raise StateMismatch(
                     f"{name!r} is {stored.dtype} in {file}, but {dtypes[name]} in an earlier shard", file=file, tensor=name

@@ -125,7 +125,7 @@ def read_legacy(files: Files, path: str, size: int, allowed: Collection[str]) ->
     if magic != LEGACY_MAGIC or protocol != _LEGACY_PROTOCOL or not isinstance(machine, dict):
         raise stream.refused("does not have the header that torch.save writes before a value")
     if machine.get("little_endian") is not True:
-        raise stream.refused("says that values are big-endian; only little-endian values can be read")
+        raise stream.refused("has big-endian values; only little-endian values can be read")
     storages = _LegacyStorages(path)
     first = PickleStream(files, path, at, size)
     PickleMachine(first, allowed, storages.note).run()
