@@ -130,7 +130,7 @@ class Checkpoint:
             name: The tensor's name.
             box: A part: for each dimension its [start, stop) in elements; None for the whole tensor.
             group: The tensor's group.
-            framework: `"numpy"` or `"torch"`: of what type the result is.
+            framework: `"numpy"` or `"torch"`: the type of the result.
 
         Returns:
             An array with the shape of the box, in the stored dtype.
@@ -158,7 +158,7 @@ class Checkpoint:
             layout: The layout, as text such as `"tp=4,pp=2"`.
             group: The group.
             rules: A TOML file, or its content, that extends the built-in tables.
-            program: A mapping program whose tensors are meant: a file, its text, or a shipped one's name.
+            program: A mapping program; the result has its tensors. A file, its text, or the name of a built-in program.
 
         Returns:
             The holdings; `of(rank)` returns those of a rank, in parts of stored tensors.
@@ -217,15 +217,15 @@ class Checkpoint:
     ) -> dict[str, Any]:
         """Read the local tensors of a rank in a layout; `held` describes them.
 
-        Only needed extents are read, and all of them are verified. Tied tensors share one array; with a program, which has
-        other names, only the stored one is returned.
+        Only needed extents are read, and all of them are verified. Tied tensors share one array; with a program, whose
+        names differ, only the stored tensor is returned.
 
         Args:
             layout: The layout, as text such as `"tp=4,pp=2"`.
             rank: The rank, from 0.
             group: The group.
             rules: A TOML file, or its content, that extends the built-in tables.
-            framework: `"numpy"` or `"torch"`: of what type the arrays are.
+            framework: `"numpy"` or `"torch"`: the type of the arrays.
             program: A mapping program, as in `holding`.
 
         Returns:
@@ -274,7 +274,7 @@ class Checkpoint:
         Args:
             tensors: Local tensors, such as those of `held`.
             group: Their group.
-            framework: `"numpy"` or `"torch"`: of what type the arrays are.
+            framework: `"numpy"` or `"torch"`: the type of the arrays.
 
         Returns:
             The arrays by name, each with its local shape.

@@ -76,11 +76,11 @@ class Checkpointer:
 
     Args:
         run: The run's name, the same on all ranks.
-        state: What is saved, by name: modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of
-            tensors, and JSON values. It is read again at every save.
-        at: The daemon: the directory that it serves (one is started there if none does), the path of its socket, which ends
-            in .sock or exists, or its http:// or https:// address. Without it the user's daemon is used, else one is
-            started on ./holdfast-data.
+        state: The state to save, by name: modules, optimizers, schedulers, EMA copies, stateful objects, tensors,
+            mappings of tensors, and JSON values. It is read again at every save.
+        at: The daemon: the directory that it serves (one is started there if none does), the path of its socket, which
+            ends in .sock or exists, or its http:// or https:// address. Without it, the user's daemon is used; if none
+            runs, one is started on ./holdfast-data.
         assets: Files that every checkpoint gets, by name, such as a config or a tokenizer: bytes, text, JSON values or
             paths.
         keep_last: How many of the newest checkpoints are kept; None leaves it to the run's retention policy.
@@ -165,9 +165,9 @@ class Checkpointer:
         """Make a Checkpointer for a process that saves and restores by itself.
 
         Use it in frameworks in which only rank 0 saves: on that rank, and on no other. It is rank 0 of a world of one,
-        whatever RANK, WORLD_SIZE, HOLDFAST_LAUNCH and torch.distributed say, so it waits for no other rank. A second rank
-        with the same run is refused as `RunBusy`. The state must be whole on this rank: `save()` raises `StateMismatch`,
-        with the tensor's name, for a DTensor or Fragment that is only a part.
+        regardless of RANK, WORLD_SIZE, HOLDFAST_LAUNCH and torch.distributed, so it waits for no other rank. A second
+        rank with the same run is refused as `RunBusy`. The state must be whole on this rank: `save()` raises
+        `StateMismatch`, with the tensor's name, for a DTensor or Fragment that is only a part.
 
         Args:
             run: The run's name.
@@ -209,16 +209,16 @@ class Checkpointer:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know, in sentences.
+        """Notices about saves and restores, one sentence each.
 
-        What saves left out and restores did not use or replaced, damaged steps, and memory for saves (fewer slots, staging
-        through a disk, a state that grew).
+        They report values that saves left out, values that restores did not use or replaced, damaged steps, and memory
+        for saves (fewer slots, staging through a disk, a state that grew).
         """
         return tuple(self._session.notices)
 
     @property
     def policy(self) -> Policy:
-        """Which save is dropped where storage is slower than the saves."""
+        """Which save is dropped if storage is slower than the saves."""
         return self._policy
 
     @property
@@ -228,7 +228,8 @@ class Checkpointer:
 
     @property
     def ema(self) -> Averaging:
-        """The average that the daemon keeps: how far it is, and `update()` where steps are not counted by themselves.
+        """The average that the daemon keeps: its progress, and `update()` for loops whose steps are not counted
+        automatically.
 
         Raises `InvalidRequest` without `ema=`.
         """
@@ -269,11 +270,12 @@ class Checkpointer:
     ) -> SaveTicket:
         """Save the current state and return at once; copying, writing and committing run in the background.
 
-        Every rank calls it with the same step and groups. What forward and backward may change is copied before this
-        returns. The rest is copied while they run: the next step of an optimizer in the state waits for the copy. Call
-        `fence()` before changing parameters, optimizer state, masters or EMA in any other way; a tensor that is seen to
-        change between this call and its copy fails the save as `TornSnapshot`. Seen are all changes that torch counts,
-        other changes of 64 KiB in a row, and most scattered ones: a word of every 512 bytes to 32 KiB is compared.
+        Every rank calls it with the same step and groups. Tensors that forward and backward may change are copied
+        before this returns. The rest is copied while they run: the next step of an optimizer in the state waits for the
+        copy. Call `fence()` before changing parameters, optimizer state, masters or EMA in any other way; a tensor that
+        changes between this call and its copy fails the save as `TornSnapshot`. Holdfast detects all changes that torch
+        counts, other changes of 64 KiB in a row, and most scattered changes: it compares a word of every 512 bytes to
+        32 KiB.
 
         If storage is slower than the saves and no slot is free, the policy decides which save is dropped, on all ranks:
         `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits and
@@ -289,12 +291,12 @@ class Checkpointer:
             wait: `"staged"` copies everything before it returns; over HTTP into memory of this process, which is lost with
                 it. `"durable"` returns when the step is committed and raises if it is not; it waits for a slot under every
                 policy.
-            check: `"full"` compares every byte for changes during the copy, for which this call reads all.
-            existing: What to do about a step that is a checkpoint already: `"refuse"`, or `"same"` accepts one of this line
+            check: `"full"` compares every byte for changes during the copy; this call then reads the whole state.
+            existing: What to do if the step is already a checkpoint: `"refuse"`, or `"same"` accepts one of this line
                 of training as saved, `"replace"` replaces any. A launch that has restored none of the run's checkpoints
                 needs one of these. Unhealthy and abandoned ones are always replaced, atomically.
-            assets: Files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside
-                the constructor's, which they replace under the same name.
+            assets: Files of this step only, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, in
+                addition to the constructor's; a file of the same name replaces the constructor's.
             exclude: Patterns over `group/name` to leave out; trained state is refused.
             every: `{"optim": 5}` saves this group with every 5th of the saves that pass it, including the first.
 
@@ -327,11 +329,12 @@ class Checkpointer:
         )
 
     def on_preemption(self, signals: Collection[int] = (signal.SIGTERM,), grace_s: float = GRACE_S) -> None:
-        """From now on, let these signals end the training at one step of all ranks: `should_stop()` says when.
+        """From now on, these signals end the training at the same step on all ranks, where `should_stop()` returns
+        True.
 
-        Every rank calls it, in the main thread, before its first step. A signal that reaches any rank is enough, however
-        often it comes. A handler that was set before is called too; `close()` puts it back. While the signal is being
-        answered, torch's DataLoader does not raise for workers that it has killed.
+        Every rank calls it, in the main thread, before its first step. A signal that reaches any rank is enough,
+        however often it comes. A handler that was set before is called too; `close()` restores it. While the signal is
+        being handled, torch's DataLoader does not raise for workers that the signal has killed.
 
         Args:
             signals: The signals' numbers.
@@ -359,9 +362,9 @@ class Checkpointer:
     def should_stop(self, step: SupportsIndex, *, metrics: Mapping[str, float] | None = None, save: bool = True) -> bool:
         """Whether training stops after this step, because a signal of `on_preemption()` has reached a rank.
 
-        Call it at the end of every step, on every rank, with steps that go up; it costs microseconds. All ranks get True at
-        the same step: the first at which all of them can. The step is saved then, on all ranks, and this returns when it is
-        committed, or when the time is over and it is staged, with a `SaveWarning`.
+        Call it at the end of every step, on every rank, with increasing steps; it costs microseconds. All ranks get
+        True at the same step: the first at which all of them can stop. The step is saved then, on all ranks, and this
+        returns when it is committed, or when the time is over and it is staged, with a `SaveWarning`.
 
         Args:
             step: The step that has just ended.
@@ -416,14 +419,15 @@ class Checkpointer:
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step.
 
-        Only the job that trains calls it, on every rank: it declares a launch, which is refused as `RunBusy` while another
-        job of the run lives. A notebook or an evaluation beside a training reads with `holdfast.open()`.
+        Only the job that trains calls it, on every rank: it declares a launch, which is refused as `RunBusy` while
+        another job of the run is alive. To read checkpoints in a notebook or an evaluation during a training, use
+        `holdfast.open()`.
 
-        Without `step`, the newest sound one with the wanted groups is loaded. Every rank of a launch gets the same step,
-        and continues when all of them have read it. If one is damaged, all take the previous one, and the log, `notices`
-        and `last_restore` report it. Every byte is checked against its digest; bytes that fail never stay in your tensors.
-        Different shapes and dtypes are refused before anything is overwritten, and so are files that are missing or too
-        short.
+        Without `step`, the newest sound checkpoint with the wanted groups is loaded. Every rank of a launch gets the
+        same step, and continues when all of them have read it. If one is damaged, all take the previous one, and the
+        log, `notices` and `last_restore` report it. Every byte is checked against its digest; bytes that fail never
+        stay in your tensors. Different shapes and dtypes are refused before anything is overwritten, and so are files
+        that are missing or too short.
 
         Args:
             step: Restore this step or raise.
@@ -432,11 +436,11 @@ class Checkpointer:
             strict: Raise `StateMismatch` for missing and unexpected names, and if no checkpoint has all groups. False
                 reports names in `last_restore`, as it always does for the group `extra` of an imported checkpoint, and
                 loads the newest checkpoint of those with the most groups.
-            healthy: Take the newest of those that were verified and have no new NaN or infinities.
+            healthy: Restore the newest checkpoint that was verified and has no new NaN or infinities.
             prove_first: Verify everything before anything is overwritten, which reads it twice: use it to continue with the
                 old state after an error.
-            masters: `"from-model"` sets full-precision masters from weights that were saved without them. They are refused
-                otherwise, because the next step would undo the restore.
+            masters: `"from-model"` sets full-precision masters from weights that were saved without them. Without it,
+                such a restore is refused, because the next step would undo it.
             cast: Round floats of another dtype, as torch's `.to` does, with notes.
             exclude: Patterns over `group/name` to leave out, as in `save()`.
             keep: Patterns over `key/name` of hyper-parameters whose live values stay, such as `optim/lr`.
@@ -474,7 +478,7 @@ class Checkpointer:
             step: The step that was loaded.
 
         Raises:
-            InvalidRequest: If it is no number of a step.
+            InvalidRequest: If `step` is not a valid step number.
 
         Example:
             >>> checkpointer.goes_on_from(500)
@@ -502,9 +506,9 @@ class Checkpointer:
     def link(self, of: SaveTicket | SupportsIndex, path: str | PathLike[str]) -> None:
         """Make a symbolic link to the directory of a checkpoint. One rank calls it.
 
-        Until the ticket's save is committed, the link leads nowhere; if it fails, the link is removed. While a link stands,
-        nothing removes its checkpoint; to remove the link is enough to undo that. A link to another checkpoint of the run
-        is replaced.
+        Until the ticket's save is committed, the link leads nowhere; if it fails, the link is removed. While the link
+        exists, its checkpoint is not removed; removing the link ends this protection. A link to another checkpoint of
+        the run is replaced.
 
         Args:
             of: The ticket of a save, or a step.
@@ -529,7 +533,7 @@ class Checkpointer:
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link.
 
-        A save of this step that this Checkpointer has begun is waited for.
+        Waits for a save of this step that this Checkpointer has begun.
 
         Args:
             path: A directory, or a link made by `link()`.
@@ -538,7 +542,7 @@ class Checkpointer:
             The step; None if the path is no checkpoint of this run and root.
 
         Raises:
-            NoSuchCheckpoint: For a link to a checkpoint that is not there (yet).
+            NoSuchCheckpoint: For a link to a checkpoint that does not exist (yet).
 
         Example:
             >>> checkpointer.step_at("output/checkpoint-500")
@@ -557,11 +561,11 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The committed steps of this run, the newest last.
 
-        Any rank may call it, and so may a process beside a running training: it starts no daemon, and declares no launch.
+        Any rank may call it, and so may another process during a training: it starts no daemon, and declares no launch.
 
-        Saves of this process that are not committed yet are not among them. Steps that are damaged, or that training
-        abandoned by restoring an older one, are: files are listed and not read, so a step that is listed may still fail to
-        restore. `restore()` without a step passes over damaged ones.
+        The list excludes saves of this process that are not committed yet. It includes steps that are damaged, or that
+        training abandoned by restoring an older one: files are listed and not read, so a step that is listed may still
+        fail to restore. `restore()` without a step skips damaged ones.
 
         Returns:
             Step numbers in ascending order; an empty list if the run has no checkpoint yet.
@@ -598,7 +602,7 @@ class Checkpointer:
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
         """Read a file that was saved with a step as an asset, checked against its digest.
 
-        Any rank may call it, and so may a process beside a running training: it starts no daemon, and declares no launch.
+        Any rank may call it, and so may another process during a training: it starts no daemon, and declares no launch.
 
         Args:
             step: The step of the checkpoint.

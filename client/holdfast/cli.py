@@ -207,7 +207,7 @@ _GROUPS = {
         ),
         "wait": _entry(
             "wait",
-            "Wait for a step, or until all saves are done. Both count once they are written and verified.",
+            "Wait for a step, or until all saves are done. A save is done once it is written and verified.",
             "holdfast wait llama3-8b@500 --timeout 3600 && python evaluate.py",
             "holdfast wait --idle && systemctl poweroff",
         ),

@@ -126,7 +126,7 @@ class SaveTicket:
         """Wait until the step is committed.
 
         Args:
-            timeout: At most so many seconds; None waits as long as it takes.
+            timeout: The limit in seconds; None waits without a limit.
 
         Returns:
             Run, step and attempt of the checkpoint.
@@ -152,7 +152,7 @@ class SaveTicket:
         """Wait until this rank's part is staged, or the save has failed.
 
         Args:
-            timeout: At most so many seconds; None waits as long as it takes.
+            timeout: The limit in seconds; None waits without a limit.
 
         Returns:
             Whether it is staged.

@@ -66,7 +66,7 @@ def check(
 
 @app.command("rebuild")
 def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Rebuild the catalog from the directories. Data that only the catalog has is kept where it can be read.
+    """Rebuild the catalog from the directories. Data that only the catalog has is kept if it can be read.
 
     Exit status 1 if contradictions remain: check damaged checkpoints with `holdfast verify`.
     """

@@ -151,7 +151,8 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge checkpoints of one architecture into a new one. The recipe is as mergekit's; it is read back before the commit.
+    """Merge checkpoints of one architecture into a new one. The recipe has mergekit's format; the result is read back
+    before the commit.
 
     Models are checkpoints (RUN@STEP) or directories, with an adapter as MODEL+ADAPTER. Names, shapes and types that do
     not match, and whatever is not understood in the recipe, are refused by name. A daemon of yours on this machine

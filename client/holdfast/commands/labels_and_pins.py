@@ -79,7 +79,9 @@ def rm(  # noqa: PLR0913 - one an option
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a checkpoint, or move a whole run to the trash. This needs the service: it knows readers, pins and labels."""
+    """Remove a checkpoint, or move a whole run to the trash. This needs the service, which tracks readers, pins and
+    labels.
+    """
     if "@" not in checkpoint:
         if force is not None:
             with console.reporting(as_json):

@@ -80,7 +80,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(program: Which, as_json: AsJson = False) -> None:
-    """Print a program's file, to read it or to begin one of your own."""
+    """Print a program's file, to read it or to start your own program from it."""
     with console.reporting(as_json):
         text = _text(program)
         read_program(text)
@@ -102,7 +102,7 @@ def check(  # noqa: PLR0913 — one an option
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a program: alone, or with a checkpoint, and print what would become of what. Nothing is made."""
+    """Check a program: alone, or with a checkpoint, and print how tensors would be mapped. Nothing is written."""
     with console.reporting(as_json):
         made = read_program(_text(program))
         back = _way_back(made)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show a checkpoint: origin, files and tensors. RUN alone shows what is remembered of the run, and its newest one."""
+    """Show a checkpoint: origin, files and tensors. RUN alone shows the stored facts of the run, and its newest
+    checkpoint.
+    """
     from holdfast.terminal import run_description as about
 
     with console.reporting(as_json):

@@ -32,7 +32,7 @@ def wait(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wait for a step, or until all saves are done. Both count once they are written and verified.
+    """Wait for a step, or until all saves are done. A save is done once it is written and verified.
 
     With --idle, if no daemon runs, there is nothing to wait for. With RUN@STEP, a daemon that does not answer is asked
     again until the time is over. Exit status 6 if the time is over first, 5 if the checkpoint turns out damaged.

@@ -43,8 +43,8 @@ _NUMBER = re.compile(r"(\d+)(?=\D*$)")
 def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> AcceleratorCheckpoints:
     """Make `accelerator` save to and load from the run. Call it after `prepare()`, on every process.
 
-    `options` are those of `Checkpointer`; `policy` is "wait", so that no save is dropped, and `keep_last` is the project's
-    `total_limit`, unless they say otherwise. From then on
+    `options` are those of `Checkpointer`; `policy` is "wait", so that no save is dropped, and `keep_last` is the
+    project's `total_limit`, unless the options set them. From then on
 
     -   `save_state(output_dir)` saves and returns at once. The step is the number of optimizer steps, or `step=`;
         `metrics=` and `wait=` are those of `Checkpointer.save`. `output_dir` becomes a link to the checkpoint, where the
@@ -52,12 +52,12 @@ def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> Accelerato
     -   `load_state()` restores the newest checkpoint, `load_state(500)` that step, `load_state(directory)` the checkpoint
         that a directory is or leads to; directories that accelerate wrote itself are loaded by accelerate. It returns the
         step.
-    -   `skip_first_batches(loader, n)` goes on with the epoch and random numbers of the save.
-    -   `end_training()` sees every save through. `free_memory()` does too, and detaches: attach again after another
+    -   `skip_first_batches(loader, n)` continues with the epoch and random numbers of the save.
+    -   `end_training()` completes every save. `free_memory()` does too, and detaches: attach again after another
         `prepare()`.
 
-    Raises `InvalidRequest` where nothing is prepared, for the distributed types that it does not know, and where hooks or
-    loaders are registered that it cannot store.
+    Raises `InvalidRequest` if nothing is prepared, for unsupported distributed types, and for registered hooks or
+    loaders that Holdfast cannot store.
     """
     if isinstance(getattr(accelerator, "holdfast", None), AcceleratorCheckpoints):
         raise InvalidRequest("this Accelerator is attached already", hint="attach each Accelerator once")

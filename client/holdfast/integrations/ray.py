@@ -1,4 +1,4 @@
-"""Ray Train: Ray learns of a checkpoint as soon as it is committed, and never of an uncommitted one.
+"""Ray Train: a checkpoint is reported to Ray as soon as it is committed, and never before.
 
     from holdfast.integrations import ray as holdfast_ray
 
@@ -10,7 +10,7 @@
                 if step % 500 == 0:
                     holdfast_ray.report(checkpointer, step, {"loss": loss})       # in place of ray.train.report()
 
-Ray gets a small directory of its own, with links to the checkpoint: if Ray removes it, only the links go.
+Ray gets a small directory of its own, with links to the checkpoint: if Ray removes it, only the links are removed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class SaveOptions(TypedDict, total=False):
 def report(
     checkpointer: Checkpointer, step: SupportsIndex, metrics: Mapping[str, Any], **options: Unpack[SaveOptions]
 ) -> SaveTicket:
-    """Save, and report the metrics to Ray together with the checkpoint once it is committed. Training goes on meanwhile.
+    """Save, and report the metrics to Ray together with the checkpoint once it is committed. Training continues in the
+    meantime.
 
-    Every worker calls it, in place of `ray.train.report()`, with the same step. `options` are those of `Checkpointer.save`;
-    metrics that are numbers are remembered with the checkpoint, too. If the save fails later, nothing is reported,
-    and Ray ends this attempt of the training with the error, as it does when an upload of its own fails.
+    Every worker calls it, in place of `ray.train.report()`, with the same step. `options` are those of
+    `Checkpointer.save`; metrics that are numbers are stored with the checkpoint, too. If the save fails later, nothing
+    is reported, and Ray ends this attempt of the training with the error, as it does when an upload of its own fails.
 
     Raises what `Checkpointer.save` raises, and `InvalidRequest`, before anything is saved: outside of a Ray Train worker,
     for a Checkpointer that may drop saves or of another world, and for a root in Ray's temporary directory.

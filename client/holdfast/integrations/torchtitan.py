@@ -67,7 +67,8 @@ class NoSuchStep(NoSuchCheckpoint, FileNotFoundError):
 
 
 class HoldfastCheckpointManager(BaseCheckpointManager):
-    """torchtitan's checkpoints, in a run of Holdfast: no collective, nothing gathered, and the training goes on at once.
+    """torchtitan's checkpoints, in a run of Holdfast: no collective, nothing gathered, and training continues
+    immediately.
 
     `<dump folder>/<folder>/step-N` is a link to the checkpoint, where the daemon is on this machine. Besides what
     torchtitan stores itself, checkpoints have the random streams of every rank.

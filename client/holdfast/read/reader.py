@@ -246,8 +246,8 @@ class CheckpointReader:
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
 
-        Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are ignored. `InUse`
-        if another checkpoint replaces this one meanwhile.
+        Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are ignored.
+        `InUse` if another checkpoint replaces this one in the meantime.
         """
         damages: list[Damage] = []
         present: list[Piece] = []

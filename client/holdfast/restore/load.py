@@ -76,7 +76,7 @@ class RestoreReport(NamedTuple):
         step: The restored step.
         missing: Wanted by the live state, not in the checkpoint, left as they were.
         unexpected: In the checkpoint, not wanted.
-        notes: What was mapped by a rule rather than restored as it was.
+        notes: Values that were mapped by a rule rather than restored unchanged.
         bytes: Bytes written into this rank's state.
         seconds: How long it took, in seconds.
         source: Where most bytes came from: `"directory"`; `"slot"`, the memory that they were saved from; `"peers"`, other

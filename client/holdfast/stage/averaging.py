@@ -50,11 +50,12 @@ NAMED_MAX = 5
 class Ema:
     """A moving average of a group, which the daemon computes and saves as the group `ema`.
 
-    Every `every`-th optimizer step the group is staged, and the daemon folds it in: c ← c + w·(x − c), with w = (1 − decay)
-    / (1 − decayⁿ), or with `correction="none"` w = 1 − decay and c₁ = x₁, as `torch.optim.swa_utils` does.
+    After every `every`-th optimizer step the group is staged, and the daemon adds it to the average: c ← c + w·(x − c),
+    with w = (1 − decay) / (1 − decayⁿ), or with `correction="none"` w = 1 − decay and c₁ = x₁, as
+    `torch.optim.swa_utils` does.
 
     Attributes:
-        decay: How much of the average an update leaves, between 0 and 1.
+        decay: The share of the average that an update keeps, between 0 and 1.
         of: The group that is averaged.
         every: Optimizer steps from one update to the next.
         correction: `"bias"`, or `"none"`.

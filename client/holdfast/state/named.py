@@ -25,8 +25,8 @@ Shards = Callable[[str, Any], Any]
 class Named:
     """An entry of the state: one module, or several, as one group whose name is the entry's key.
 
-    Names are those that the modules would have without it. Parameters stay the same objects: an optimizer in the state that
-    steps them is stored under the stored names, and one that steps an excluded parameter is refused.
+    Tensor names are those that the modules would have without `Named`. Parameters stay the same objects: an optimizer
+    in the state that steps them is stored under the stored names, and one that steps an excluded parameter is refused.
 
     Args:
         objects: The module or modules.

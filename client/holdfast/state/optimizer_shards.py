@@ -69,7 +69,7 @@ class OptimizerShards:
             part of a new flat buffer.
 
     Raises:
-        InvalidRequest: For arguments that are no functions, and for hooks that are no torch optimizers.
+        InvalidRequest: For arguments that are not functions, and for hooks that are not torch optimizers.
 
     Example:
         >>> shards = OptimizerShards(groups=engine.groups, state=engine.state, install=engine.install)

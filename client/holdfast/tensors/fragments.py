@@ -112,7 +112,7 @@ class Fragment:
         offset: The corner of the box in the global tensor, in elements of each dimension.
         box: The shape of the box of which `flat` is a part, in elements.
         flat: The first element, and the one after the last.
-        held: The parameter as the optimizer knows it, if that is another object.
+        held: The tensor that the optimizer has for this parameter, if it is another object.
 
     Raises:
         InvalidRequest: If the place does not fit the tensor or the global shape.

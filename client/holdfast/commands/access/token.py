@@ -122,7 +122,7 @@ def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJ
 
 @app.command()
 def revoke(name: Name, root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Revoke a token, at once and permanently."""
+    """Revoke a token, immediately and permanently."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         store.revoke(name)
     console.answer({"name": name, "revoked": True}, f"revoked {name}", as_json)

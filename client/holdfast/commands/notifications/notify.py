@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the target.")
 
 @app.command()
 def ls(url: Url = None, as_json: AsJson = False) -> None:
-    """List targets, and how messages to them have fared. Secrets are not shown."""
+    """List targets, and the last result of each. Secrets are not shown."""
     with console.service(url, as_json) as api:
         notification_targets = notifications.targets(api)
     console.listed(lists.TARGETS, notification_targets, "The file of --notify has no target.", as_json)

@@ -52,7 +52,8 @@ class HoldfastStorageReader(StorageReader):
     """A storage reader for `dcp.load`, also of checkpoints that a Checkpointer saved.
 
     `at` is the directory that the daemon serves, or its address. Without `step`, rank 0 takes the newest committed
-    checkpoint for all ranks; every rank makes its readers in the same order then. Each byte is checked against its digest.
+    checkpoint for all ranks; every rank must then construct its readers in the same order. Each byte is checked against
+    its digest.
     """
 
     def __init__(self, run: str, *, at: str | os.PathLike[str] | None = None, step: SupportsIndex | None = None) -> None:
@@ -77,7 +78,7 @@ class HoldfastStorageReader(StorageReader):
 
     @property
     def step(self) -> int:
-        """The step that a load takes, the same on all ranks; 0 if the run has no checkpoint yet."""
+        """The step that a load restores, the same on all ranks; 0 if the run has no checkpoint yet."""
         return self._chosen() or 0
 
     @property

@@ -28,9 +28,10 @@ _DONE = "holdfast"  # the name of what each rank reports as written
 class HoldfastStorageWriter(StorageWriter):
     """A storage writer for `dcp.save` and `dcp.async_save`.
 
-    Every rank makes one. `at` says where the daemon is, as for a Checkpointer. The step is given here, or as DCP's
-    `checkpoint_id`, if one writer is used for several steps. `assets` are stored beside the weights. `existing` says what to
-    do if the step exists; without it, a step that this launch has saved or loaded is replaced, and another one refused.
+    Every rank makes one. `at` is the daemon's location, as for a Checkpointer. The step is given here, or as DCP's
+    `checkpoint_id`, if one writer is used for several steps. `assets` are stored with the weights. `existing` decides
+    what happens if the step exists; without it, a step that this launch has saved or loaded is replaced, and another
+    one refused.
 
     A save returns when the step is committed. If that fails on any rank, every rank raises DCP's CheckpointException.
     """

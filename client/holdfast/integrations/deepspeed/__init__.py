@@ -1,4 +1,4 @@
-"""Holdfast in the place of DeepSpeed's own checkpoints, for engines with ZeRO 0 to 3.
+"""Holdfast instead of DeepSpeed's own checkpoints, for engines with ZeRO 0 to 3.
 
     from holdfast.integrations import deepspeed as holdfast_deepspeed
 
@@ -6,7 +6,7 @@
     engine.save_checkpoint(directory, tag, client_state)  # returns when the state is staged
     path, client_state = engine.load_checkpoint(directory)
 
-Where a framework makes the engine, call `install("run", at=…)` before it does.
+If a framework creates the engine, call `install("run", at=…)` before it does.
 """
 
 from __future__ import annotations

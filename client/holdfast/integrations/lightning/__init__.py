@@ -1,4 +1,4 @@
-"""Saves and resumes a Lightning Trainer with Holdfast: a callback in the place of ModelCheckpoint, and a CheckpointIO."""
+"""Saves and resumes a Lightning Trainer with Holdfast: a callback that replaces ModelCheckpoint, and a CheckpointIO."""
 
 from holdfast.integrations.lightning.callback import HoldfastCheckpoint
 from holdfast.integrations.lightning.checkpoint_io import HoldfastCheckpointIO

@@ -32,10 +32,10 @@ _ModelCheckpoint: Any = framework.part("callbacks").ModelCheckpoint
 
 
 class HoldfastCheckpoint(_ModelCheckpoint):
-    """A ModelCheckpoint whose checkpoints are Holdfast's, for all strategies alike; one for each Trainer.
+    """A ModelCheckpoint that saves to Holdfast, with every strategy. Use one per Trainer.
 
-    Whatever else saves with this Trainer goes into the run too: other ModelCheckpoints, `trainer.save_checkpoint()`. A
-    name `….ckpt` is a link to the step's directory, where the daemon is on this machine.
+    All other saves of this Trainer go into the run too: other ModelCheckpoints, `trainer.save_checkpoint()`. A name
+    `….ckpt` is a link to the step's directory, where the daemon is on this machine.
     """
 
     def __init__(  # noqa: PLR0913 - all options of ModelCheckpoint and Checkpointer, named, for LightningCLI and editors

@@ -102,7 +102,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The dictionary that was saved, with tensors on the CPU or where `map_location`, a device, says.
+        """The dictionary that was saved, with tensors on the CPU or on the device `map_location`.
 
         Files that Lightning itself has written are loaded by Lightning.
         """
