@@ -96,7 +96,7 @@ def check_root_place(path: Path) -> None:
         if within:
             raise InvalidRequest(
                 f"{path} cannot be a root: {'it' if above == path else above} is {within}",
-                hint="name the root, the directory that holds the runs",
+                hint="pass the root, which is the directory that holds the runs",
             )
 
 

@@ -63,7 +63,7 @@ class Compacted(msgspec.Struct, frozen=True):
 def check(compacted: Compacted, tensors: Mapping[str, Mapping[str, DtypeAndShape]], size: int) -> None:
     """`StateMismatch` for contradictions with the listed tensors, or the bytes of all files."""
     if compacted.bytes < size or not _SHA256.fullmatch(compacted.manifest_sha256) or not compacted.tensors:
-        raise StateMismatch("it does not say what was compacted")
+        raise StateMismatch("it does not list what was compacted")
     for group, coded in compacted.tensors.items():
         held = tensors.get(group)
         if held is None:

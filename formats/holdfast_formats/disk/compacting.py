@@ -120,7 +120,7 @@ def together(encoded: Sequence[Encoded]) -> list[Encoded]:
         beside = left.get(parameter_of(one.candidate.name)) if one.candidate.group == OPTIM else None
         if one.left or beside is None:
             return one
-        return Encoded(one.candidate, left=f"{beside.candidate.name.rpartition('/')[2]} beside it stays: {beside.left}")
+        return Encoded(one.candidate, left=f"{beside.candidate.name.rpartition('/')[2]} also stays as it is: {beside.left}")
 
     return [kept(one) for one in encoded]
 
@@ -201,11 +201,11 @@ def plan(full: Manifest, encoded: bytes, rule: str, found: Sequence[Encoded], at
     groups = sorted({group for group, _ in coded})
     if not coded:
         why = "; ".join(dict.fromkeys(one.left for one in found if one.left)) or "it has no tensor that the rule applies to"
-        raise StateMismatch(f"{what} cannot be compacted: {why}", hint="it stays as it is")
+        raise StateMismatch(f"{what} cannot be compacted: {why}", hint="the checkpoint stays as it is")
     gone = {tensor.file for group in groups for tensor in full.tensors[group].values()}
     other = {tensor.file for group, held in full.tensors.items() if group not in groups for tensor in held.values()}
     if both := sorted(gone & other):
-        raise StateMismatch(f"{both[0]} of {what} holds tensors of several groups", hint="it stays as it is")
+        raise StateMismatch(f"{both[0]} of {what} holds tensors of several groups", hint="the checkpoint stays as it is")
     gone |= {naming.index_file_name(group) for group in groups}
     files = pack((spec for group in groups for spec in _specs(full, group, coded)), _file_bytes(full))
     stays = tuple(file for file in full.files if file.name not in gone)
@@ -275,7 +275,7 @@ def finish(planned: CompactPlan, files: Sequence[FileEntry], tensors: Mapping[st
     )
     if compact.bytes >= full.bytes:
         raise StateMismatch(
-            f"{full.run}@{full.step} would have {compact.bytes} bytes for {full.bytes}", hint="it stays as it is"
+            f"{full.run}@{full.step} would have {compact.bytes} bytes for {full.bytes}", hint="the checkpoint stays as it is"
         )
     return compact
 

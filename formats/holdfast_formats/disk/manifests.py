@@ -272,7 +272,7 @@ def _read_commit(commit_bytes: bytes) -> Commit:
         raise NotCommitted(f"cannot read {naming.COMMIT}: {error}", hint=_REPAIR, file=naming.COMMIT) from error
     if commit.format != FORMAT:
         raise NotCommitted(
-            f"{naming.COMMIT} says format {commit.format}, this version reads {FORMAT}",
+            f"{naming.COMMIT} has format {commit.format}, but this version reads format {FORMAT}",
             hint="use the version of holdfast that wrote it",
             file=naming.COMMIT,
         )
@@ -328,7 +328,7 @@ def _check_thinned(thinned: Thinned, manifest: Manifest) -> None:
         if group in manifest.tensors:
             raise _broken(f"group {group!r} is listed although it was removed")
     if not thinned.groups or thinned.bytes < manifest.bytes or not _SHA256.fullmatch(thinned.manifest_sha256):
-        raise _broken("it does not say what was removed")
+        raise _broken("it does not list what was removed")
 
 
 def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:

@@ -97,7 +97,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
     except (msgspec.ValidationError, UnicodeEncodeError, StateMismatch) as error:
         raise _broken(source, f"has an inconsistent header: {error}") from error
     if LENGTH_BYTES + length + end != file_bytes:
-        raise _broken(source, f"has {file_bytes} bytes, but its header says {LENGTH_BYTES + length + end}")
+        raise _broken(source, f"has {file_bytes} bytes, but its header describes {LENGTH_BYTES + length + end}")
     return Header(tuple(tensors), known, LENGTH_BYTES + length)
 
 

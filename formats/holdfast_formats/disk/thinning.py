@@ -57,19 +57,19 @@ def thin(full: Manifest, encoded: bytes, state: bytes, at: str) -> ThinCheckpoin
     gone = GONE & full.tensors.keys()
     kept = {group: tensors for group, tensors in full.tensors.items() if group not in gone}
     if full.thinned is not None or not gone:
-        raise StateMismatch(f"{what} has nothing to remove", hint="it stays as it is")
+        raise StateMismatch(f"{what} has nothing to remove", hint="the checkpoint stays as it is")
     if not any(kept.values()):
-        raise StateMismatch(f"{what} has no weights to keep", hint="it stays as it is")
+        raise StateMismatch(f"{what} has no weights to keep", hint="the checkpoint stays as it is")
     files = _files_of(full, gone)
     both = sorted({tensor.file for tensors in kept.values() for tensor in tensors.values()} & files)
     if both:
-        hint = "it stays as it is; pin it to stop further attempts"
+        hint = "the checkpoint stays as it is; pin it to stop further attempts"
         raise StateMismatch(f"{both[0]} of {what} holds both tensors to keep and tensors to remove", hint=hint)
     stays = tuple(file for file in full.files if file.name not in files and file.name != naming.STATE)
     left = state_json.without_groups(state, gone)
     aliases = {group: names for group, names in full.aliases.items() if group not in gone}
     if full.compacted is not None and full.compacted.tensors.keys() - gone:
-        raise StateMismatch(f"{what} has coded tensors among those to keep", hint="it stays as it is")
+        raise StateMismatch(f"{what} has coded tensors among those to keep", hint="the checkpoint stays as it is")
     proof = msgspec.structs.replace(full, files=stays, tensors=kept, aliases=aliases, compacted=None)
     before, sha256 = full.bytes, hashlib.sha256(encoded).hexdigest()
     if full.compacted is not None:  # what it was when it was whole

@@ -132,7 +132,9 @@ def parse(source: str | Mapping[str, Any]) -> Layout:
     if not isinstance(source, str):
         return _layout(_of_mapping(source))
     if len(source) > TEXT_BYTES_MAX or len(source.encode("utf-8", "replace")) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"a layout of {len(source)} characters is too long", hint=f"at most {TEXT_BYTES_MAX} bytes")
+        raise InvalidRequest(
+            f"a layout of {len(source)} characters is too long", hint=f"shorten it to at most {TEXT_BYTES_MAX} bytes"
+        )
     stripped = source.strip()
     return _layout(_of_json(stripped) if stripped.startswith("{") else _of_text(stripped))
 

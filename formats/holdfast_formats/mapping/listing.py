@@ -46,7 +46,7 @@ class StoredMember(NamedTuple):
         if self.crc in (0, crc):
             return
         raise CorruptExtent(
-            f"{path}: the CRC-32 of its member {self.name!r} is {crc:08x}, but the zip file says {self.crc:08x}",
+            f"{path}: the CRC-32 of its member {self.name!r} is {crc:08x}, but the zip file records {self.crc:08x}",
             hint="copy the file again: it is damaged",
             file=path,
             member=self.name,

@@ -39,7 +39,9 @@ def named_or_written(given: str) -> Program:
 def written(name: str) -> str:
     """The text of a packaged program; `InvalidRequest` if there is none of this name."""
     if name not in packaged():
-        raise InvalidRequest(f"there is no program {name!r}", hint=f"one of {', '.join(packaged())}, or a file")
+        raise InvalidRequest(
+            f"there is no program {name!r}", hint=f"use one of {', '.join(packaged())}, or a program's file"
+        )
     return (files(__package__) / "tables" / f"{name}.toml").read_text("utf-8")
 
 
@@ -58,8 +60,8 @@ def find(source: str, target: str, config: Mapping[str, Any]) -> Program:
             return inverted(program)
     known = sorted({f"{p.source} and {p.target}" for p in programs if kind in p.model_types})
     raise InvalidRequest(
-        f"no program makes {target} of {source} for the model type {kind!r}",
-        hint=f"programs for it: {', '.join(known)}" if known else "write one: docs/programs.md",
+        f"no program converts {source} to {target} for the model type {kind!r}",
+        hint=f"choose one of its programs: {', '.join(known)}" if known else "write one, as docs/programs.md describes",
     )
 
 

@@ -67,7 +67,7 @@ def stored_names(
     if names.untouched and not names.passing:
         some = ", ".join(map(repr, sorted(names.untouched)[:4]))
         raise InvalidRequest(
-            f"no statement says what {some} {'are' if len(names.untouched) > 1 else 'is'} in the checkpoint",
+            f"no statement defines what {some} {'are' if len(names.untouched) > 1 else 'is'} in the checkpoint",
             hint="add a statement that makes it, keep all others unchanged with * -> *, or leave it out of the state",
             tensors=sorted(names.untouched),
         )
@@ -146,7 +146,8 @@ class _Names:
             return shape[axis]
         if variable not in self._counts.known:
             raise InvalidRequest(
-                f"{statement.where}: into how many tensors?", hint="add count=, or give the model's config.json"
+                f"{statement.where}: the number of resulting tensors is unknown",
+                hint="add count=, or give the model's config.json",
             )
         return self._counts.known[variable]
 

@@ -146,7 +146,7 @@ def _outputs(
     step = Step(statement, inputs, (), around.sizes, around.ranks)
     count = step.number("count")
     if count is not None and not opened and len(inputs) != count:
-        raise StateMismatch(f"{statement.where}: {len(inputs)} tensors exist, but count= says {count}")
+        raise StateMismatch(f"{statement.where}: {len(inputs)} tensors exist, but count= is {count}")
     if not opened:
         for operand in statement.right:
             yield operand.pattern.name(values) if operand.pattern is not None else operand.template
@@ -160,7 +160,7 @@ def _outputs(
         shape = shape[::-1] if statement.left[0].turned else shape
         count = shape[axis] if axis < len(shape) else 1
     if count is None:
-        raise InvalidRequest(f"{statement.where}: into how many tensors? add count=, or unstack")
+        raise InvalidRequest(f"{statement.where}: the number of resulting tensors is unknown; add count=, or unstack")
     if not 0 < count <= RANGE_MAX:
         raise StateMismatch(f"{statement.where}: {count} tensors, where 1 to {RANGE_MAX} are allowed")
     (variable,) = opened

@@ -72,7 +72,7 @@ def number(expression: Expression, sizes: Mapping[str, int], where: str) -> int:
         missing = sorted(names_in(expression) - set(sizes))
         raise InvalidRequest(
             f"{where}: the size {', '.join(map(repr, missing))} is unknown",
-            hint="pass the model's config.json: the present one lacks values that the program's [sizes] need",
+            hint="pass the model's config.json: the current one lacks values that the program's [sizes] need",
         )
     return value
 
@@ -159,7 +159,7 @@ def _check_sizes(step: Step, lengths: list[int]) -> None:
     """Check the sizes that the statement states for joined tensors."""
     wanted = step.listed("sizes")
     if wanted is not None and list(wanted) != lengths:
-        raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, but sizes= says {list(wanted)}")
+        raise StateMismatch(f"{step.outputs[0]!r} is made of {lengths}, but sizes= is {list(wanted)}")
     if "sizes" in step.statement.texts and len(set(lengths)) > 1:
         raise StateMismatch(f"{step.outputs[0]!r} is made of unequal parts: {lengths}")
 
@@ -301,7 +301,7 @@ def _padded(step: Step, one: Arrangement) -> Arrangement:
     axis, size, held = _axis(step, 0, len(one.shape)), step.needed("pad_to"), step.number("size")
     name = step.inputs[0]
     if held is not None and one.shape[axis] != held:
-        raise StateMismatch(f"{name!r} has {one.shape[axis]} in dimension {axis}, but size= says {held}", tensor=name)
+        raise StateMismatch(f"{name!r} has {one.shape[axis]} in dimension {axis}, but size= is {held}", tensor=name)
     if size < one.shape[axis]:
         raise StateMismatch(f"{name!r} has {one.shape[axis]} in dimension {axis}, more than pad_to={size}", tensor=name)
     return arrangement.padded(one, axis, size)

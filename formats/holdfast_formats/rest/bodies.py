@@ -33,11 +33,11 @@ class Run(Body):
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
     state: Life | None = Field(default=None, description="of its ranks: running, finished or died; null if unknown")
-    life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or dealt with")
+    life: RunLife = Field(default="idle", description="what the run is doing; `died` until it is resumed or acknowledged")
     life_since: str | None = Field(default=None, description="since when, if known")
     standing: str = Field(default="", description="`life` in words, such as `finished with NaN since step 120`")
     owner: str | None = Field(default=None, description="the contact of the run")
-    tags: list[str] = Field(default=[], description="sorted; a directory alone does not say them")
+    tags: list[str] = Field(default=[], description="sorted; a directory alone does not contain them")
 
 
 NodeState = Literal["live", "returned", "stopped", "lost"]
@@ -379,7 +379,8 @@ class Node(Body):
     host: str | None = Field(default=None, description="name of its machine; only shown to tokens for all runs")
     url: str | None = Field(default=None, description="address of its API; only shown to tokens for all runs")
     exchange: str | None = Field(
-        default=None, description="where other nodes read what its ranks have saved; only shown to tokens for all runs"
+        default=None,
+        description="address at which other nodes read the saves of its ranks; only shown to tokens for all runs",
     )
     runs: dict[str, int] = Field(default_factory=dict, description="how many ranks are connected to it, by run")
     lease_s: float | None = Field(

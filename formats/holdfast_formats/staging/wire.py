@@ -423,6 +423,6 @@ class FrameDecoder:
             return self._messages.validate_json(body)
         except ValidationError as error:
             raise InvalidRequest(
-                f"a message that this version does not understand: {first_mistake(error)}",
+                f"a message that this version does not support: {first_mistake(error)}",
                 hint="the trainer and the daemon may have different versions of holdfast",
             ) from error

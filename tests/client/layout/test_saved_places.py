@@ -221,7 +221,7 @@ REFUSED = [
     ("_ -> a, shape=[2], dtype=float32\n* -> *", {"a": array(2)}, "'a' is in no tensor of the checkpoint .line 1"),
     ("a, b -> c", {"c": array(4)}, "line 1, `a, b -> c`: the length of each part is missing"),
     ("/x(.*)/ -> /y\\1/", {"y1": array(2)}, "an expression has no inverse"),
-    ("a -> b", {"b": array(2), "other": array(2)}, "no statement says what 'other' is in the checkpoint"),
+    ("a -> b", {"b": array(2), "other": array(2)}, "no statement defines what 'other' is in the checkpoint"),
     ("a -> b, c, same", {"b": array(2), "c": array(2)}, "'b' and 'c' from the same elements of 'a'"),
     ("a -> b, src_dtype=bfloat16, dst_dtype=float32", {"b": array(2)}, "'a' is F32, not BF16"),
     ("a -> b, src_dtype=float32, dst_dtype=bfloat16", {"b": array(2)}, "a cast from float32 to bfloat16 loses digits"),

@@ -94,7 +94,7 @@ def test_older_ones_are_stored_in_fewer_bytes(world: CopiesWorld, rule: str) -> 
         assert set(coded.values()) == kinds
         assert small.tensors["master"].keys() == arrays["master"].keys() - {"layers.0.loose.weight"}
         assert small.exact["master"] == {"layers.0.loose.weight": compactor.NOT_ROUNDED}
-        beside = compactor.NEGATIVE if rule == "int8" else f"exp_avg beside it stays: {compactor.NOT_FINITE}"
+        beside = compactor.NEGATIVE if rule == "int8" else f"exp_avg also stays as it is: {compactor.NOT_FINITE}"
         left = {"layers.0.loose.weight/exp_avg": compactor.NOT_FINITE, "layers.0.loose.weight/exp_avg_sq": beside}
         assert small.exact.get("optim", {}) == ({} if rule == "exact" else left)
     after = world.catalog.checkpoint(RUN, 5)

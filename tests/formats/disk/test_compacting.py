@@ -96,7 +96,7 @@ def test_what_stays_keeps_what_is_beside_it() -> None:
         Encoded(CodingCandidate("optim", name, "bf16", entry), left="it has NaN" if name == "a/exp_avg" else "")
         for name in ("a/exp_avg", "a/exp_avg_sq", "b/exp_avg")
     ]
-    assert [one.left for one in together(found)] == ["it has NaN", "exp_avg beside it stays: it has NaN", ""]
+    assert [one.left for one in together(found)] == ["it has NaN", "exp_avg also stays as it is: it has NaN", ""]
 
 
 def test_aliases_of_masters_stay_aliases(tmp_path: Path) -> None:

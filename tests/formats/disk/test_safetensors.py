@@ -116,7 +116,7 @@ def test_a_file_cut_at_any_byte_is_refused(length: int) -> None:
     """Whichever byte a file ends at too early, the header says so; so does a file with bytes too many."""
     with pytest.raises(CorruptManifest, match=r"w\.safetensors"):
         safetensors.decode(GOOD[:length], length, "w.safetensors")
-    with pytest.raises(CorruptManifest, match=r"bytes, but its header says|cut off"):
+    with pytest.raises(CorruptManifest, match=r"bytes, but its header describes|cut off"):
         safetensors.decode(GOOD, len(GOOD) + 1 + length)
 
 
@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "backwards": (written({"a": entry(offsets=[0, -4])}), "do not follow"),
     "negative": (written({"a": entry(offsets=[-4, 0])}), "do not follow"),
     "wrong size": (written({"a": entry(shape=[2])}, b"1234"), "4 bytes for F32"),
-    "trailing bytes": (written({"a": entry()}, b"12345"), "bytes, but its header says"),
+    "trailing bytes": (written({"a": entry()}, b"12345"), "bytes, but its header describes"),
     "negative shape": (written({"a": entry(shape=[-1, -1])}, b"1234"), "negative size"),
     "too large": (written({"a": entry(shape=[2**40, 2**40], offsets=[0, 2**82])}), "too large"),
     "half a byte": (written({"a": entry("F4", [1], [0, 1])}, b"1"), "do not fill whole bytes"),

@@ -147,7 +147,7 @@ def test_tensors_of_several_dtypes_are_not_fused() -> None:
         ("b -> c, permute=[0,0]\na -> _", StateMismatch, "does not order"),
         ("b -> c, fused_qkv, num_heads=4\n* -> *", InvalidRequest, "become one tensor, or one becomes"),
         ("b -> c, d, fused_ffn, ranks=2, axis=0\n* -> *", StateMismatch, "are not gate and up of 2 ranks"),
-        ("b -> c.$EXPERT_ID\na -> _", InvalidRequest, "into how many"),
+        ("b -> c.$EXPERT_ID\na -> _", InvalidRequest, "the number of resulting tensors is unknown"),
         ("b -> c, slice=[0:9]\n* -> *", StateMismatch, "not 0:9"),
         ("b -> c, pad_to=1\n* -> *", StateMismatch, "more than pad_to=1"),
         ("b -> c, pad_to={heads}\n* -> *", InvalidRequest, "the size 'heads' is unknown"),

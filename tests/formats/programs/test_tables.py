@@ -189,7 +189,7 @@ def test_a_padded_vocabulary_is_cut(folder: Path) -> None:
 
 def test_a_program_that_does_not_exist_is_refused() -> None:
     """The error says which layouts there are for the model."""
-    with pytest.raises(InvalidRequest, match="no program makes paddle-fused of hf for the model type 'llama'") as caught:
+    with pytest.raises(InvalidRequest, match="no program converts hf to paddle-fused for the model type 'llama'") as caught:
         find("hf", "paddle-fused", {"model_type": "llama"})
     assert "hf and megatron" in caught.value.hint
     with pytest.raises(InvalidRequest, match="has no model_type"):
