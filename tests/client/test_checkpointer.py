@@ -304,7 +304,7 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
 
 def test_more_slots_than_a_rank_may_have_are_refused() -> None:
     """By name, before anything is begun."""
-    with pytest.raises(InvalidRequest, match="may have 64"):
+    with pytest.raises(InvalidRequest, match="over the limit of 64"):
         Checkpointer("r", {"x": torch.ones(1)}, slots=100_000)
 
 
@@ -441,9 +441,9 @@ def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) 
 def test_steps_lists_committed_steps_and_needs_no_daemon(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     """Newest last; none before the first save, after which the newest is what `restore()` returns."""
     with Checkpointer(run, training_state(1), at=daemon.socket) as checkpointer:
-        with pytest.raises(InvalidRequest, match="after restore"):
+        with pytest.raises(InvalidRequest, match="until restore"):
             checkpointer.steps()  # only a connection could tell, and that would declare a launch
-        with pytest.raises(InvalidRequest, match="after restore"):
+        with pytest.raises(InvalidRequest, match="until restore"):
             checkpointer.read_asset(2, "notes.json")
         assert checkpointer.restore() == 0
         assert checkpointer.steps() == [] and checkpointer.latest_step() is None

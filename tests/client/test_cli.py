@@ -437,5 +437,5 @@ def test_a_token_without_an_end_and_a_quota_below_use_are_warned_of(service: Ser
     endless, ending = call("token", "create", "a", *url), call("token", "create", "b", "--expires", "1d", *url)
     assert "never expires" in endless.stderr and "never expires" not in ending.stderr
     small, large = call("quota", "set", "*", "1kB", *url), call("quota", "set", "*", "1TB", *url)
-    assert "already over the quota" in small.stderr and "hold more" not in large.stderr
+    assert "already over the quota" in small.stderr and "over the quota" not in large.stderr
     assert small.exit_code == large.exit_code == 0

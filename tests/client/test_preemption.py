@@ -182,7 +182,7 @@ def test_workers_that_the_signal_kills_do_not_end_the_step(daemon: RunningDaemon
 @pytest.mark.parametrize(
     ("act", "error"),
     [
-        (lambda made: made.should_stop(1), "should_stop.. without on_preemption"),
+        (lambda made: made.should_stop(1), "should_stop.. was called without on_preemption"),
         (lambda made: made.on_preemption(()), "0 signals"),
         (lambda made: made.on_preemption((signal.SIGKILL,)), "SIGKILL cannot be handled"),
         (lambda made: made.on_preemption(("TERM",)), "signals= must contain signals"),

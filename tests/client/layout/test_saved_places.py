@@ -297,7 +297,7 @@ def test_split_parameters_are_stepped_together() -> None:
     for _ in range(2):  # what was walked through before is looked at again
         with pytest.raises(StateMismatch, match=r"optim/a/step is 3.0 and optim/b/step is 4.0, .* as 'c/step'"):
             state.snapshot()
-    with pytest.raises(StateMismatch, match=r"parameters that are parts of 'c' .* other hyper-parameters"):
+    with pytest.raises(StateMismatch, match=r"parameters that are parts of 'c' .* different hyper-parameters"):
         stepped(["a", "b"], split, [3, 3], b={"lr": 0.25}).snapshot()
 
 

@@ -78,12 +78,12 @@ def test_a_path_is_known_as_a_step(daemon: RunningDaemon, tmp_path: Path) -> Non
         for path in (other, tmp_path, tmp_path / "nothing", place / "COMMIT", place.parent):
             assert checkpointer.step_at(path) is None
         (tmp_path / "dangling").symlink_to(daemon.root / naming.checkpoint_path("known", 2))
-        with pytest.raises(NoSuchCheckpoint, match="not there"):
+        with pytest.raises(NoSuchCheckpoint, match="does not exist"):
             checkpointer.step_at(tmp_path / "dangling")
 
 
 def test_the_step_of_a_save_that_is_under_way(daemon: RunningDaemon, tmp_path: Path) -> None:
-    """A link that leads nowhere yet: who saved it and loads it at once is not told that it is not there."""
+    """A link that leads nowhere yet: who saved it and loads it at once is not told that it is does not exist."""
     state = {"x": torch.zeros(1_000_000)}
     with Checkpointer("at-once", state, at=daemon.socket, policy="wait") as checkpointer:
         for step in range(1, 6):

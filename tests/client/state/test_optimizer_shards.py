@@ -283,12 +283,12 @@ def test_tensors_that_are_made_for_the_answer_are_refused():
     """Also where they come with a later step: a restore into a copy would be lost without a word."""
     part = halves()[0]
     made = OptimizerShards(groups=lambda: part.groups_now, state=lambda: copied(part.kept), install=part.install)
-    with pytest.raises(InvalidRequest, match=r"optim.state\(\)\['[a-z.]*'\]\['exp_avg'\] is other memory at every call"):
+    with pytest.raises(InvalidRequest, match=r"optim.state\(\)\['[a-z.]*'\]\['exp_avg'\] is different memory at every call"):
         TrainState({**part.model(parameters()), "optim": made}, 0, 2).snapshot()
     train = TrainState(part.model(parameters()), 0, 2)
     train.snapshot()
     part.shards.state = lambda: {**part.kept, "norm": {**part.kept["norm"], "late": torch.ones(4)}}
-    with pytest.raises(InvalidRequest, match=r"\['norm'\]\['late'\] is other memory"):
+    with pytest.raises(InvalidRequest, match=r"\['norm'\]\['late'\] is different memory"):
         train.snapshot()
 
 

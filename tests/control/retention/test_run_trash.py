@@ -417,7 +417,7 @@ def test_what_is_let_in_before_a_deletion_and_done_after_it_makes_no_other_run(r
     catalog = root.control.rotation._catalog
     entry = root.trash.delete(RUN)
     for change in ({"owner": "ann"}, {"pins": (1,)}, {"policy": RetentionPolicy(last=1)}):
-        with pytest.raises(NoSuchRun, match="deleted meanwhile"):
+        with pytest.raises(NoSuchRun, match="deleted in the meantime"):
             root.control.rotation.files.change(RUN, lambda file, made=change: file.model_copy(update=made))  # type: ignore[misc]
     run_settings.note(catalog, RUN, run_settings.RunSettings(owner="ann"), known_only=True)
     assert not root.tier.list(RUN) and not root.listed()
@@ -450,7 +450,7 @@ def test_what_is_set_while_a_run_is_deleted_makes_no_other_run(root: Root, monke
         return found
 
     monkeypatch.setattr(files, "read", slow)
-    with pytest.raises(NoSuchRun, match="deleted meanwhile"):
+    with pytest.raises(NoSuchRun, match="deleted in the meantime"):
         files.change(RUN, lambda file: file.model_copy(update={"owner": "ann"}))
     assert not root.stands() and not root.tier.list(RUN)
     root.trash.undelete(RUN)

@@ -105,7 +105,7 @@ class Iterates(Small):
 MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "plateau": (Plateau, "interval 'step'"),
     "hyperparameter": (lambda: Network(nn.Linear(1, 1)), r"lightning.hyper_parameters.net: .*Linear cannot be stored"),
-    "reads weights": (Reads, r"looks into checkpoint\['state_dict'\]"),
+    "reads weights": (Reads, r"reads checkpoint\['state_dict'\]"),
     "replaces weights": (Replaces, r"has replaced checkpoint\['state_dict'\]"),
     "dataloader_iter": (Iterates, "takes a dataloader_iter"),
 }

@@ -400,7 +400,7 @@ def test_a_method_that_keeps_the_save_to_itself(daemon: RunningDaemon, run: str,
 def test_methods_that_nobody_would_call(tmp_path: Path, name: str) -> None:
     """What a subclass saves beside the rest would be missing, and nobody would know before it resumes."""
     special = type("Special", (Trainer,), {name: lambda self, *arguments, **named: None})
-    with pytest.raises(InvalidRequest, match=rf"Special has a {name}\(\) of its own"):
+    with pytest.raises(InvalidRequest, match=rf"Special overrides {name}\(\)"):
         attach(plain(tmp_path, special), "run")
 
 

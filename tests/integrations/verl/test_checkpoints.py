@@ -177,5 +177,5 @@ def test_a_model_that_is_not_all_saved_is_refused(make: Make, tmp_path: Path) ->
     worker.optimizer = object()
     with pytest.raises(InvalidRequest, match="not a torch optimizer"):
         manager_of(worker, CheckpointConfig())
-    with pytest.raises(InvalidRequest, match="called before"):
+    with pytest.raises(InvalidRequest, match="already called"):
         holdfast_verl.install("another", at=tmp_path)

@@ -89,5 +89,5 @@ def test_what_decides() -> None:
     assert taken_for_bfloat16([signed], {"torch_dtype": "bfloat16"}, None, of_paddle=True) is None
     with pytest.raises(StateMismatch, match="'w' is BF16"):
         taken_for_bfloat16([ids, bf16], {}, None, of_paddle=True)
-    with pytest.raises(StateMismatch, match="says bfloat16"):
+    with pytest.raises(StateMismatch, match="has dtype bfloat16"):
         taken_for_bfloat16([signed], {"text_config": {"dtype": "bfloat16"}}, None)
