@@ -234,10 +234,7 @@ class Checkpointer:
         Raises `InvalidRequest` without `ema=`.
         """
         if self._averaging is None:
-            raise InvalidRequest(
-                "this Checkpointer was constructed without ema=, so it has no average",
-                hint="construct it with ema=holdfast.Ema()",
-            )
+            raise InvalidRequest("this Checkpointer has no average", hint="construct it with ema=holdfast.Ema()")
         return self._averaging
 
     def root(self) -> Path | None:

@@ -487,10 +487,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="holder.py")
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--listener", type=int, required=True)
-    parser.add_argument("--notify", type=Path, help="socket on which the supervised daemon reports that it is alive")
-    parser.add_argument(
-        "--silent", type=float, default=SILENT_S, help="seconds without a report after which the daemon is killed"
-    )
+    parser.add_argument("--notify", type=Path, help="socket for reports that the daemon is alive")
+    parser.add_argument("--silent", type=float, default=SILENT_S, help="seconds without a report until the daemon is killed")
     parser.add_argument("--above", default="", help="this process's own service manager")
     parser.add_argument("--supervise", nargs=argparse.REMAINDER, metavar="COMMAND")
     arguments = parser.parse_args()
