@@ -62,7 +62,8 @@ def main(socket: str, run: str, broken_at: int | None = None) -> None:
     torch.set_num_threads(1)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Checkpointer(run, {"model": model, "optim": optimizer}, at=socket) as checkpointer:
+    info = {"command": ["python", "train.py", "--run", run], "directory": "/home/ana/llama"}  # for the pictures
+    with Checkpointer(run, {"model": model, "optim": optimizer}, at=socket, info=info) as checkpointer:
         step = checkpointer.restore()
         while True:
             step += 1

@@ -43,14 +43,14 @@ class DrawnTensor(NamedTuple):
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why: bool = False) -> Response:
     """Facts, checks, copies and actions."""
     checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
-    replicas, verdict, jobs, beside, ancestry, instead = await asyncio.gather(
+    replicas, verdict, jobs, beside, instead = await asyncio.gather(
         shown(api.page(Replica, at(run, checkpoint.step, "replicas"))),
         shown(_verdict(api, run, checkpoint.step, why)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
         _before(api, checkpoint),
-        shown(_ancestry(api, checkpoint)),
         _instead(api, checkpoint),
     )
+    ancestry = await shown(_ancestry(api, checkpoint))  # it reads the checkpoint, which the verdict would say
     return page(
         request,
         "checkpoint.html",
