@@ -18,8 +18,11 @@ from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from holdfast_service.daemon.arena import fd_keeper, holder
 from tests.crash.launches import Ranks, check_sound, holders, kill_all, processes
+from tests.crash.points import Place, place, stop_at
 from tests.daemons import RunningDaemon, wait_until
 from tests.forked import Forked
+
+__all__ = ["place"]
 
 SIZE = 20_000_003
 
@@ -170,6 +173,29 @@ def test_a_daemon_of_a_container_is_started_again_with_what_was_staged(root: Pat
     assert "restarts in" in (root.parent / "log").read_text()
     above.terminate()
     assert above.wait(60) == 0 and processes(root.parent, b"\0holdfast_service\0") == []
+
+
+def test_a_container_that_stops_has_another_daemon_write_what_one_that_hangs_does_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its main thread hears no signal any more: it is killed within the grace of an engine, and the save is committed."""
+    stop_at("main loop", place, monkeypatch)
+    flags = ["--root", place.root, "--socket", place.root.with_name("root.sock"), "--listen", "none"]
+    with open(place.root.with_name("log"), "wb") as log:
+        slow = ["--write-bytes-per-second", "4000000"]  # 10 s for a save
+        above = Forked(["-m", "holdfast_service.offline.supervise", *flags, *slow], output=log.fileno(), kind="daemon")
+    wait_until(lambda: "serving" in place.root.with_name("log").read_text(), 90)
+    world = launch(SimpleNamespace(socket=place.root.with_name("root.sock")), "1!leased")
+    world.wait_for("leased 1")
+    (place.marks / "armed").touch()
+    wait_until(lambda: place.stopped is not None)
+    world.go()
+    world.wait_for("sealed 1")
+    world.end()
+    above.terminate()
+    above.wait(120)
+    assert sorted(committed_steps(place.root, "r")) == [1]
+    assert "has been silent for 4 s and is killed; staged saves are kept" in place.root.with_name("log").read_text()
 
 
 def test_one_rank_short_of_sealed_is_no_checkpoint(root: Path) -> None:

@@ -78,6 +78,7 @@ POINTS = {
     "before a lease": Point("holdfast_service.daemon.saving.saver", "Saver.lease"),
     "in a seal": Point("holdfast_service.daemon.saving.saver", "Saver.seal"),
     "before the write": Point("holdfast_service.control.checkpoints.planner", "plan"),
+    "main loop": Point("holdfast_service.daemon.saving.saver", "Saver.unwritten"),
     "mid write": Point("holdfast_service.storage.posix", "PosixFile.write", after=True),
     "before manifest": Point("holdfast_service.control.checkpoints.commit", "compose"),
     "before COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_commit),
