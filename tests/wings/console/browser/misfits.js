@@ -39,7 +39,7 @@
       range.setStart(node, number.index);
       range.setEnd(node, number.index + number[0].trimEnd().length);
       const lines = new Set([...range.getClientRects()].filter((r) => r.width > 1).map((r) => Math.round(r.top / 4)));
-      if (lines.size > 1) say(`a broken number ${number[0]}`, node.parentElement);
+      if (lines.size > 1 && !away(node.parentElement)) say(`a broken number ${number[0]}`, node.parentElement);
     }
     for (const word of node.data.matchAll(/(?<![\w.\-@/:'=|(])[A-Za-z]{2,14}(?![\w.\-@/:'=|)])/g)) {
       range.setStart(node, word.index);
