@@ -102,6 +102,7 @@ def environment() -> Environment:
         "when": formatting.when,
         "prose": formatting.prose,
         "name": formatting.name,
+        "steps_at_risk": run_status.steps_at_risk,
         "life": lambda summary: run_status.standing(summary.life).word,
         "facts": formatting.facts,
         "part": lambda text: quote(str(text), safe=""),

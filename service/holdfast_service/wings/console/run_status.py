@@ -77,10 +77,16 @@ def cost_of_a_crash(summary: RunSummary) -> str | None:
     """What a crash now would lose, in time and steps; None unless the run is training."""
     if standing(summary.life) is not TRAINING or summary.exposed_s is None:
         return None
+    steps = steps_at_risk(summary)
+    return seconds_text(round(summary.exposed_s)) + (f", {steps}" if steps else "")
+
+
+def steps_at_risk(summary: RunSummary) -> str:
+    """About how many steps a crash now would lose, by the time since the last save where no rank says more; "" for none."""
     steps = summary.exposed_steps or 0
-    if summary.interval_s and summary.interval_steps:
+    if summary.exposed_s and summary.interval_s and summary.interval_steps:
         steps = max(steps, round(summary.exposed_s * summary.interval_steps / summary.interval_s))
-    return seconds_text(round(summary.exposed_s)) + (f", about {steps} steps" if steps else "")
+    return f"about {steps} step{'s' * (steps != 1)}" if steps else ""
 
 
 def verdict(summary: RunSummary) -> Clause:

@@ -209,6 +209,12 @@ def test_sentences() -> None:
     assert calm.level == "fine" and calm.text.startswith("Training. ") and "would cost 45\u00a0s" in calm.text
     assert run_status.verdict(summary("dead", life="died")).level == "error"
     assert run_status.cost_of_a_crash(summary("over", life="finished")) is None
+    early = summary("early").model_copy(
+        update={"exposed_s": 9.0, "exposed_steps": 0, "interval_s": 30.0, "interval_steps": 10}
+    )
+    assert run_status.steps_at_risk(early) == "about 3 steps" and "9\u00a0s, about 3 steps" in run_status.verdict(early).text
+    assert run_status.steps_at_risk(early.model_copy(update={"exposed_s": 3.0})) == "about 1 step"
+    assert run_status.steps_at_risk(early.model_copy(update={"exposed_s": None})) == ""
 
 
 def lines(page: Page) -> list[str]:
