@@ -9,7 +9,7 @@ from markupsafe import Markup
 from holdfast_formats.rest.measurements import Trend
 from holdfast_service.wings.console.formatting import percent_text, seconds_text
 
-WIDTH, HEIGHT = 100, 24
+HEIGHT = 24  # a save is one wide: whole numbers are short, and an overview has fifty of these
 KEPT = 1000  # drawings
 _FAILED = ("aborted", "dropped")
 Values = tuple["float | None", ...]
@@ -25,27 +25,30 @@ def _drawn(states: tuple[str, ...], stall_s: Values, goodput: Values, newest_cos
     count = len(states)
     if not count:
         return Markup()
-    slot = WIDTH / count
     most = max((stall for stall in stall_s if stall is not None), default=0.0)
     tops: dict[str, list[str]] = {"bar": [], "bad": []}  # a path for each kind: an element for each bar was half of the page
     for number, (stall, state) in enumerate(zip(stall_s, states, strict=True)):
         failed = state in _FAILED
         height = max(12 * (1.0 if failed else (stall or 0.0) / most if most else 0.0), 1.0)
-        tops["bad" if failed else "bar"].append(f"M{(number + 0.5) * slot:.4g} {HEIGHT}v-{height:.3g}")
-    bars = "".join(
-        f'<path class="{kind}" stroke-width="{slot * 0.7:.3g}" d="{"".join(lines)}"/>'
-        for kind, lines in tops.items()
-        if lines
-    )
+        tops["bad" if failed else "bar"].append(f"M{number} 0v-{height:.3g}")
+    bars = "".join(f'<path class="{kind}" stroke-width=".7" d="{"".join(lines)}"/>' for kind, lines in tops.items() if lines)
     points = [(number, value) for number, value in enumerate(goodput) if value is not None]
     line = Markup("")
     if len(points) > 1:
         lowest = min(min(value for _, value in points), 0.99)
-        at = " ".join(f"{(n + 0.5) * slot:.4g},{2 + 8 * (1 - (v - lowest) / (1 - lowest)):.3g}" for n, v in points)
+        at = " ".join(f"{n}-{14 + 8 * (v - lowest) / (1 - lowest):.3g}" for n, v in _bends(points))
         line = Markup('<polyline points="{}"/>').format(at)
     title = _said(states, newest_cost)
-    drawn = Markup('<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>')
-    return drawn.format(WIDTH, HEIGHT, title, Markup(bars), line)
+    drawn = Markup(
+        '<svg class="spark" viewBox="-.5 -{} {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}{}</svg>'
+    )
+    return drawn.format(HEIGHT, count, HEIGHT, title, Markup(bars), line)
+
+
+def _bends(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points without those between two equal ones, which the line meets anyway."""
+    inner = zip(points, points[1:], points[2:], strict=False)
+    return [points[0], *(at for one, at, other in inner if not one[1] == at[1] == other[1]), points[-1]]
 
 
 def scale(trend: Trend) -> str:

@@ -72,8 +72,10 @@ def test_training_runs_come_first(browser: httpx.Client) -> None:
 def test_long_names_are_cut_in_the_middle(browser: httpx.Client) -> None:
     """Their end stays, and the whole name is what a pointer and a screen reader get."""
     page = Page(browser.get("/").text)
-    links = [e for e in page.all("a") if e.attributes.get("class") == "cut" and e.attributes["title"] == LONG]
+    links = [e for e in page.all("a") if e.attributes.get("class") == "cut" and e.attributes.get("title") == LONG]
     assert len(links) == 2 and all(link.attributes["aria-label"] == LONG for link in links), "its alert and its line"
+    short = [e for e in page.all("a") if e.attributes.get("class") == "cut" and "title" not in e.attributes]
+    assert short and all("aria-label" not in link.attributes for link in short), "a whole name is not said twice"
     assert formatting.name(LONG).endswith(f'<span class="end">{LONG[-14:]}</span>') and formatting.name("short") == "short"
 
 
@@ -84,7 +86,11 @@ def test_a_sparkline_of_many_saves_is_short() -> None:
     stalls, goodput = [0.001 * number for number in range(count)], [0.9 + 0.001 * number for number in range(count)]
     drawn = str(sparkline.sparkline(Trend(steps=list(range(count)), states=states, stall_s=stalls, goodput=goodput)))
     assert drawn.count("<path") == 2 and drawn.count("v-") == count
-    assert 'class="bad"' in drawn and "M7.5 24v-12" in drawn and len(drawn) < 2900
+    assert 'class="bad"' in drawn and "M7 0v-12" in drawn and len(drawn) < 2300
+    flat = str(
+        sparkline.sparkline(Trend(steps=[1, 2, 3, 4], states=["committed"] * 4, stall_s=[1.0] * 4, goodput=[0.9] * 4))
+    )
+    assert 'points="0-14 3-14"' in flat, "a straight line has two points"
 
 
 def test_a_sparkline_has_a_scale() -> None:
