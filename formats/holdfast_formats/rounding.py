@@ -56,5 +56,5 @@ def differing(weight: NDArray[Any], master: NDArray[Any], dtype: str) -> tuple[i
 def nan(name: str) -> StateMismatch:
     return StateMismatch(
         f"the master of {name!r} has NaN, so its weight cannot be reproduced bit for bit",
-        hint=f"{HINT}; a training with NaN in its masters rarely recovers: restore an older step",
+        hint=f"{HINT}; a training run with NaN in its masters rarely recovers: restore an older step",
     )

@@ -19,7 +19,7 @@ from holdfast_formats.disk.manifests import FileEntry, Manifest, Thinned
 from holdfast_formats.errors import StateMismatch
 
 GONE = frozenset({"optim", "master", "extra"})  # all others stay: weights of any kind, and groups that we do not know
-USABLE_FOR = "inference, exports and starting another training from its weights, not for resuming this one"
+USABLE_FOR = "inference, exports and starting another training run from its weights, not for resuming this one"
 EXACT_USABLE_FOR = "everything, as it was saved"
 SMALL_USABLE_FOR = "everything, including resuming, from approximate optimizer states"
 

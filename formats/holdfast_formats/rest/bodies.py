@@ -120,8 +120,8 @@ class CheckpointInfo(Body):
     )
     thinned: ThinnedFrom | None = Field(
         default=None,
-        description="thinned to its weights: for inference, exports and starting another training, not for resuming this "
-        "one; null while it is whole",
+        description="thinned to its weights: for inference, exports and starting another training run, not for resuming "
+        "this one; null while it is whole",
     )
     thin_bytes: int | None = Field(
         default=None, description="estimated bytes after thinning; null if it cannot be thinned or already is"

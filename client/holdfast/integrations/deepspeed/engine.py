@@ -184,8 +184,8 @@ class AttachedEngine:
         """`InvalidRequest` if one save leaves out what the others have."""
         if excluded and self._frozen:
             raise InvalidRequest(
-                "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are left out of all "
-                "checkpoints of a run or of none",
+                "save_checkpoint(exclude_frozen_parameters=True): frozen parameters must be left out of "
+                "either all checkpoints of a run or none of them",
                 hint="use attach(…, frozen=False), or install(…, frozen=False)",
             )
 
@@ -287,7 +287,7 @@ def _step_of_run(attached: AttachedEngine, place: str) -> int | None:
     step = naming.linked_step(attached.checkpointer.run, place)
     if step is not None and os.path.isdir(place) and attached.checkpointer.step_at(place) is None:
         raise InvalidRequest(
-            f"{place} belongs to another root than this engine's",
+            f"{place} belongs to a root other than this engine's",
             hint="attach with that root as at=, or import the checkpoint with `holdfast import`",
         )
     return step

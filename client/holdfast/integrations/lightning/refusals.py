@@ -65,7 +65,7 @@ def check_callbacks(trainer: Any, callback: Any) -> None:
     others = [one for one in trainer.callbacks if type(one) is type(callback) and one is not callback]
     if others:
         raise InvalidRequest(
-            "two HoldfastCheckpoint callbacks would make two runs of one training",
+            "two HoldfastCheckpoint callbacks would make two runs of one training job",
             hint="use one HoldfastCheckpoint, and ModelCheckpoint for the others: their saves go into the same run",
         )
     swa = framework.part("callbacks").StochasticWeightAveraging

@@ -105,7 +105,7 @@ class LightningRun:
         if with_nothing.last_restore is not None:
             raise InvalidRequest(
                 f"the run {self.run} has checkpoints up to step {newest}, but this training would start without them",
-                hint='fit(…, ckpt_path="last") continues from the newest; give a new training another run',
+                hint='fit(…, ckpt_path="last") continues from the newest; give a new training run another name',
             )
 
     def save(self, checkpoint: dict[str, Any], names: list[str]) -> SaveTicket | None:

@@ -65,7 +65,8 @@ class Imports:
         with self._lock:
             if place in self._staged:
                 raise InUse(
-                    f"{place.run}@{place.step} is being made by the same import", hint="wait for its end, or stop that one"
+                    f"{place.run}@{place.step} is already being created by an identical import",
+                    hint="wait for it to finish, or stop it",
                 )
             self._staged.add(place)
         try:

@@ -36,8 +36,8 @@ def handover(sealed: SealedSlot) -> AverageHandover:
     if average is None:
         raise RoundAborted(
             f"rank {sealed.table.rank} sent no update of the average for this save, but other ranks did",
-            hint="the update may be lost with its daemon; later saves have the average again. If "
-            "it persists, give every rank the same ema=",
+            hint="the update may have been lost when a daemon ended; later saves will include the average again. If the "
+            "error persists, pass the same ema= on every rank",
         )
     end, tensors = average.slot_offset + average.nbytes, [f for f in sealed.table.fragments if f.spec.group == GROUP]
     outside = any(not average.slot_offset <= f.slot_offset <= f.slot_offset + f.nbytes <= end for f in tensors)

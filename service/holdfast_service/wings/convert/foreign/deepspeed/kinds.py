@@ -88,7 +88,7 @@ def _read(files: Files, held: ZeroFiles) -> _Saved:
             raise refused(rank.path, f"expects {rank.partitions} partitions, but {len(ranks)} ranks have files")
     for name, model in zip(held.models, models, strict=True):
         if model.get("global_steps") != models[0].get("global_steps") or model.get("mp_world_size") not in (1, None):
-            raise refused(held.path(name), "is from another step than the other files, or uses tensor parallelism")
+            raise refused(held.path(name), "is from a step other than that of the other files, or uses tensor parallelism")
         if list_in(model, "param_shapes", held.path(name)) != models[0]["param_shapes"]:
             raise refused(
                 held.path(name), "lists different parameters than the other files", "copy all files of one checkpoint"

@@ -60,7 +60,7 @@ def read(files: Files, options: ReadOptions) -> ForeignListing:
     """The listing of an adapter; `StateMismatch` and `CorruptManifest` by key and file."""
     names = files.list("")
     if CONFIG not in names:
-        raise StateMismatch(f"{CONFIG} is missing: it has the adapter's rank and scale", file=CONFIG)
+        raise StateMismatch(f"{CONFIG}, which contains the adapter's rank and scale, is missing", file=CONFIG)
     config = read_json(files, CONFIG)
     sets = {stem: find_set(files, names, stem, options.int16) for stem in (_STEM, MASTERS, OPTIMIZER)}
     kinds = {_STEM: "model", MASTERS: "master", OPTIMIZER: "optimizer"}

@@ -170,7 +170,7 @@ class _LegacyStorages:
                     file=self._path,
                 )
             if int.from_bytes(head, "little") != storage.elements:
-                raise stream.refused(f"gives storage {storage.key[:40]!r} another length than the one stored at byte {at}")
+                raise stream.refused(f"gives storage {storage.key[:40]!r} a length other than the one stored at byte {at}")
             self._starts[storage.key] = at
             at += storage.nbytes
         if at != stream.stop:
