@@ -77,9 +77,10 @@ def sources(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def rendered(place: Path, base: str, *components: str) -> list[dict[str, Any]]:
-    """A base with components, in their order, as Kustomize puts them together."""
+def rendered(place: Path, base: str, *components: str, first: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """A base with components, in their order, as Kustomize puts them together; before them those in `place` itself."""
     paths = [os.path.relpath(PLACE / one, place) for one in (base, *(f"components/{name}" for name in components))]
+    paths[1:1] = first
     about = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": paths[:1]}
     digest = "sha256:" + "0" * 64
     images = [

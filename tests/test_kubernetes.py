@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from holdfast_formats.memory_bounds import SPARE_PERCENT
 from holdfast_service.daemon.arena import holder
 from tests.daemons import free_port, running
 from tests.manifests import (
@@ -50,6 +52,7 @@ GIB = 1024**3
 # Of each workload with saves: the state of its ranks in bytes, the bytes a second that its storage takes, and the seconds
 # that the trainer in the same pod needs before the daemon is told to stop. The comments of the manifests say the same.
 SIZES = {"llama3-8b": (128e9, 1e9, 30), "holdfast": (280e9, 2e9, 0)}
+TRAINING = {"llama3-8b": 116, "holdfast": 384}  # GiB for the training itself, beside /dev/shm and the slots
 SLOTS = 2
 
 
@@ -139,7 +142,7 @@ def test_a_scheduler_trains_with_the_pods_of_the_job(name: str, tmp_path: Path) 
     (template,) = templates(mine)
     (job,) = [one for one in sources("many-nodes") if one["kind"] == "Job"]
     (trainer,), (was,) = template["spec"]["containers"], job["spec"]["template"]["spec"]["containers"]
-    assert trainer["args"] == [*was["args"], "--device=cuda"] and trainer["volumeMounts"] == was["volumeMounts"]
+    assert trainer["args"] == was["args"] and trainer["volumeMounts"] == was["volumeMounts"]
     assert trainer["resources"]["limits"] == {**was["resources"]["limits"], "nvidia.com/gpu": "8"}
     (meet,) = trainer["env"]
     assert meet == {"name": "PET_RDZV_ENDPOINT", "value": f"{first}.llama3-70b:29400"}
@@ -147,6 +150,45 @@ def test_a_scheduler_trains_with_the_pods_of_the_job(name: str, tmp_path: Path) 
     kept = [one for one in documents if one["metadata"]["name"] == "llama3-70b"]
     assert [one for one in kept if one["kind"] == "Service" or one["apiVersion"] == "batch/v1"] == []
     assert f"--nnodes={nodes(documents)}" in trainer["args"]
+
+
+CHANGE = {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": "llama3-70b"},
+    "spec": {"template": {"spec": {"containers": [{"name": "trainer", "args": ["/app/train.py"]}]}}},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_patch_of_the_job_before_its_pods_are_copied_is_kept(name: str, tmp_path: Path) -> None:
+    """It is in a component that is listed before the one that replaces the Job."""
+    mine = tmp_path / "my-trainer"
+    mine.mkdir()
+    about = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
+    (mine / "kustomization.yaml").write_text(yaml.safe_dump(about | {"patches": [{"patch": yaml.safe_dump(CHANGE)}]}))
+    documents = rendered(tmp_path, "many-nodes", "gpus", name, first=("my-trainer",))
+    (job,) = [one for one in documents if one["kind"] == SCHEDULERS[name][0]]
+    (template,) = templates(job)
+    assert template["spec"]["containers"][0]["args"] == ["/app/train.py"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_patch_of_a_job_that_was_replaced_is_an_error(name: str, tmp_path: Path) -> None:
+    """Instead of changing nothing, which is noticed when the training starts."""
+    rendered(tmp_path, "many-nodes", name)
+    about = yaml.safe_load((tmp_path / "kustomization.yaml").read_text())
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(about | {"patches": [{"patch": yaml.safe_dump(CHANGE)}]}))
+    with pytest.raises(AssertionError, match="no matches for Id Job"):
+        printed(tmp_path)
+
+
+@pytest.mark.parametrize("base", ["sidecar", "many-nodes"])
+def test_kueue_alone_suspends_the_training(base: str, tmp_path: Path) -> None:
+    """A manifest that says so, too, would suspend a running job whenever it is applied again."""
+    documents = rendered(tmp_path, base, "kueue")
+    (job,) = [one for one in documents if one["kind"] == "Job"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training" and "suspend" not in job["spec"]
 
 
 @pytest.mark.parametrize("page", ["operating.md", "operating.zh-CN.md"])
@@ -213,6 +255,9 @@ def test_patches_and_replacements_are_of_what_there_is(component: str) -> None:
                 for key in path:
                     at = at[int(key) if isinstance(at, list) else key]
                 assert isinstance(at, list) == (last == "-") and (operation["op"] == "add" or last in at)
+    for one in about.get("transformers", []):
+        gone = yaml.safe_load(yaml.safe_load(one)["patch"])
+        assert gone["$patch"] == "delete" and named(gone) in map(named, bases[0])
     for one in about.get("replacements", []):
         assert one["source"]["fieldPath"] == "spec.template"
         (target,) = one["targets"]
@@ -270,6 +315,24 @@ def test_prometheus_finds_and_reaches_each_daemon(base: str, name: str, template
         assert opened == [{ports["http"]}], name
 
 
+@pytest.mark.parametrize(("base", "name"), [("sidecar", "llama3-8b"), ("many-nodes", "holdfast-api")])
+def test_a_watcher_reaches_daemons_of_other_namespaces(base: str, name: str) -> None:
+    """Those that it watches, from the namespace in which its own file says to apply it."""
+    (policy,) = [one["spec"] for one in sources(base) if one["kind"] == "NetworkPolicy" and named(one)[2] == name]
+    peers = [peer for rule in policy["ingress"] for peer in rule["from"] if "podSelector" in peer]
+    (watcher,) = [one for one in sources("watcher") if one["kind"] == "Deployment"]
+    labels = watcher["spec"]["template"]["metadata"]["labels"]
+    (inside,) = re.findall(r"kubectl apply -n (\S+) -k deploy", (PLACE / "watcher" / "kustomization.yaml").read_text())
+    (peer,) = [one for one in peers if one["podSelector"]["matchLabels"].items() <= labels.items()]
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": inside}}
+
+
+@pytest.mark.parametrize(("base", "name", "template"), PODS)
+def test_services_add_no_variables_to_a_pod(base: str, name: str, template: dict[str, Any]) -> None:
+    """Kubernetes would name them after Services, such as HOLDFAST_API_PORT, and the daemon's options are HOLDFAST_ too."""
+    assert template["spec"]["enableServiceLinks"] is False, (base, name)
+
+
 @pytest.mark.parametrize(("base", "name", "template"), PODS)
 def test_a_daemon_may_write_to_its_volume(base: str, name: str, template: dict[str, Any]) -> None:
     """A new volume belongs to root, and a daemon that may not write ends with status 6."""
@@ -288,11 +351,12 @@ def test_probes_ask_the_daemon_and_let_its_own_watchdog_act_first(base: str, nam
         for probe, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
             if probe != "readinessProbe" or probe in container:  # a DaemonSet's pods have no Service
                 assert container[probe]["httpGet"] == {"path": path, "port": "http"}, (base, name)
-        alive = container["livenessProbe"]
+                assert container[probe]["timeoutSeconds"] >= 5
+        starts, alive = container["startupProbe"], container["livenessProbe"]
+        assert starts["periodSeconds"] * starts["failureThreshold"] >= 300  # it may migrate the catalog before it answers
         if config(container).arena_bytes_max == 0:
             continue  # it has no shared memory
         assert alive["periodSeconds"] * alive["failureThreshold"] >= 2 * holder.SILENT_S
-        assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 120
 
 
 @pytest.mark.parametrize(("base", "name", "template"), PODS)
@@ -309,7 +373,13 @@ def test_a_daemon_has_the_time_to_write_and_no_hook_takes_from_it(base: str, nam
         assert SLOTS * state / 0.9 + GIB / 2 <= memory <= 1.2 * (SLOTS * state / 0.9)
         (job,) = [one for one in sources(base) if one["kind"] == "Job"]
         trainer = job["spec"]["template"]["spec"]["containers"][0]
-        assert bytes_of(trainer["resources"]["limits"]["memory"]) >= 1.2 * SLOTS * state
+        (shm,) = [one["emptyDir"] for one in job["spec"]["template"]["spec"]["volumes"] if one["name"] == "shm"]
+        parts = TRAINING[name], bytes_of(shm["sizeLimit"]) / GIB, SLOTS * state / GIB
+        limit = bytes_of(trainer["resources"]["limits"]["memory"])
+        assert sum(parts) * GIB <= limit * (100 - SPARE_PERCENT) / 100
+        assert bytes_of(trainer["resources"]["requests"]["memory"]) == limit
+        said = f"({' + '.join(f'{math.ceil(part)}' for part in parts)} GiB) ÷ {(100 - SPARE_PERCENT) / 100}:"
+        assert said in (PLACE / base / "job.yaml").read_text()
         (claim,) = [one for one in sources(base) if one["kind"] == "PersistentVolumeClaim"]
         whole = state * job["spec"].get("completions", 1)
         keep = config(container).keep
