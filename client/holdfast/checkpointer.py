@@ -211,7 +211,7 @@ class Checkpointer:
     def notices(self) -> tuple[str, ...]:
         """Notices about saves and restores, one sentence each.
 
-        They report values that saves left out, values that restores did not use or replaced, damaged steps, and memory
+        They report values that saves left out, values that restores replaced or did not use, damaged steps, and memory
         for saves (fewer slots, staging through a disk, a state that grew).
         """
         return tuple(self._session.notices)
@@ -228,8 +228,7 @@ class Checkpointer:
 
     @property
     def ema(self) -> Averaging:
-        """The average that the daemon keeps: its progress, and `update()` for loops whose steps are not counted
-        automatically.
+        """The average that the daemon keeps: its progress, and `update()` for steps that are not counted automatically.
 
         Raises `InvalidRequest` without `ema=`.
         """
@@ -326,8 +325,7 @@ class Checkpointer:
         )
 
     def on_preemption(self, signals: Collection[int] = (signal.SIGTERM,), grace_s: float = GRACE_S) -> None:
-        """From now on, these signals end the training at the same step on all ranks, where `should_stop()` returns
-        True.
+        """Let these signals end the training at the same step on all ranks, where `should_stop()` returns True.
 
         Every rank calls it, in the main thread, before its first step. A signal that reaches any rank is enough,
         however often it comes. A handler that was set before is called too; `close()` restores it. While the signal is

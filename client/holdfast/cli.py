@@ -57,7 +57,7 @@ _GROUPS = {
         ),
         "nodes": _entry(
             "nodes",
-            "Show the nodes that share this catalog. It lists whether they are live, their ranks, duties and lag.",
+            "Show the nodes that share this catalog. Each has its state, ranks, duties and lag.",
             "holdfast nodes",
             "holdfast nodes --forget gpu-17",
         ),
@@ -179,7 +179,7 @@ _GROUPS = {
         ),
         "tags": _entry(
             "runs.tags",
-            "List the tags of runs, or the runs of one tag. It lists the best and last metric of each run.",
+            "List the tags of runs, or the runs of one tag. Each has its best and last metric.",
             "holdfast tags",
             "holdfast tags sweep:lr --metric loss",
             attribute="tags",

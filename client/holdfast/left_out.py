@@ -12,7 +12,7 @@ class LeftOutNote(str):
 
 
 class LeftOutWarning(UserWarning):
-    """A save left values out, or a restore did not use or replaced values, as its options allow.
+    """A save left values out, or a restore replaced values or did not use them, as its options allow.
 
     Example:
         >>> warnings.simplefilter("error", LeftOutWarning)  # let a run stop there

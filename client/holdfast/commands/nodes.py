@@ -23,7 +23,7 @@ Rotate = Annotated[
 
 
 def nodes(forget: Forget = None, rotate_secret: Rotate = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Show the nodes that share this catalog. It lists whether they are live, their ranks, duties and lag."""
+    """Show the nodes that share this catalog. Each has its state, ranks, duties and lag."""
     with console.service(url, as_json) as api:
         for name in forget or ():
             api.forget_node(name)

@@ -103,6 +103,6 @@ def _next(source: Source) -> str:
         other = f"without a replica, restore another step (`holdfast ls {source.run}`)"
         return f"`holdfast repair {source.run}@{source.step}` repairs it from a replica; {other}"
     return (
-        "if it is if it is in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; "
+        "if it is in a root, `holdfast repair RUN@STEP --root ROOT --from DIR` repairs it from a replica; "
         "if it is a copy or an export, make it again from its checkpoint"
     )

@@ -72,7 +72,7 @@ class OwnSegment:
                 raise self._lost
             if not free:
                 raise ArenaFull(
-                    f"all {self.geometry.slots} slots are occupied by saves that are not yet uploaded and committed",
+                    f"all {self.geometry.slots} slots are occupied by saves that are not yet uploaded and written",
                     hint="save less often, use a faster link to the daemon, or give the checkpointer more slots",
                 )
             slot = min(self._free)

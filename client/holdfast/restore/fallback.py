@@ -38,11 +38,9 @@ def refuse(manifest: Manifest, choice: Choice, groups: Collection[str]) -> None:
     nearest = _nearest(manifest.run, manifest.step, choice, groups)
     whole = "no step still has all of them" if nearest is None else f"the nearest step that still has them is {nearest}"
     masters = ', masters="from-model"' if "master" in gone or "optim" in gone else ""
-    weights = (
-        f"restore(step={manifest.step}, groups={left}{masters}) restores its weights"
-        if left
-        else ("it still has its weights")
-    )
+    weights = "it still has its weights"
+    if left:
+        weights = f"restore(step={manifest.step}, groups={left}{masters}) restores its weights"
     lost = f"was thinned at {manifest.thinned.at}, and no longer has {', '.join(gone)}"
     raise CheckpointThinned(
         f"{manifest.run}@{manifest.step} {lost}: it can be used only for {USABLE_FOR}",

@@ -199,7 +199,8 @@ class TrainState:
     def _without(self, whole: Snapshot, parts: Parts, exclude: Sequence[str]) -> Snapshot:
         if any(isinstance(part, NamedSnapshot) for part in parts.others):
             raise InvalidRequest(
-                "exclude= cannot be combined with a state that an adapter provides", hint="leave exclude= out"
+                "exclude= cannot be combined with a state that an adapter provides",
+                hint="leave these values out of that state",
             )
         stepped = (name for optimizer in parts.optimizers for name in optimizer.parameter_names())
         exclusion = Exclusion(exclude, whole.leaves, whole.values, whole.aliases, trained(parts.named, stepped))

@@ -131,9 +131,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
     try:
         api.request("GET", "/readyz")
         if health.status != "ok":
-            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or (
-                "it did not answer at the last check"
-            )
+            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or "it did not answer at the last check"
             yield Finding(
                 "catalog", "warn", waits, "saves continue; check its database: the missing records are added when it answers"
             )

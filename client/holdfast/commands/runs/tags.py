@@ -18,7 +18,7 @@ Highest = Annotated[bool, typer.Option("--highest", help="The highest value is t
 
 
 def tags(tag: Tag = None, metric: Metric = "", highest: Highest = False, url: Url = None, as_json: AsJson = False) -> None:
-    """List the tags of runs, or the runs of one tag. It lists the best and last metric of each run."""
+    """List the tags of runs, or the runs of one tag. Each has its best and last metric."""
     from holdfast.rest import groups
     from holdfast_formats.rest import lists
 

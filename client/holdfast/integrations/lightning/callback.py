@@ -32,7 +32,7 @@ _ModelCheckpoint: Any = framework.part("callbacks").ModelCheckpoint
 
 
 class HoldfastCheckpoint(_ModelCheckpoint):
-    """A ModelCheckpoint that saves to Holdfast, with every strategy. Use one per Trainer.
+    """A ModelCheckpoint that saves to Holdfast, the same with all supported strategies. Use one per Trainer.
 
     All other saves of this Trainer go into the run too: other ModelCheckpoints, `trainer.save_checkpoint()`. A name
     `….ckpt` is a link to the step's directory, where the daemon is on this machine.

@@ -185,5 +185,5 @@ class ClusterLocks:
                     f"{f'the daemon of node {node}' if node else 'another daemon'} has held lock {name!r} for too long",
                     hint="try again; if it persists, that daemon is stopped or its storage is slow: see `holdfast nodes`",
                 )
-            log.warning("completing the work that %s began under lock %r", f"node {node}" if node else "lost node", name)
+            log.warning("ending the session of %s, which holds lock %r", f"node {node}" if node else "a lost node", name)
             session.execute(select(func.pg_terminate_backend(pid)))
