@@ -205,6 +205,26 @@ def test_the_kustomization_of_the_guide_is_rendered(page: str, tmp_path: Path) -
     images = {one["image"] for document in documents for pod in templates(document) for one in containers(pod["spec"])}
     assert images == {"registry.example.com/holdfast:0.1.0", "registry.example.com/my-trainer:1"}
     assert {"DaemonSet", "Job", "PodMonitor", "PrometheusRule"} <= {one["kind"] for one in documents}
+    (job,) = [one for one in documents if one["kind"] == "Job"]
+    (trainer,) = job["spec"]["template"]["spec"]["containers"]
+    assert "holdfast.demo.train" not in trainer["args"] and trainer["args"][-1].startswith("/app/")
+    assert {one["name"] for one in trainer["env"]} == {"HOME", "PET_RDZV_ENDPOINT"}
+    assert f"(T + shm + `slots` × S) ÷ {(100 - SPARE_PERCENT) / 100}" in text
+    for document in documents:
+        check(document)
+
+
+@pytest.mark.parametrize("page", ["operating.md", "operating.zh-CN.md"])
+def test_the_service_of_the_guide_leads_to_the_sidecar(page: str) -> None:
+    """By the port's number: Services find named ports of native sidecars only from Kubernetes 1.32."""
+    text = (TOP / "docs" / page).read_text()
+    (shown,) = re.findall(r"```yaml\n(apiVersion: v1\nkind: Service\n.*?)```", text, re.DOTALL)
+    service = yaml.safe_load(shown)
+    check(service)
+    (job,) = [one["spec"] for one in sources("sidecar") if one["kind"] == "Job"]
+    (sidecar,) = filter(is_daemon, containers(job["template"]["spec"]))
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == [one["containerPort"] for one in sidecar["ports"]]
 
 
 def nodes(documents: list[dict[str, Any]]) -> int:
