@@ -104,3 +104,23 @@ def test_what_is_being_replaced_is_left_alone(control: Control) -> None:
     control.rotation.replaced.listed(RUN, 3)
     control.watch.scan()
     assert not listed(control)[3]
+
+
+def test_a_step_that_retention_removes_during_a_scan_does_not_stop_it(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is removed between the list of the scan and its look at the step; the later steps are looked at."""
+    removed: list[int] = []
+    look = control.rotation.probe.probe
+
+    def probe(run: str, step: int) -> str:
+        if not removed:
+            removed.append(step)
+            control.rotation.remove(run, step)
+        return look(run, step)
+
+    control.tier.replace(f"{naming.checkpoint_path(RUN, 2)}/{naming.STATE}", b"{ }")
+    monkeypatch.setattr(control.rotation.probe, "probe", probe)
+    control.watch.scan()
+    assert (removed, listed(control)) == ([1], {2: False, 3: True})
+    assert not [event for event in control.events.after(0, 100) if event.kind == "checkpoint-missing"]

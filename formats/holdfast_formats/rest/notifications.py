@@ -24,7 +24,7 @@ class NoticedAlert(Body):
     hint: str
     run: str | None = Field(default=None, description="null if it concerns no run, such as a lost node")
     step: int | None = None
-    since: str = Field(description="when it was first seen, RFC 3339, UTC")
+    since: str = Field(description="when it began, or if that is unknown, when it was first seen; RFC 3339, UTC")
     told: int = Field(default=0, description="how often it was sent to this target before")
     url: str | None = Field(default=None, description="the run's page, if the targets file gives an address")
 

@@ -9,8 +9,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.access import ALL
 from holdfast_service.control.catalog.catalog import ANY_FILES, Catalog
@@ -154,7 +155,8 @@ class RootWatch:
         """Look again while the checkpoint cannot be replaced, thinned or removed, and record the result."""
         with self._rotation.deciding(run):
             if not self._rotation.replaced.is_replacing(run, step):
-                self._rotation.proofs.look(run, step)
+                with suppress(NoSuchCheckpoint, NoSuchRun):  # removed since the scan listed it
+                    self._rotation.proofs.look(run, step)
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -236,4 +236,4 @@ def test_people_and_prometheus_are_told_the_same() -> None:
     finally:
         watch.close()
     ((_, away),) = watch.alerts(0.0)
-    assert away.hint == said["HoldfastWatchedDown"]["action"] and "127.0.0.1:1 does not answer" in away.text
+    assert away.hint == said["HoldfastWatchedDown"]["action"] and "127.0.0.1:1 has not answered since" in away.text

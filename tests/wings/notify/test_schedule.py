@@ -67,6 +67,24 @@ class World:
 LOST = {NoticeKey("llama", "run-died"): alert()}
 
 
+def test_a_message_states_when_the_alert_began() -> None:
+    """Not when it was looked for; without a time of its own, or with one that is yet to come, it is the first look."""
+    key = NoticeKey("llama", "run-died")
+    for own, told in ((write_time(T0 - 3.7), T0 - 3.7), (None, T0), (write_time(T0 + 20), T0), ("long ago", T0)):
+        item = alert().model_copy(update={"since": own})
+        (found,) = plan(target(after_s=0), {key: item}, {}, {}, T0).firing
+        assert as_alert("ops", found, False, None).since == write_time(told)
+
+
+def test_an_alert_that_began_long_ago_is_not_sent_before_its_time() -> None:
+    """Alerts state when the cause began, as the last commit; `after_s` is counted from the first look all the same."""
+    world = World(target(after_s=30))
+    late = {NoticeKey("llama", "no-commit"): alert("no-commit").model_copy(update={"since": write_time(T0 - 4000)})}
+    assert world.look(T0, late) == [] and world.look(T0 + 29, late) == []
+    assert world.look(T0 + 30, late) == [("firing", "llama")]
+    assert [known.since for known in world.known.values()] == [T0 - 4000]
+
+
 def test_an_alert_is_told_once_repeated_and_over() -> None:
     world = World(target(after_s=30, repeat_s=3600))
     assert world.look(T0, LOST) == []
@@ -203,7 +221,7 @@ def test_alerts_of_one_code_are_one() -> None:
 
 
 def test_ids_are_the_same_after_a_restart_and_new_for_a_new_alert() -> None:
-    told = NotifiedAlert(NoticeKey("llama", "run-died"), "error", "text", "hint", 5, T0)
+    told = NotifiedAlert(NoticeKey("llama", "run-died"), "error", "text", "hint", 5, T0, 0, T0)
     again = told._replace(text="another text", times=3, last=T0 + 9)
     assert alert_id("ops", told) == alert_id("ops", again)
     assert len({alert_id("ops", told), alert_id("other", told), alert_id("ops", told._replace(since=T0 + 0.001))}) == 3

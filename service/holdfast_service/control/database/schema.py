@@ -389,8 +389,9 @@ class AuditRow(CatalogTable):
 
 
 class NoticeRow(CatalogTable):
-    """An alert that a target of notifications was told of, or is going to be: `told` times so far, and `last` when.
-    Times are seconds since the epoch. `run` is empty for what is about no run.
+    """An alert that a target of notifications was told of, or is going to be: `told` times so far, and `last` when; until
+    the first message, `last` is when it was first seen. Times are seconds since the epoch. `run` is empty for what is
+    about no run.
     """
 
     __tablename__ = "notices"

@@ -136,7 +136,8 @@ def _row(target: str, notified_alert: NotifiedAlert) -> NoticeRow:
 
 def _told(row: NoticeRow) -> NotifiedAlert:
     level = cast(AlertLevel, row.level)
-    return NotifiedAlert(NoticeKey(row.run, row.code), level, row.text, row.hint, row.step, row.since, row.told, row.last)
+    last = row.since if row.last is None else row.last  # an alert that was not sent yet may be stored without
+    return NotifiedAlert(NoticeKey(row.run, row.code), level, row.text, row.hint, row.step, row.since, row.told, last)
 
 
 def _delivered(row: DeliveryRow | None, firing: int) -> DeliveryStatus:

@@ -40,7 +40,7 @@ def slack(notice: Notice) -> str:
 def _paragraph(one: NoticedAlert) -> Iterator[str]:
     yield f"{_state(one)}: {_what(one)}"
     if one.status == "recovered":
-        yield f"It was first seen at {one.since}."
+        yield f"It began at {one.since}."
     else:
         yield _line(one.hint)
         if one.told:

@@ -31,7 +31,9 @@ class NoticeKey(NamedTuple):
 
 
 class NotifiedAlert(NamedTuple):
-    """The state of one alert for one target, sent or to be sent. Times are seconds since the epoch."""
+    """The state of one alert for one target, sent or to be sent. Times are seconds since the epoch: `since` is when it
+    began, `last` when it was last sent, and until the first message when it was first seen.
+    """
 
     key: NoticeKey
     level: AlertLevel
@@ -39,8 +41,8 @@ class NotifiedAlert(NamedTuple):
     hint: str
     step: int | None
     since: float
-    times: int = 0
-    last: float | None = None
+    times: int
+    last: float
 
 
 class Plan(NamedTuple):
@@ -80,7 +82,7 @@ def plan(
     """The next message for `target`. `known` is the state of its alerts, `absent` the seconds since each was last seen."""
     wanted = {key: item for key, item in alerts.items() if concerns(target, key, item)}
     added = {
-        key: _said(NotifiedAlert(key, item.level, "", "", None, now), item)
+        key: _said(NotifiedAlert(key, item.level, "", "", None, _began(item, now), 0, now), item)
         for key, item in wanted.items()
         if key not in known
     }
@@ -143,6 +145,11 @@ def concerns(target: HttpTarget | MailTarget, key: NoticeKey, item: Attention) -
     return matches(target.runs, key.run) if key.run else target.runs == ALL
 
 
+def _began(item: Attention, now: float) -> float:
+    """When the alert began, or `now` if that is unknown; a clock that is ahead delays nothing."""
+    return now if item.since is None else min(seconds_of(item.since), now)
+
+
 def _said(notified_alert: NotifiedAlert, item: Attention) -> NotifiedAlert:
     """An alert in its source's current words, limited in length and characters to what every receiver takes."""
     return notified_alert._replace(level=item.level, text=_text(item.text), hint=_text(item.hint), step=item.step)
@@ -156,8 +163,8 @@ def _text(text: str) -> str:
 def _is_due(target: HttpTarget | MailTarget, before: NotifiedAlert, item: Attention, now: float) -> bool:
     if item.acknowledged is not None:  # it was acknowledged; its end is still sent, if its begin was
         return False
-    if before.times == 0 or before.last is None:
-        return _passed(before.since, now, target.after_s)
+    if before.times == 0:
+        return _passed(before.last, now, target.after_s)
     if before.level == "warning" and item.level == "error":
         return True
     if item.code == DEATH and item.since is not None and before.last < seconds_of(item.since) <= now:
