@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from holdfast.config import default_url
 from holdfast.terminal import completion, console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, NoSuchRun
 
 if TYPE_CHECKING:
     from holdfast.rest.api import Api
@@ -111,7 +112,7 @@ def keep(  # noqa: PLR0913 — one option a rule
         given = {name: value for name, value in rules.items() if value is not None}
         if keep_all and given.keys() - {"quota_bytes", "keep_full", "optim", "optim_full"}:
             raise InvalidRequest("--all keeps everything, so it cannot be combined with other rules")
-        with Api(url or default_url()) as api:
+        with _known_run(), Api(url or default_url()) as api:
             changes = bool(given or keep_all) and not dry_run
             if changes:
                 shown = _change(api, run, _policy(given), (yes, as_json))
@@ -123,6 +124,16 @@ def keep(  # noqa: PLR0913 — one option a rule
         console.out().print(Text.assemble(("set  ", "green"), _said(shown, "removed")))
     else:
         show(shown)
+
+
+@contextmanager
+def _known_run() -> Iterator[None]:
+    """For a run that does not exist, say when it will, and what holds until then."""
+    try:
+        yield
+    except NoSuchRun as error:
+        hint = "a policy is for a run that has started; `holdfast serve --keep N` sets the default for new runs"
+        raise NoSuchRun(error.detail, hint=hint) from error
 
 
 def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool]) -> Preview:

@@ -45,7 +45,8 @@ def test_keep_shows_what_holds(service: Served) -> None:
     assert lines == [["15", "keep"], ["10", "keep"], ["5", "keep"]]
     assert "no rule limits what is kept" in result.stdout
     assert "the rules: everything" in result.stdout
-    assert call("keep", "nobody").exit_code == 3
+    unknown = call("keep", "nobody", "--last", 1)
+    assert unknown.exit_code == 3 and "a run that has started; `holdfast serve --keep N`" in unknown.output
 
 
 def test_keep_dry_run_changes_nothing(service: Served) -> None:

@@ -12,6 +12,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.config import given_token
 from holdfast.rest.api import Api
+from holdfast.rest.owner_token import owners
 from holdfast.rest.tokens import RootTokens, ServiceTokens
 from holdfast_formats.errors import (
     CheckpointError,
@@ -70,6 +71,19 @@ def test_the_first_token_is_made_with_the_service_down(tmp_path: Path) -> None:
         with Api(daemon.url, token=viewer.token) as api, pytest.raises(Unauthenticated, match="revoked"):
             list(api.runs())
         assert boss not in daemon.log.read_text() and viewer.token not in daemon.log.read_text()
+
+
+def test_whoami_says_until_when_the_token_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner's is made by the daemon at its start, and ends with it."""
+    root = tmp_path / "root"
+    boss = RootTokens(root).create(TokenRequest(name="boss", scope="admin")).token
+    with running(root, listen=HERE, closed=True) as daemon:
+        own = owners(daemon.url)
+        assert own is not None
+        for token, until in ((own.token, "this daemon ends"), (boss, "for ever")):
+            monkeypatch.setenv("HOLDFAST_TOKEN", token)
+            lines = commands.call("whoami", "--url", daemon.url).stdout.splitlines()
+            assert [line.removeprefix("until").strip() for line in lines if line.startswith("until")] == [until]
 
 
 def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

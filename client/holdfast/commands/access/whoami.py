@@ -25,6 +25,7 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
     facts = [("you are", caller.name), ("known by", _BY.get(caller.by, caller.by))]
     for grant in caller.grants or [Grant(scope=caller.scope, runs=caller.runs)]:
         facts.append(("you may", f"{grant.scope} {'all runs' if grant.runs == '*' else grant.runs}"))
-    facts += [("until", caller.expires or "for ever"), ("from", caller.address)]
+    ends = "this daemon ends" if caller.by == "owner" else "for ever"
+    facts += [("until", caller.expires or ends), ("from", caller.address)]
     for what, value in facts:
         console.out().print(f"{what:<10}{visible(value)}", markup=False, highlight=False, soft_wrap=True)
