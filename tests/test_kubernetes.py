@@ -214,6 +214,31 @@ def test_the_kustomization_of_the_guide_is_rendered(page: str, tmp_path: Path) -
         check(document)
 
 
+def test_an_existing_secret_may_hold_the_catalogs_url(tmp_path: Path) -> None:
+    """A patch names it, in the place of the one that Kustomize makes."""
+    rendered(tmp_path, "many-nodes")
+    about = yaml.safe_load((tmp_path / "kustomization.yaml").read_text())
+    source = {"secretKeyRef": {"name": "ours"}}
+    changed = [{"name": "holdfast", "env": [{"name": "HOLDFAST_CATALOG", "valueFrom": source}]}]
+    about["patches"] = [
+        {"patch": yaml.safe_dump(head | {"spec": {"template": {"spec": {"containers": changed}}}})}
+        for head in (
+            {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "holdfast"}},
+            {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "holdfast-api"}},
+        )
+    ]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(about))
+    asked = [
+        variable["valueFrom"]["secretKeyRef"]
+        for document in printed(tmp_path)
+        for template in templates(document)
+        for one in containers(template["spec"])
+        for variable in one.get("env", [])
+        if variable["name"] == "HOLDFAST_CATALOG"
+    ]
+    assert asked == [{"name": "ours", "key": "url"}] * 2
+
+
 @pytest.mark.parametrize("page", ["operating.md", "operating.zh-CN.md"])
 def test_the_service_of_the_guide_leads_to_the_sidecar(page: str) -> None:
     """By the port's number: Services find named ports of native sidecars only from Kubernetes 1.32."""
