@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import socket
 import stat
 from collections.abc import Iterator
@@ -109,6 +110,18 @@ def test_another_user_does_not_find_it(daemon: RunningDaemon, surroundings: Path
             list(api.runs())
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize("unit", ["holdfast", "holdfast-USER"])
+def test_keys_of_units_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    """systemd gives a unit its own runtime directory, which is not that of the user's session."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "session"))
+    monkeypatch.setattr(owner_key, "SYSTEM_DIRECTORY", str(tmp_path / "holdfast"))
+    path = tmp_path / unit.replace("USER", pwd.getpwuid(os.geteuid()).pw_name) / owner_key.file_name(8420)
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode(owner_key.OwnerKey(host="127.0.0.1", port=8420, token="hf_x")))
+    path.chmod(0o600)
+    assert owner_token.owners("http://127.0.0.1:8420") == owner_token.FoundToken("http://127.0.0.1:8420", "hf_x")
 
 
 @pytest.mark.parametrize("spoil", ["readable by others", "a link", "not a key", "a directory"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +32,22 @@ def owners(url: str) -> FoundToken | None:
         return None
     if parts.scheme != "http" or host is None or parts.path.strip("/"):
         return None
-    for directory in (config.runtime_directory(), Path(owner_key.SYSTEM_DIRECTORY)):
+    for directory in (config.runtime_directory(), *_system_directories()):
         key = _read(directory / owner_key.file_name(port))
         address = key.address(host, port) if key is not None else None
         if key is not None and address is not None:
             return FoundToken(address, key.token)
     return None
+
+
+def _system_directories() -> list[Path]:
+    """Of the units `holdfast` and `holdfast@USER`."""
+    system = Path(owner_key.SYSTEM_DIRECTORY)
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # such as in a container
+        return [system]
+    return [system, system.with_name(f"{system.name}-{user}")]
 
 
 def _read(path: Path) -> OwnerKey | None:

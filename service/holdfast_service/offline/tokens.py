@@ -8,19 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.errors import NoSuchResource, WrongRoot
 from holdfast_formats.rest.offline import TokenWork
 from holdfast_formats.rest.operations import Token
 from holdfast_formats.root_files import check_root_place
 from holdfast_formats.timestamps import utc_now
-from holdfast_service.config import catalog_url, default_node
+from holdfast_service import config
+from holdfast_service.config import default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
-from holdfast_service.storage.identity import known
+from holdfast_service.control.database.engines import address
+from holdfast_service.storage import PosixTier
+from holdfast_service.storage.identity import catalog_of, known
 from holdfast_service.storage.posix import make_root
 
 
@@ -31,7 +34,7 @@ def run(work: TokenWork) -> dict[str, Any]:
         raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     check_root_place(root)
     make_root(root)
-    database = Database.open(work.catalog or catalog_url(root))
+    database = Database.open(_catalog_url(root, work.catalog))
     try:
         ownership.check(database, known(root), root)
         tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
@@ -51,6 +54,18 @@ def run(work: TokenWork) -> dict[str, Any]:
         return {"items": [token.model_dump() for token in _all(tokens)]}
     finally:
         database.close()
+
+
+def _catalog_url(root: Path, given: str | None) -> str:
+    """The URL of the catalog: the given one, or the one that a daemon of this root would use. `WrongRoot` if the root was
+    last served with another catalog: a daemon does not know tokens of that.
+    """
+    url = config.parse(["--root", str(root), *(["--catalog", given] if given else [])]).catalog_url
+    shared = catalog_of(PosixTier(root))
+    if shared is not None and not (config.is_shared(url) and address(url) == shared):
+        hint = "pass its URL with --catalog, or set HOLDFAST_CATALOG"
+        raise WrongRoot(f"the tokens of {root} are in the catalog {shared}", hint=hint)
+    return url
 
 
 def _all(tokens: Tokens) -> list[Token]:

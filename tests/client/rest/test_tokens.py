@@ -14,6 +14,7 @@ from holdfast.config import given_token
 from holdfast.rest.api import Api
 from holdfast.rest.owner_token import owners
 from holdfast.rest.tokens import RootTokens, ServiceTokens
+from holdfast_formats import naming
 from holdfast_formats.errors import (
     CheckpointError,
     Forbidden,
@@ -28,6 +29,7 @@ from holdfast_service.control.access.audit import local_user
 from tests.checkpoints import build_root
 from tests.client.remote.test_http_link import far_daemon
 from tests.daemons import running
+from tests.databases import Postgres
 from tests.kit import commands
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -71,6 +73,24 @@ def test_the_first_token_is_made_with_the_service_down(tmp_path: Path) -> None:
         with Api(daemon.url, token=viewer.token) as api, pytest.raises(Unauthenticated, match="revoked"):
             list(api.runs())
         assert boss not in daemon.log.read_text() and viewer.token not in daemon.log.read_text()
+
+
+def test_a_token_is_not_made_in_a_catalog_that_no_daemon_reads(
+    tmp_path: Path, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root was served with another catalog, whose URL comes from the option, or where the daemon has it from, too."""
+    monkeypatch.delenv("HOLDFAST_CATALOG", raising=False)
+    root, url = tmp_path / "root", postgres.make()
+    with running(root, "--catalog", url, "--exchange", HERE, listen=HERE, closed=True) as daemon:
+        lost = call("create", "lost", "--root", root)
+        assert lost.exit_code == 4 and "are in the catalog postgresql://" in lost.output and "--catalog" in lost.output
+        assert not (root / naming.CATALOG).exists()
+        by_option = call("create", "one", "--root", root, "--catalog", url).stdout.strip()
+        monkeypatch.setenv("HOLDFAST_CATALOG", url)
+        by_setting = call("create", "two", "--root", root).stdout.strip()
+        for token in (by_option, by_setting):
+            with Api(daemon.url, token=token) as api:
+                assert list(api.runs()) == []
 
 
 def test_whoami_says_until_when_the_token_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
