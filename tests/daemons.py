@@ -188,7 +188,7 @@ def paused(pause_s: float) -> float:
 def wait_until_read_back(daemon: RunningDaemon, run: str, step: int) -> None:
     """Until the daemon, which must listen, has verified a checkpoint, and nobody reads it any more of itself."""
     with Api(daemon.url) as api:
-        wait_until(lambda: api.checkpoint(run, step).verified)
+        wait_until(lambda: any(one.step == step and one.verified for one in api.checkpoints(run)))
 
 
 @contextmanager

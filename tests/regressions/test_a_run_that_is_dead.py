@@ -94,7 +94,7 @@ def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
             raise ZeroDivisionError
         wait_until(lambda: of(daemon, "failed").state == "died")
         assert of(daemon, "ended").exposed_s == 0.0 and not codes(daemon, "ended")
-        assert 'class="dot gone" role="img" aria-label="finished"' in httpx.get(daemon.url).text
+        assert 'class="dot gone" role="img" title="finished"' in httpx.get(daemon.url).text
     with serving(tmp_path) as daemon:
         assert of(daemon, "ended").state == "finished" and metric(daemon, "ended") == "0"
 

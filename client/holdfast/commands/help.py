@@ -15,17 +15,17 @@ EXIT_STATUSES = (
     (
         1,
         "`doctor` found a problem, `catalog` found a difference or could not repair it, the demo failed, you "
-        "answered no, or any other error",
+        "answered no, or another error occurred",
         "read the message",
     ),
-    (2, "the request is wrong", "change it"),
-    (3, "not found", "look with `holdfast ls`"),
+    (2, "the command or the request is invalid", "correct it"),
+    (3, "the run, the checkpoint or another object was not found", "list what exists with `holdfast ls`"),
     (
         4,
-        "conflict: another client changed it first, or the checkpoint is pinned",
-        "check its current state, then decide",
+        "conflict: for example, another client made a change first, or the checkpoint is pinned",
+        "check the current state, then decide",
     ),
-    (5, "damaged", "do not use these bytes; restore another step"),
+    (5, "the checkpoint is damaged", "do not use these bytes; restore another step"),
     (
         6,
         "unavailable: a daemon or storage does not answer, there is no space, or a time limit passed",

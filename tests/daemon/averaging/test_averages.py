@@ -204,7 +204,7 @@ def test_ranks_that_count_differently_are_refused_by_name(world: World) -> None:
     error = filled(world, {0: slot(0, after=0), 1: slot(1, after=1)})
     assert error is not None and "rank 1 had 1 updates" in error.detail
     error = filled(world, {0: slot(0, after=0), 1: slot(1, after=0, said=False)})
-    assert error is not None and "rank 1 sent no update" in error.detail and "lost with its daemon" in error.hint
+    assert error is not None and "rank 1 sent no update" in error.detail and "lost when a daemon ended" in error.hint
     outside = slot(0, after=0)
     outside.data = outside.data[:PAGE]
     with pytest.raises(InvalidRequest, match="outside its slot"):

@@ -137,7 +137,9 @@ def test_the_documents_example_and_table(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "telling.md").read_text()
     example = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
     assert [one.kind for one in read_targets(write(tmp_path, example)).target] == ["slack", "webhook", "mail"]
-    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("| key | of |")[2].partition("\n\n")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("| key | kinds of targets |")[2].partition("\n\n")[0], re.MULTILINE
+    )
     documented = {name for row in rows for name in re.findall(r"\w+", row)}
     assert documented == {*HttpTarget.model_fields, *MailTarget.model_fields}
 
