@@ -415,7 +415,7 @@ class Checkpointer:
         """Load a checkpoint into the live state, in place, and return its step.
 
         Only the job that trains calls it, on every rank: it declares a launch, which is refused as `RunBusy` while
-        another job of the run is alive. To read checkpoints in a notebook or an evaluation during a training, use
+        another job of the run is alive. To read checkpoints in a notebook or an evaluation during training, use
         `holdfast.open()`.
 
         Without `step`, the newest sound checkpoint with the wanted groups is loaded. Every rank of a launch gets the
@@ -556,7 +556,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The committed steps of this run, the newest last.
 
-        Any rank may call it, and so may another process during a training: it starts no daemon, and declares no launch.
+        Any rank may call it, and so may another process during training: it starts no daemon, and declares no launch.
 
         The list excludes saves of this process that are not committed yet. It includes steps that are damaged, or that
         training abandoned by restoring an older one: files are listed and not read, so a step that is listed may still
@@ -597,7 +597,7 @@ class Checkpointer:
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
         """Read a file that was saved with a step as an asset, checked against its digest.
 
-        Any rank may call it, and so may another process during a training: it starts no daemon, and declares no launch.
+        Any rank may call it, and so may another process during training: it starts no daemon, and declares no launch.
 
         Args:
             step: The step of the checkpoint.

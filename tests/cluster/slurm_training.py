@@ -1,4 +1,4 @@
-"""Trains for ever and saves every step, by way of its node's default daemon: slurm_training.py JOURNAL [on-preemption].
+"""Trains until it is stopped, and saves every step through its node's daemon: slurm_training.py JOURNAL [on-preemption].
 
 With `on-preemption` only the step at which SIGTERM lets all ranks stop is saved.
 """

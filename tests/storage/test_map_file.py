@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,3 +82,13 @@ def test_a_change_by_another_daemon_is_kept() -> None:
 
     sizes(tier).change(act)
     assert calls == [{}, {"theirs": 1}] and sizes(tier).read() == {"ours": 2, "theirs": 1}
+
+
+def test_a_file_that_others_keep_changing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of trying for ever."""
+    tier = MemoryTier(2**20)
+    monkeypatch.setattr(map_file, "WAIT_S", 0.05)
+    counted = itertools.count()
+    with pytest.raises(InUse, match="keep changing"):
+        sizes(tier).change(lambda entries: sizes(tier).change(put("theirs", next(counted))))
+    assert 1 < next(counted) - 1 == sizes(tier).read()["theirs"]

@@ -132,7 +132,7 @@ def _known_run() -> Iterator[None]:
     try:
         yield
     except NoSuchRun as error:
-        hint = "a policy is for a run that has started; `holdfast serve --keep N` sets the default for new runs"
+        hint = f"{error.hint}; a policy is for a run that has started; `holdfast serve --keep N` sets the default for others"
         raise NoSuchRun(error.detail, hint=hint) from error
 
 

@@ -38,7 +38,7 @@ class Change(NamedTuple):
         counts = [f"{len(names)} {what}" for what, names in self._asdict().items() if names]
         examples = [*self.added, *self.changed, *self.removed][:EXAMPLES_MAX]
         if not counts:
-            return "no tensors, only other values or assets"
+            return "tensors are unchanged, only other values or assets changed"
         return f"tensors: {', '.join(counts)}, for example {', '.join(examples)}"
 
 

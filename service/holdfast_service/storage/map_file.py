@@ -64,12 +64,15 @@ class MapFile(Generic[Entry]):
                 before = self._bytes()
                 entries = {} if before is None else self._parse(before)
                 act(entries)
+                late = time.monotonic() > until
                 try:
                     if self._records.swap(self._path, before, self._encode(entries)):
                         return
                 except InUse:
-                    if time.monotonic() > until:
+                    if late:
                         raise
+                if late:
+                    raise InUse(f"other daemons keep changing {self._path}", hint="try again in a moment")
                 time.sleep(RETRY_S)
 
     def _encode(self, entries: dict[str, Entry]) -> bytes:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
 
+from .records import has_bytes
 from .tier import THE_DIRECTORY, Buffer, check_range, octets, split_leaf, split_path
 
 CAPACITY_BYTES = 2**40
@@ -64,7 +65,7 @@ class MemoryTier:
 
     def swap(self, path: str, before: bytes | None, data: bytes) -> bool:
         with self.hold(f"{path}.lock"), self._lock:
-            if (None if self.size(path) is None else self.read(path)) != before:
+            if not has_bytes(self, path, before):
                 return False
             self.replace(path, data)
         return True

@@ -23,6 +23,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 from . import libc
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .pacing import Pace
+from .records import has_bytes
 from .stamps import stamps
 from .tier import THE_DIRECTORY, Buffer, check_position, check_range, octets, split_leaf, split_path
 from .translation import translated
@@ -103,7 +104,7 @@ class PosixTier:
 
     def swap(self, path: str, before: bytes | None, data: bytes) -> bool:
         with self.hold(f"{path}.lock"):
-            if (None if self.size(path) is None else self.read(path)) != before:
+            if not has_bytes(self, path, before):
                 return False
             self.replace(path, data)
         return True

@@ -36,3 +36,11 @@ class Records(Files, Protocol):
 
     def remove_file(self, path: str) -> None:
         """Remove one file."""
+
+
+def has_bytes(files: Files, path: str, expected: bytes | None) -> bool:
+    """Whether a file has exactly these bytes, None for no file. A larger file is not read."""
+    size = files.size(path)
+    if size is None or expected is None:
+        return size is None and expected is None
+    return size == len(expected) and files.read(path, 0, size) == expected

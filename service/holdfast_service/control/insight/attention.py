@@ -137,15 +137,14 @@ def _failing(facts: Facts) -> Iterator[Attention]:
     if failed:
         code = ended[0].code or "round-aborted"
         team = code == "quota-exceeded" and not _is_own_quota_full(facts)
+        mend = _MEND.get(code, "the list of saves has the message; see also the daemon's log")
+        if code == "pinned":
+            mend = _unpin(facts.run, ended[0].step)
         yield Attention(
             level="error",
             code="saves-failing",
             text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
-            hint=_TEAM_QUOTA
-            if team
-            else _unpin(facts.run, ended[0].step)
-            if code == "pinned"
-            else _MEND.get(code, "the list of saves has the message; see also the daemon's log"),
+            hint=_TEAM_QUOTA if team else mend,
             step=ended[0].step,
             since=_at(ended[failed - 1].ended),
             remedy="raise-team-quota" if team else _REMEDIES.get(code, "look"),

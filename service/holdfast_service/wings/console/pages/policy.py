@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Query, Request
 from starlette.responses import Response
@@ -24,12 +24,20 @@ HOUR_S = 3600.0
 Count = Annotated[int, Query(ge=0)]
 
 
+class Applied(NamedTuple):
+    """What goes by the policy that was just set: checkpoints, and their bytes."""
+
+    checkpoints: int
+    freed_bytes: int
+
+
 @router.get("/runs/{run}/policy")
 async def show_policy(request: Request, api: Asked, run: str, removed: Count = 0, freed: Count = 0) -> Response:
     """The policy in force, and its verdict on every checkpoint; `removed` and `freed` of the policy that was just set."""
     tag = await _tag(api, run)
     preview = await api.get(Preview, at(run) + "/retention")
-    return await _page(request, api, run, tag, preview, in_force=preview, done=(removed, freed))
+    applied = Applied(removed, freed) if removed else None
+    return await _page(request, api, run, tag, preview, in_force=preview, applied=applied)
 
 
 @router.post("/runs/{run}/policy/preview")
@@ -107,7 +115,7 @@ async def _page(  # noqa: PLR0913 — one page, before and after a change
     preview: Preview,
     *,
     in_force: Preview,
-    done: tuple[int, int] = (0, 0),
+    applied: Applied | None = None,
 ) -> Response:
     """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
@@ -120,8 +128,7 @@ async def _page(  # noqa: PLR0913 — one page, before and after a change
         run=run,
         policy=preview.policy,
         tag=tag,
-        removed=done[0],
-        freed=done[1],
+        applied=applied,
         preview=preview,
         proposed=preview is not in_force,
         verdicts=verdicts[:VERDICTS_SHOWN],
