@@ -27,7 +27,7 @@ DOCS := $(VENV)/.docs
 RELEASE := $(VENV)/.release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak e2e browser engine versions lock dist installed integrations official bench docs check types style format clean tools
+.PHONY: help demo serve test collected crash frozen fuzz attack cluster soak objects e2e browser engine versions lock dist installed integrations official bench docs check types style format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -70,6 +70,14 @@ cluster: $(READY) ## three nodes train on one root and one is lost, torchrun on 
 # more chances: CLUSTER="--cluster-s 600 --cluster-rounds 100 --cluster-away-s 600".
 soak: $(READY) ## the same, and killed or stopped at every named point, PostgreSQL away, random deaths; CLUSTER="--cluster-s 600"
 	$(BIN)/python -m pytest -m cluster -n 2 --dist loadfile $(CLUSTER) tests/cluster tests/regressions
+
+# Debian's packages of Ceph, 63 MB, are installed by nothing else: elsewhere the tests on radosgw are skipped, and say so.
+CEPH := radosgw ceph-mon ceph-osd ceph-common
+OBJECTS ?=
+objects: $(READY) ## object storage on Ceph's radosgw, and with thousands of faults on every server; OBJECTS="-k races"
+	@command -v radosgw >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+		( apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(CEPH) ) || true
+	$(BIN)/python -m pytest -m objects -n 2 --dist loadfile $(OBJECTS)
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -13,10 +13,23 @@ from tests import forked
 from tests.databases import empty_catalog, postgres
 from tests.forked_programs import forked_programs
 from tests.kit.daemons import daemon, run
+from tests.kit.objects import bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
 
 REQUEST_TIMEOUT_S = 60.0
 
-__all__ = ["daemon", "empty_catalog", "forked_programs", "postgres", "run"]  # fixtures of every test
+# Fixtures of every test.
+__all__ = [
+    "bucket",
+    "bucket_server",
+    "daemon",
+    "empty_catalog",
+    "forked_programs",
+    "moto",
+    "moto_bucket",
+    "postgres",
+    "radosgw",
+]
+__all__ += ["run", "seaweedfs", "seaweedfs_bucket"]
 
 # No deadlines: a busy machine must not turn a correct test red.
 settings.register_profile("ci", deadline=None, derandomize=False, max_examples=15)
