@@ -37,7 +37,11 @@ class RealDirectory:
         return sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
 
     def lose(self, path: str) -> None:
-        shutil.rmtree(self._root / path)
+        there = self._root / path
+        if there.is_dir():
+            shutil.rmtree(there)
+        else:
+            there.unlink()
 
     @contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:

@@ -26,6 +26,7 @@ from holdfast_service.storage import CommitContents, FileWriter, Publication, St
 RUN, STEP, PART = "run", 7, 2**16
 ALONE, JOINT, OTHER = Place(RUN, STEP, 1), Place(RUN, STEP, 1, 5), Place(RUN, STEP, 1, 6)
 LIVE = Place(RUN, STEP + 1, 1, 8)
+JOB, MENDING = naming.job_place(RUN, STEP, "f" * 16), Place(RUN, STEP, naming.NO_ATTEMPT)
 CALLS_MAX = 2000
 
 How = Literal["fails", "answer lost", "dies"]
@@ -67,7 +68,7 @@ class Storage(Protocol):
         """The bytes of all that is kept, whether it can be seen or not: files, staged ones, parts of uploads."""
 
     def lose(self, path: str) -> None:
-        """Somebody removes this by hand."""
+        """Somebody removes this file, or all below this path, by hand."""
 
     def failing(self, fault: Fault) -> AbstractContextManager[None]:
         """While this lasts, calls go by way of `fault`. What fails is translated as always."""
@@ -129,6 +130,14 @@ def stage(store: Store, place: Place, made: Sample) -> StagedCheckpoint:
 def save(store: Store, place: Place, made: Sample, over: bool = False) -> Publication:
     stage(store, place, made)
     return store.commit(place, made.contents(), over)
+
+
+def mend(store: Store, files: dict[str, bytes]) -> None:
+    """Repair the checkpoint `FIRST` with these files."""
+    staged = store.begin(MENDING)
+    for name, data in files.items():
+        fill(staged.create(name, len(data)), data)
+    store.mend(MENDING, FIRST.manifest, FIRST.commit)
 
 
 def path(name: str, step: int = STEP, run: str = RUN) -> str:
@@ -245,6 +254,163 @@ class StoreSuite:
         stage(store, ALONE, FIRST)
         assert store.receipts(ALONE) == [b"a receipt"]
         assert store.receipts(Place(RUN, STEP, 2)) == []
+
+    # jobs
+
+    @pytest.mark.parametrize("place", [ALONE, JOINT, JOB], ids=["one node", "several", "job"])
+    def test_what_is_staged_is_read_back_before_the_commit(self, store: Store, place: Place) -> None:
+        """Under the place's own path, by whom has begun it; what was not finished is not asked for."""
+        staged = stage(store, place, FIRST)
+        assert staged.path == place.path
+        for name, data in FIRST.files.items():
+            staged.sync(name)
+            assert staged.files.size(f"{place.path}/{name}") == len(data)
+            assert store.files.read(f"{place.path}/{name}", 3, 40) == data[3:43]
+        assert set(FIRST.files) <= set(store.files.list(place.path))
+        assert standing(store) is None
+
+    def test_a_job_goes_on_where_it_was_killed(self, storage: Storage) -> None:
+        """It finds what it had finished, drops the rest, and writes that again."""
+        done, begun = "model-0.safetensors", "model-1.safetensors"
+        first = storage.open().begin(JOB)
+        fill(first.create(done, len(FIRST.files[done])), FIRST.files[done])
+        first.create(begun, len(FIRST.files[begun])).discard()
+        first.put("config.json", b"other")
+        store = storage.open()
+        staged = store.begin(JOB)
+        assert staged.files.read(f"{JOB.path}/{done}") == FIRST.files[done]
+        for name in ("model-1.safetensors", "model-2.safetensors", "config.json"):
+            staged.drop(name)
+            assert store.files.size(f"{JOB.path}/{name}") is None
+        for name in ("model-1.safetensors", "model-2.safetensors"):
+            fill(staged.create(name, len(FIRST.files[name])), FIRST.files[name])
+        staged.put("config.json", FIRST.files["config.json"])
+        assert store.commit(JOB, FIRST.contents()).outcome == "published"
+        assert standing(storage.open()) is FIRST
+
+    @pytest.mark.parametrize("place", [ALONE, JOB], ids=["one node", "job"])
+    def test_what_is_staged_is_cleared(self, storage: Storage, place: Place) -> None:
+        """Nothing of it takes room any more, and the place is used again."""
+        store = storage.open()
+        empty = storage.used()
+        staged = stage(store, place, SECOND)
+        staged.clear()
+        staged.clear()
+        assert storage.used() == empty and store.files.list(place.path) == []
+        assert save(store, place, FIRST).outcome == "published" and standing(store) is FIRST
+
+    def test_a_file_that_was_taken_is_written_again(self, storage: Storage) -> None:
+        """Dropped first, it has nothing to do with the checkpoint any more that it was taken from."""
+        store = storage.open()
+        assert save(store, ALONE, FIRST).outcome == "published"
+        place = naming.job_place(RUN, STEP + 1, "e" * 16)
+        staged = store.begin(place)
+        for each in FIRST.files:
+            staged.take(each, STEP)
+            staged.drop(each)
+        for each, data in SECOND.files.items():
+            fill(staged.create(each, len(data)), data)
+        assert store.commit(place, SECOND.contents()).outcome == "published"
+        assert standing(store) is FIRST and standing(store, STEP + 1) is SECOND
+
+    def test_a_file_is_taken_from_another_run(self, store: Store) -> None:
+        """As a run that was renamed takes its copies along."""
+        assert save(store, Place("other", STEP, 1), FIRST).outcome == "published"
+        staged = store.begin(ALONE)
+        left = [name for name in FIRST.files if not staged.take(name, STEP, "other")]
+        for name in left:
+            staged.drop(name)
+            fill(staged.create(name, len(FIRST.files[name])), FIRST.files[name])
+        assert store.commit(ALONE, FIRST.contents()).outcome == "published"
+        assert standing(store) is FIRST
+        store.free(store.remove("other", STEP))
+        assert standing(store) is FIRST
+
+    # repair
+
+    @pytest.mark.parametrize("lost", [("model-0.safetensors",), ("model-1.safetensors", "config.json"), ()])
+    def test_lost_files_are_mended(self, storage: Storage, lost: tuple[str, ...]) -> None:
+        """One after the other, and nothing else is touched; it takes no more room afterwards than it did."""
+        store = storage.open()
+        assert save(store, ALONE, FIRST).outcome == "published"
+        kept = storage.used()
+        for name in lost:
+            storage.lose(path(name))
+        for name in lost:
+            mend(store, {name: FIRST.files[name]})
+            assert store.files.read(path(name)) == FIRST.files[name]
+        if not lost:
+            mend(store, {})
+        assert standing(storage.open()) is FIRST and store.replaced(RUN) == []
+        store.sweep()
+        assert storage.used() == kept and standing(store) is FIRST
+
+    def test_damaged_files_are_mended(self, storage: Storage) -> None:
+        """One of two, with the manifest, and then the other; what is staged is not seen before."""
+        store = storage.open()
+        damaged = FIRST.files | {name: SECOND.files[name] for name in ("model-0.safetensors", "model-1.safetensors")}
+        wrong = FIRST._replace(files=damaged, manifest=SECOND.manifest)
+        assert save(store, ALONE, wrong).outcome == "published"
+        kept = storage.used()
+        sound = FIRST.files["model-0.safetensors"]
+        fill(store.begin(MENDING).create("model-0.safetensors", len(sound)), sound)
+        assert store.files.read(path("model-0.safetensors")) == SECOND.files["model-0.safetensors"]
+        store.mend(MENDING, FIRST.manifest, FIRST.commit)
+        assert store.files.read(path(naming.MANIFEST)) == FIRST.manifest
+        assert store.files.read(path("model-0.safetensors")) == sound
+        assert store.files.read(path("model-1.safetensors")) == SECOND.files["model-1.safetensors"]
+        mend(store, {"model-1.safetensors": FIRST.files["model-1.safetensors"]})
+        assert standing(storage.open()) is FIRST and store.replaced(RUN) == []
+        store.sweep()
+        assert storage.used() == kept
+
+    def test_what_is_not_there_is_not_mended(self, storage: Storage) -> None:
+        """A repair makes no checkpoint of a step without one, and leaves nothing."""
+        store = storage.open()
+        empty = storage.used()
+        with pytest.raises(NoSuchCheckpoint):
+            mend(store, dict(FIRST.files))
+        store.discard(MENDING)
+        assert standing(store) is None and storage.used() == empty
+
+    def test_a_repair_keeps_what_was_replaced(self, store: Store) -> None:
+        """It is kept until the one in its place was read back, damaged or not."""
+        assert save(store, ALONE, SECOND).outcome == "published"
+        assert save(store, OTHER, FIRST, over=True).outcome == "published"
+        kept = store.replaced(RUN)
+        mend(store, {"model-0.safetensors": FIRST.files["model-0.safetensors"]})
+        assert store.replaced(RUN) == kept and len(kept) == 1 and standing(store) is FIRST
+        (place,) = kept
+        assert store.files.read(f"{place.path}/model-0.safetensors") == SECOND.files["model-0.safetensors"]
+
+    @pytest.mark.parametrize("how", ["fails", "answer lost", "dies"])
+    def test_every_call_of_a_repair(self, fresh: Callable[[], Storage], how: How) -> None:
+        """Readers find each file as it was or mended, the next repair makes it whole, and a sweep leaves nothing else."""
+        name = "model-0.safetensors"
+        old, new = SECOND.files[name], FIRST.files[name]
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            wrong = FIRST._replace(files=FIRST.files | {name: old}, manifest=SECOND.manifest)
+            save(store, ALONE, wrong)
+            fault = Fault(at, how)
+            with storage.failing(fault), suppress(CheckpointError, Died):
+                mend(store, {name: new})
+            after = storage.open()
+            after.put_back(lambda run: nullcontext())
+            after.sweep()
+            assert after.steps(RUN) == [STEP] and after.files.read(path(name)) in (old, new), at
+            assert after.files.read(path(naming.MANIFEST)) in (SECOND.manifest, FIRST.manifest), at
+            for each, data in FIRST.all().items():
+                assert each in (name, naming.MANIFEST) or after.files.read(path(each)) == data, (at, each)
+            mend(after, {name: new})
+            assert standing(storage.open()) is FIRST, at
+            after.sweep()
+            assert storage.used() == size_of(FIRST), at
+            if not fault.hit:
+                assert at > 5
+                return
+        raise AssertionError("the calls of a repair did not end")
 
     # who commits
 
@@ -580,7 +746,13 @@ class StoreSuite:
         of it (I1).
         """
         staged = store.begin(JOINT)
-        for act in (lambda: staged.create(name, 1), lambda: staged.put(name, b"x")):
+        for act in (
+            lambda: staged.create(name, 1),
+            lambda: staged.put(name, b"x"),
+            lambda: staged.drop(name),
+            lambda: staged.sync(name),
+            lambda: staged.take(name, STEP),
+        ):
             with pytest.raises(InvalidRequest):
                 act()
 
@@ -611,6 +783,7 @@ class StoreSuite:
             lambda: store.begin(place),
             lambda: store.receipts(place),
             lambda: store.commit(place, FIRST.contents()),
+            lambda: store.mend(place, FIRST.manifest, FIRST.commit),
             lambda: store.discard(place),
             lambda: store.sweep([place]),
         ]

@@ -6,7 +6,8 @@ from .memory import MemoryTier
 from .posix import PosixTier
 from .posix_store import PosixStore
 from .records import Records
-from .store import CommitContents, Publication, StagedCheckpoint, Store
+from .staged_directory import StagedDirectory
+from .store import CommitContents, Publication, StagedCheckpoint, StagedFiles, Store
 from .tier import Buffer, FileWriter, Tier
 from .uncached_reads import read_once
 
@@ -22,6 +23,8 @@ __all__ = [
     "Records",
     "RootLock",
     "StagedCheckpoint",
+    "StagedDirectory",
+    "StagedFiles",
     "Store",
     "Tier",
     "lock_root",

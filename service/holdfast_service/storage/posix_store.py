@@ -16,6 +16,7 @@ from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
+    CorruptManifest,
     InvalidRequest,
     NoSuchCheckpoint,
     NoSuchResource,
@@ -24,12 +25,15 @@ from holdfast_formats.errors import (
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 
+from .records import has_bytes
+from .staged_directory import StagedDirectory
 from .store import Alone, CommitContents, Publication
 from .tier import FileWriter, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
 _PUBLISHED = Publication("published")
+_LISTS = "`holdfast ls {}` lists them"
 
 
 class PosixStore:
@@ -72,6 +76,30 @@ class PosixStore:
         except StorageFailed as failure:
             return self._lost(contents, target, failure)
         return _PUBLISHED
+
+    def mend(self, place: Place, manifest: bytes, commit: bytes) -> None:
+        """One file after the other, each by a rename over the damaged one: readers find the one or the other."""
+        staging, target = place.path, naming.checkpoint_path(place.run, place.step)
+        if not self._tier.list(target):
+            raise NoSuchCheckpoint(f"{place.run} has no checkpoint of step {place.step}", hint=_LISTS.format(place.run))
+        for name, data in ((naming.MANIFEST, manifest), (naming.COMMIT, commit)):
+            if not self._holds(f"{target}/{name}", data):
+                self._tier.put(f"{staging}/{name}", data)
+                if self._tier.read(f"{staging}/{name}") != data:
+                    raise CorruptManifest(
+                        f"{staging}/{name} reads back differently from what was just written",
+                        hint="check the disk",
+                        file=name,
+                    )
+        for name in self._tier.list(staging):
+            self._tier.supplant(f"{staging}/{name}", f"{target}/{name}")
+        self._tier.remove_tree(staging)
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        try:
+            return has_bytes(self._tier, path, data)
+        except CheckpointError:  # it cannot be read
+            return False
 
     def steps(self, run: str) -> list[int]:
         found = map(naming.parse_step_directory, self._tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
@@ -136,9 +164,7 @@ class PosixStore:
             except AlreadyCommitted:
                 continue
             except NoSuchResource as error:
-                raise NoSuchCheckpoint(
-                    f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them"
-                ) from error
+                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=_LISTS.format(run)) from error
             return target
         raise AssertionError("no free name in trash/")
 
@@ -344,7 +370,12 @@ class PosixStore:
 class PosixStaged:
     def __init__(self, tier: Tier, place: Place) -> None:
         self._tier, self.place = tier, place
-        self._path = place.path
+        self.path = place.path
+        self._directory = StagedDirectory(tier, self.path)
+
+    @property
+    def files(self) -> Files:
+        return self._tier
 
     def create(self, file: str, size: int) -> FileWriter:
         path = self._path_of(file)
@@ -357,19 +388,32 @@ class PosixStaged:
         else:
             self._tier.put(path, data)
 
-    def take(self, file: str, step: int) -> bool:
-        return self._tier.link(f"{naming.checkpoint_path(self.place.run, step)}/{file}", self._path_of(file))
+    def drop(self, file: str) -> None:
+        self._directory.drop(_checked(file))
+
+    def clear(self) -> None:
+        self._directory.clear()
+
+    def sync(self, file: str) -> None:
+        self._directory.sync(_checked(file))
+
+    def take(self, file: str, step: int, run: str | None = None) -> bool:
+        return self._tier.link(f"{naming.checkpoint_path(run or self.place.run, step)}/{file}", self._path_of(file))
 
     def put_receipt(self, node: str, data: bytes) -> None:
         name = f"{node}.json"
         if not naming.is_file_name(name):
             raise InvalidRequest(f"{node!r} cannot be the name of a node", hint="use A-Z a-z 0-9 . _ -")
-        self._tier.put(f"{self._path}/{naming.RECEIPTS}/{name}", data)
+        self._tier.put(f"{self.path}/{naming.RECEIPTS}/{name}", data)
 
     def _path_of(self, file: str) -> str:
-        if not naming.is_file_name(file) or file in _OURS_ALONE:
-            raise InvalidRequest(f"{file!r} cannot be a file of a checkpoint", hint="use a plain name, and not the format's")
-        return f"{self._path}/{file}"
+        return f"{self.path}/{_checked(file)}"
+
+
+def _checked(file: str) -> str:
+    if not naming.is_file_name(file) or file in _OURS_ALONE:
+        raise InvalidRequest(f"{file!r} cannot be a file of a checkpoint", hint="use a plain name, and not the format's")
+    return file
 
 
 def _check_there(tier: Tier, place: Place, contents: CommitContents) -> None:

@@ -8,8 +8,11 @@ Decisions: a commit may also find its round `gone`, which is neither taken nor u
 nodes, and one without has a single writer, which begins with it empty, so that no flag is needed. Files are written through
 a `FileWriter`, because threads write them at the same time. Removal has two halves, because the wait for readers needs a
 lock, and freeing bytes does not. The sweep takes the live rounds and a time without writes, because a round may begin
-between the question and the sweep. `put_back` is for file systems that cannot exchange names. An object store must state
-whether several nodes can fill one object; if they cannot, the planner gives whole files to nodes.
+between the question and the sweep. `put_back` is for file systems that cannot exchange names. A job resumes in a place with
+a round, whose name follows from its work: it drops what is not finished. `mend` is no commit `over` the damaged checkpoint,
+because a file system without hard links would copy all of it for one bad byte, and would keep the damaged one until the
+other is read back; a store that cannot replace one object takes the other files into `place`, and commits that. An object
+store must state whether several nodes can fill one object; if they cannot, the planner gives whole files to nodes.
 """
 
 from __future__ import annotations
@@ -49,11 +52,15 @@ class Publication(NamedTuple):
     detail: str = ""
 
 
-class StagedCheckpoint(Protocol):
-    """The files of one try to save a step, invisible before the commit. Threads may write at the same time."""
+class StagedFiles(Protocol):
+    """New files that become visible together, later. Threads may write at the same time."""
 
     @property
-    def place(self) -> Place: ...
+    def files(self) -> Files:
+        """Reads the finished ones, as `path`/FILE."""
+
+    @property
+    def path(self) -> str: ...
 
     def create(self, file: str, size: int) -> FileWriter:
         """A file with room for `size` bytes. In a round of several nodes each may create it, to write its own ranges; it is
@@ -66,8 +73,26 @@ class StagedCheckpoint(Protocol):
     def put(self, file: str, data: bytes) -> None:
         """A small file, as a whole. In a round of several nodes it may exist from an earlier boot of this node."""
 
-    def take(self, file: str, step: int) -> bool:
-        """Link a file of a committed checkpoint of this run, without a copy; False if that is not possible."""
+    def drop(self, file: str) -> None:
+        """Remove a file, finished or not, so that it can be written again; a missing one is fine."""
+
+    def clear(self) -> None:
+        """Remove all files."""
+
+    def sync(self, file: str) -> None:
+        """Make the name of a finished file durable now, for a record that says it is there; a commit does it for all."""
+
+
+class StagedCheckpoint(StagedFiles, Protocol):
+    """The files of one try to save a step, or of a job that makes a checkpoint."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def take(self, file: str, step: int, run: str | None = None) -> bool:
+        """Put a file of a committed checkpoint here, by default of this run, without its bytes passing through this
+        process: as a second name, or as a copy that the storage makes itself. False if it can do neither.
+        """
 
     def put_receipt(self, node: str, data: bytes) -> None:
         """A node's list of durable files, for the commit; not part of the checkpoint."""
@@ -78,7 +103,9 @@ class Store(Protocol):
 
     @property
     def files(self) -> Files:
-        """Files of committed checkpoints, by their paths `RUN/checkpoints/step-N/FILE`."""
+        """Files of committed checkpoints, by their paths `RUN/checkpoints/step-N/FILE`; and of a place that this store has
+        begun, or that `replaced` has named, as `PLACE.path/FILE`.
+        """
 
     def begin(self, place: Place) -> StagedCheckpoint:
         """Begin a save. An earlier try's files at a place without a round are removed: no other node writes there."""
@@ -92,6 +119,13 @@ class Store(Protocol):
         Another checkpoint of the step stays, or is replaced with `over`: readers find one or the other. The replaced one is
         kept until `release`, since the new one is not verified yet. Of two nodes that commit the same round, both succeed
         (I12). If a result is lost, the published bytes are read (I14).
+        """
+
+    def mend(self, place: Place, manifest: bytes, commit: bytes) -> None:
+        """Repair a checkpoint (I4): the files that are staged at `place` replace those of their names, its manifest and
+        COMMIT become these, and all others stay. `NoSuchCheckpoint` without one.
+
+        Durable when this returns. A failure leaves each file as it was or replaced, and what is staged can be discarded.
         """
 
     def steps(self, run: str) -> list[int]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 from holdfast_service.storage import FileWriter, StagedCheckpoint
 from holdfast_service.storage.tier import Buffer
@@ -22,14 +23,31 @@ class FsyncTimed:
     def place(self) -> Place:
         return self._staged.place
 
+    @property
+    def files(self) -> Files:
+        return self._staged.files
+
+    @property
+    def path(self) -> str:
+        return self._staged.path
+
     def create(self, file: str, size: int) -> FileWriter:
         return _TimedFile(self._staged.create(file, size), self)
 
     def put(self, file: str, data: bytes) -> None:
         self._staged.put(file, data)
 
-    def take(self, file: str, step: int) -> bool:
-        return self._staged.take(file, step)
+    def drop(self, file: str) -> None:
+        self._staged.drop(file)
+
+    def clear(self) -> None:
+        self._staged.clear()
+
+    def sync(self, file: str) -> None:
+        self._staged.sync(file)
+
+    def take(self, file: str, step: int, run: str | None = None) -> bool:
+        return self._staged.take(file, step, run)
 
     def put_receipt(self, node: str, data: bytes) -> None:
         self._staged.put_receipt(node, data)
