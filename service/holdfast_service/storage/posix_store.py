@@ -12,7 +12,6 @@ from errno import EEXIST, ENOENT
 from itertools import count
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
@@ -25,6 +24,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 
+from .posix_answers import PUBLISHED, asked, confirmed, lost, published_commit
 from .records import has_bytes
 from .staged_directory import StagedDirectory
 from .store import Alone, CommitContents, Publication
@@ -32,7 +32,6 @@ from .tier import FileWriter, Tier
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
-_PUBLISHED = Publication("published")
 _LISTS = "`holdfast ls {}` lists them"
 
 
@@ -63,19 +62,19 @@ class PosixStore:
                     _check_there(self._tier, place, contents)
                 self._complete(place, contents)
             elif over and self._has_replaced(place, target, contents.commit):
-                return self._confirmed(place, target)
+                return confirmed(self._tier, place, target)
             else:
                 self._complete_jointly(place, contents)
             self._tier.sync_directory(place.path)
         except NoSuchResource as absent:
-            return self._asked(place, contents, over, absent)
+            return asked(self._tier, place, contents, over, absent)
         try:
             self._give_name(place, target, over)
         except (AlreadyCommitted, NoSuchResource) as question:
-            return self._asked(place, contents, over, question)
+            return asked(self._tier, place, contents, over, question)
         except StorageFailed as failure:
-            return self._lost(contents, target, failure)
-        return _PUBLISHED
+            return lost(self._tier, contents, target, failure)
+        return PUBLISHED
 
     def mend(self, place: Place, manifest: bytes, commit: bytes) -> None:
         """One file after the other, each by a rename over the damaged one: readers find the one or the other."""
@@ -227,9 +226,9 @@ class PosixStore:
         again.
         """
         try:
-            return self._stands(target) == commit
+            return published_commit(self._tier, target) == commit
         except StorageFailed:  # it is replaced because it cannot be read; but only by what this round has written
-            staged = self._stands(place.path)
+            staged = published_commit(self._tier, place.path)
             if staged is not None and not commit.startswith(staged):
                 raise
             return False
@@ -281,56 +280,6 @@ class PosixStore:
 
     def _is_whole(self, path: str) -> bool:
         return self._tier.size(f"{path}/{naming.COMMIT}") is not None
-
-    def _stands(self, target: str) -> bytes | None:
-        """The published COMMIT."""
-        path = f"{target}/{naming.COMMIT}"
-        try:
-            return None if self._tier.size(path) is None else self._tier.read(path, 0, manifests.COMMIT_BYTES_MAX)
-        except NoSuchResource:  # removed at this moment
-            return None
-
-    def _asked(self, place: Place, contents: CommitContents, over: bool, question: CheckpointError) -> Publication:
-        """The name is taken, or the staged files are missing: another committer may have published the same (I14)."""
-        target = naming.checkpoint_path(place.run, place.step)
-        try:
-            stands = self._stands(target)
-        except StorageFailed as failure:
-            return Publication("unknown", f"{question.detail}, and {target} cannot be read: {failure.detail}")
-        if stands == contents.commit:
-            return self._confirmed(place, target)
-        if stands is None and isinstance(question, NoSuchResource) and place.step in self.steps(place.run):
-            # A client of a network file system may remember for a while that a name was not there.
-            return Publication(
-                "unknown", f"{question.detail}, and {target} exists, but its {naming.COMMIT} cannot be seen yet"
-            )
-        is_taken = isinstance(question, AlreadyCommitted) or (stands is not None and not over)
-        return Publication("taken" if is_taken else "gone", question.detail)
-
-    def _confirmed(self, place: Place, target: str) -> Publication:
-        """Another committer has published it, and may have died before the names were durable."""
-        try:
-            self._tier.sync_directory(target.rpartition("/")[0])
-            self._tier.sync_directory(place.path.rpartition("/")[0])
-        except NoSuchResource:
-            pass  # nothing was staged by way of this root since
-        except CheckpointError as failure:
-            return Publication("unknown", f"{target} is visible, but fsync of its parent directory failed: {failure.detail}")
-        return _PUBLISHED
-
-    def _lost(self, contents: CommitContents, target: str, failure: StorageFailed) -> Publication:
-        """The rename has failed, or its result is unknown, or it is not durable (I9)."""
-        visible = f"{target} is visible, but fsync of its parent directory failed: {failure.detail}"
-        if failure.members.get("outcome") == "unknown":
-            return Publication("unknown", visible)
-        try:
-            if self._stands(target) != contents.commit:
-                raise failure
-        except StorageFailed as error:
-            if error is failure:
-                raise
-            return Publication("unknown", f"{failure.detail}; whether {target} is visible is unknown: {error.detail}")
-        return Publication("unknown", visible)
 
     def _whole_in_staging(self, run: str) -> list[str]:
         staged = f"{run}/{naming.STAGING}"
