@@ -22,6 +22,7 @@ from holdfast.layout import rules_choice, shards
 from holdfast.layout.rules_choice import LayoutSource, ProgramSource, RulesSource, program_of
 from holdfast.layout.shards import Framework
 from holdfast.read.checkpoint_index import open_source, parse_target
+from holdfast.read.checkpoint_root import root_of
 from holdfast.read.names import LATEST, LATEST_HEALTHY
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
@@ -322,7 +323,7 @@ def open(where: str | Path, *, root: str | Path | None = None, url: str | None =
     if isinstance(where, str) and "://" in where:
         return Checkpoint(_addressed(where), cleanup)
     target = parse_target(str(where) if "/" in str(where) or isinstance(where, str) else f"./{where}")
-    return Checkpoint(cleanup.enter_context(open_source(target, Path(root) if root is not None else None, url)), cleanup)
+    return Checkpoint(cleanup.enter_context(open_source(target, None if root is None else root_of(root), url)), cleanup)
 
 
 def _addressed(address: str) -> Source:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.read.root_directory import published_steps
+from holdfast.read.directory_root import published_steps
 from tests.daemons import RunningDaemon, free_port, hide, running
 from tests.forked import Forked
 from tests.regressions.test_many_daemons import Site, site

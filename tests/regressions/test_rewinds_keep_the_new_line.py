@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from holdfast import Api, Checkpointer
-from holdfast.read.directory_index import DirectoryIndex
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.root_directory import living_steps
+from holdfast.read.root_index import RootIndex
 from holdfast.rest import retention
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
 from holdfast_formats.lineage import NO_INTENT, NOTHING, Intent
@@ -77,7 +78,7 @@ def test_the_new_line_is_kept_and_restored(daemon: RunningDaemon, run: str) -> N
         assert listed(daemon, run)[150] == "verified"
     with Training(daemon, run) as training:
         assert training.checkpointer.restore() == 150 and training.value == 150.5
-    assert DirectoryIndex(daemon.root).runs()[0].name and living_steps(daemon.root, run)[0] == 150
+    assert RootIndex(DirectoryRoot(daemon.root)).runs()[0].name and living_steps(DirectoryRoot(daemon.root), run)[0] == 150
 
 
 def test_retention_counts_the_new_line_alone(daemon: RunningDaemon, run: str) -> None:
@@ -215,8 +216,8 @@ def test_lines_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
         with Training(daemon, "r") as training:
             training.checkpointer.restore(step=50)
             training.save(60, 60.5)
-    states = {c.step: c.abandoned for c in DirectoryIndex(root).checkpoints("r").checkpoints}
-    assert states == {50: False, 60: False, 150: True} and living_steps(root, "r") == [60, 50]
+    states = {c.step: c.abandoned for c in RootIndex(DirectoryRoot(root)).checkpoints("r").checkpoints}
+    assert states == {50: False, 60: False, 150: True} and living_steps(DirectoryRoot(root), "r") == [60, 50]
     for path in root.glob(f"{CATALOG}*"):
         path.unlink()
     with running(root, listen="127.0.0.1:0") as daemon:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.read.root_directory import published_steps
+from holdfast.read.directory_root import published_steps
 from tests.daemons import free_port, running, wait_until
 
 LIMIT_S = 120

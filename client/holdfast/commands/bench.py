@@ -11,7 +11,7 @@ from rich.text import Text
 from holdfast.config import DEFAULT_ROOT
 from holdfast.terminal import console
 from holdfast.terminal.machine_limits import Expectation, Limits, expect, measure
-from holdfast.terminal.options import AsJson, Root
+from holdfast.terminal.options import AsJson, LocalRoot
 from holdfast_formats.errors import InvalidRequest
 
 SIZES = (2**30, 16 * 2**30, 128 * 2**30)
@@ -25,7 +25,7 @@ StateGiB = Annotated[
 ]
 
 
-def bench(root: Root = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
+def bench(root: LocalRoot = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
     """Measure this machine: memory, digests and the disk. Estimates how long saves and restores take here.
 
     Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds.

@@ -7,12 +7,12 @@ from rich.text import Text
 
 from holdfast.terminal import console
 from holdfast.terminal.doctor import examine
-from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.options import AsJson, LocalRoot, Url
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
+def doctor(root: LocalRoot = None, url: Url = None, as_json: AsJson = False) -> None:
     """Check this machine: software, memory, storage, daemon. Exit status 1 if something needs to be fixed."""
     with console.reporting(as_json):
         findings = examine(root, url)

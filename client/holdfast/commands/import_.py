@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from holdfast.read.checkpoint_index import open_library, parse_target
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.options import AsJson, LocalRoot, Url
 from holdfast.terminal.program_files import file_text, program_text
 from holdfast_formats.errors import InvalidRequest
 
@@ -70,7 +71,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     int16: Int16 = None,
     shards: Shards = None,
     dry_run: DryRun = False,
-    root: Root = None,
+    root: LocalRoot = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,7 +148,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     average_last: Last = None,
     dtype: Dtype = None,
     dry_run: DryRun = False,
-    root: Root = None,
+    root: LocalRoot = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +186,7 @@ def _average(run: str, count: int, dtype: str | None, root: Path | None, url: st
         raise InvalidRequest(
             f"{run!r} is not the name of a run", hint="with --average-last, pass a run's name without a step"
         )
-    with closing(open_library(root, url)) as library:
+    with closing(open_library(None if root is None else DirectoryRoot(root), url)) as library:
         listed = library.checkpoints(target.run).checkpoints
     return average_of_last(target.run, listed, count, dtype)
 

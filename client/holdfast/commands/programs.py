@@ -13,6 +13,7 @@ from rich.text import Text
 from holdfast.checkpoint import Checkpoint
 from holdfast.export.tensor_headers import headers
 from holdfast.read.checkpoint_index import open_source, parse_target
+from holdfast.read.checkpoint_root import CheckpointRoot
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Root, Url
 from holdfast.terminal.program_files import program_text
@@ -144,7 +145,7 @@ def _way_back(program: Program) -> str | None:
     return None
 
 
-def _tried(checkpoint: str, config: Path | None, root: Path | None, url: str | None) -> Tried:
+def _tried(checkpoint: str, config: Path | None, root: CheckpointRoot | None, url: str | None) -> Tried:
     target = parse_target(checkpoint)
     if target.directory is not None and not (target.directory / naming.MANIFEST).is_file():
         return Tried(checkpoint, headers(target.directory), _config(config or target.directory / CONFIG, config is not None))

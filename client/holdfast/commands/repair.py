@@ -11,7 +11,7 @@ from rich.text import Text
 from holdfast.commands.jobs import finished
 from holdfast.commands.labels_and_pins import named
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Root, Url
+from holdfast.terminal.options import AsJson, LocalRoot, Url
 from holdfast_formats.errors import InvalidRequest, RootBusy
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
 
@@ -22,7 +22,9 @@ Sources = Annotated[
 ]
 
 
-def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
+def repair(
+    checkpoint: Wanted, sources: Sources = None, root: LocalRoot = None, url: Url = None, as_json: AsJson = False
+) -> None:
     """Read a checkpoint back and repair damaged files. Sources: replicas, the in-memory checkpoint, the manifest.
 
     Replacement bytes are verified first. A daemon repairs from its own replicas, also with --root of the directory that it

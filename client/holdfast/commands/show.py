@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_index import ServiceIndex, open_library, open_source, parse_target
@@ -13,6 +12,7 @@ from holdfast_formats import metric_values
 from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 
 if TYPE_CHECKING:
+    from holdfast.read.checkpoint_root import CheckpointRoot
     from holdfast.read.sources import Source
     from holdfast_formats.disk.manifests import Manifest
     from holdfast_formats.rest import bodies
@@ -40,7 +40,7 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
                 console.print_json({"run": metadata.run, "about": metadata})
 
 
-def _remembered(run: str, root: Path | None, url: str | None) -> RunAbout | None:
+def _remembered(run: str, root: CheckpointRoot | None, url: str | None) -> RunAbout | None:
     """The service's metadata of a run; None for a directory, and if there is none."""
     from holdfast.rest import runs
 

@@ -18,7 +18,8 @@ from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint, published_steps
+from holdfast.read.directory_root import DirectoryRoot, published_steps
+from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
@@ -246,7 +247,7 @@ class Session:
         """The newest step in the directory except the damaged one, without a daemon."""
         if error is None or choice.turn is not None or choice.root is None:
             return None
-        return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
+        return next((step for step in living_steps(DirectoryRoot(choice.root), self._who.run) if step != choice.step), None)
 
     def steps(self) -> list[int]:
         """The committed steps of the run, newest first. Declares no launch: see `_unconnected`."""
@@ -331,9 +332,8 @@ def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], bel
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"available steps: {steps[:10]}")
         return step
     offers: dict[int, Sequence[str]] = {}
-    for candidate in (
-        found for found in living_steps(root, run, published_steps(root, run)) if below is None or found < below
-    ):
+    living = living_steps(DirectoryRoot(root), run, published_steps(root, run))
+    for candidate in (found for found in living if below is None or found < below):
         try:
             with open_checkpoint(root, None, run, candidate) as reader:
                 if set(groups) <= set(reader.manifest.groups):

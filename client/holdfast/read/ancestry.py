@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import DirectorySource, HttpSource, Source
+from holdfast.read.sources import Source
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import state_json
@@ -64,7 +63,7 @@ def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Itera
         return
     try:
         which = CheckpointId(naming.check_run(str(model["run"])), naming.check_step(model["step"]))
-        with _beside(source, which) as parent:
+        with source.beside(which.run, which.step) as parent:
             if parent is None:
                 return
             if digest(parent.read(naming.COMMIT, 0, COMMIT_BYTES_MAX)) != model["commit"]:
@@ -75,15 +74,3 @@ def _parents(source: Source, model: Mapping[str, Any], generation: int) -> Itera
                 yield from _lines(parent, origin, generation)
     except (CheckpointError, KeyError):
         yield f"{indent}no longer exists"
-
-
-@contextmanager
-def _beside(source: Source, which: CheckpointId) -> Iterator[Source | None]:
-    """A checkpoint of the same service, or of the root of a checkpoint's directory; None for other directories."""
-    if isinstance(source, HttpSource):
-        yield HttpSource(source.api, which.run, which.step)  # not closed: that would close the connection of both
-    elif isinstance(source, DirectorySource) and source.path.parent.name == naming.CHECKPOINTS:
-        with DirectorySource(source.path.resolve().parents[2] / naming.checkpoint_path(which.run, which.step)) as opened:
-            yield opened
-    else:
-        yield None

@@ -1,4 +1,4 @@
-"""Finds checkpoints for the command line: in a root directory, without a service, or through a service.
+"""Finds checkpoints for the command line: in a root, without a service, or through a service.
 
 Readers and API clients are imported when needed: a listing starts in half the time without numpy, and in two thirds of it
 without httpx.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from holdfast.config import DEFAULT_ROOT, default_url, given_url
+from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.read.names import BEST, LATEST, LATEST_HEALTHY
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast_formats import naming
@@ -164,7 +165,7 @@ def _of_the_policy(api: Api, run: str) -> ByMetric:
     return rules.pop()
 
 
-def open_library(root: Path | None, url: str | None) -> CheckpointIndex:
+def open_library(root: CheckpointRoot | None, url: str | None) -> CheckpointIndex:
     """The library for these options; without any, the service that answers, otherwise ./holdfast-data.
 
     Raises `DaemonGone` if there is neither. HOLDFAST_URL counts as `--url`.
@@ -172,7 +173,7 @@ def open_library(root: Path | None, url: str | None) -> CheckpointIndex:
     if root is not None and url is not None:
         raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
     if root is not None:
-        return _directory(root)
+        return _index(root)
     from holdfast.rest.api import Api
 
     if url is not None or given_url() is not None:
@@ -180,21 +181,21 @@ def open_library(root: Path | None, url: str | None) -> CheckpointIndex:
     if answers(default_url()):
         return ServiceIndex(Api(default_url()))
     if DEFAULT_ROOT.is_dir():
-        return _directory(DEFAULT_ROOT)
+        return _index(root_of(DEFAULT_ROOT))
     raise DaemonGone(
         f"no service answers at {default_url()}, and the directory ./{DEFAULT_ROOT} does not exist",
         hint="pass --root DIR or --url URL, or start a service with `holdfast serve`",
     )
 
 
-def _directory(root: Path) -> CheckpointIndex:
-    from holdfast.read.directory_index import DirectoryIndex
+def _index(root: CheckpointRoot) -> CheckpointIndex:
+    from holdfast.read.root_index import RootIndex
 
-    return DirectoryIndex(root)
+    return RootIndex(root)
 
 
 @contextmanager
-def open_source(target: CheckpointTarget, root: Path | None, url: str | None) -> Iterator[Source]:
+def open_source(target: CheckpointTarget, root: CheckpointRoot | None, url: str | None) -> Iterator[Source]:
     """The files of the target's checkpoint, until the end of the context."""
     if target.directory is not None:
         from holdfast.read.sources import DirectorySource

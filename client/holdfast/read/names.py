@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
 from holdfast import config
+from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.rest import owner_token
-from holdfast_formats import naming
-from holdfast_formats.errors import NoSuchRun, StorageFailed
-from holdfast_formats.near_names import did_you_mean
+from holdfast_formats.errors import StorageFailed
 
 LATEST: Literal["latest"] = "latest"
 LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
@@ -27,21 +25,21 @@ TIMEOUT_S = 5.0
 
 
 class NamePlace(NamedTuple):
-    """Where names are: in a directory, or known to a service."""
+    """Where names are: in a root, or known to a service."""
 
-    root: Path | None
+    root: CheckpointRoot | None
     url: str | None
 
     def runs(self, prefix: str) -> Iterator[str]:
         if self.root is not None:
-            return run_names(self.root, prefix)
+            return (name for name in self.root.runs() if name.startswith(prefix))
         return (run["name"] for run in self._items("/v1/runs", prefix=prefix))
 
     def checkpoints(self, run: str) -> Iterator[str]:
         """RUN@latest and the like, then RUN@STEP, newest first; none if the run has no checkpoint."""
         names: tuple[str, ...] = (LATEST,)
         if self.root is not None:
-            steps = step_directories(self.root, run)
+            steps = self.root.steps(run)
         else:
             names = (LATEST, LATEST_HEALTHY, BEST)
             steps = [checkpoint["step"] for checkpoint in self._items(f"/v1/runs/{quote(run, safe='')}/checkpoints")]
@@ -76,7 +74,7 @@ class NamePlace(NamedTuple):
             connection.close()
 
 
-def place(root: Path | None, url: str | None) -> NamePlace:
+def place(root: CheckpointRoot | None, url: str | None) -> NamePlace:
     """The place for these options; without any, the default address, or ./holdfast-data if nothing listens there."""
     if root is not None or url is not None or config.given_url() is not None:
         return NamePlace(root, url or config.default_url())
@@ -84,21 +82,5 @@ def place(root: Path | None, url: str | None) -> NamePlace:
     try:
         known.runs("")
     except (OSError, StorageFailed):
-        return NamePlace(config.DEFAULT_ROOT, None)
+        return NamePlace(root_of(config.DEFAULT_ROOT), None)
     return known
-
-
-def run_names(root: Path, prefix: str) -> Iterator[str]:
-    """The runs of a root directory, by name."""
-    names = sorted(path.parent.name for path in root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
-    return (name for name in names if naming.is_run_name(name) and name.startswith(prefix))
-
-
-def step_directories(root: Path, run: str) -> list[int]:
-    """The steps that a root directory has of a run, newest first, readable or not; `NoSuchRun`."""
-    directory = root / naming.check_run(run) / naming.CHECKPOINTS
-    if not directory.is_dir():
-        hint = did_you_mean(run, run_names(root, ""), "`holdfast ls` lists the runs")
-        raise NoSuchRun(f"{root} has no run {run!r}", hint=hint)
-    steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
-    return sorted((step for step in steps if step is not None), reverse=True)

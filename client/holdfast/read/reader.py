@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdfast.read import requests, verified_load
 from holdfast.read.overwrite_guard import unnoticed
 from holdfast.read.requests import ExtentRun, Want, runs
-from holdfast.read.sources import DirectorySource, Source
+from holdfast.read.sources import Source
 from holdfast_files import opened
 from holdfast_files.verifying import (
     NewFile,
@@ -118,7 +118,7 @@ class CheckpointReader:
                 for file in reader.manifest.files if complete else ():
                     verification.check_size(reader.manifest, file.name, source.size(file.name))
             except Damaged:
-                if not isinstance(source, DirectorySource) or source.still_has(commit_bytes):
+                if source.still_has(commit_bytes):
                     raise
                 source.close()  # another one has taken its place: all files are opened again
             else:
@@ -225,7 +225,7 @@ class CheckpointReader:
             raise
 
     def _is_replaced(self) -> bool:
-        return isinstance(self.source, DirectorySource) and not self.source.still_has(self.commit_bytes)
+        return not self.source.still_has(self.commit_bytes)
 
     def _hand_over(self, wants: list[Want], moved: Callable[[int], None] = unnoticed) -> int:
         """`load` of tensors that are stored as they were saved."""

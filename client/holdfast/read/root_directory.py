@@ -1,4 +1,4 @@
-"""List a run's checkpoints in a root directory, and open one from there or over HTTP."""
+"""Choose among a run's checkpoints in a root, and open one from there or over HTTP."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
+from holdfast.read.checkpoint_root import CheckpointRoot, mapped
+from holdfast.read.directory_root import committed_steps
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource, HttpSource
 from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
+from holdfast_formats.disk.manifests import Placement
 from holdfast_formats.errors import DaemonGone, Damaged, Denied, InvalidRequest, NoSuchCheckpoint, NoSuchRun
 
 
@@ -72,30 +75,15 @@ def listed_steps(root: Path | None, url: str | None, run: str, served: str = "")
         return []
 
 
-def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:
+def living_steps(root: CheckpointRoot, run: str, among: Sequence[int] | None = None) -> list[int]:
     """The steps of `committed_steps`, or of `among`, that training has not abandoned by continuing from an older one."""
-    steps, known = committed_steps(root, run) if among is None else among, []
-    for step in steps:
-        with suppress(Damaged), closing(DirectorySource(root / naming.checkpoint_path(run, step))) as source:
-            known.append(read_placement(source))  # loading it reports the damage
-    left = lineage.abandoned(known)
+    steps = root.committed_steps(run) if among is None else among
+    placed = mapped(root, lambda step: _placement(root, run, step), steps)
+    left = lineage.abandoned([placement for placement in placed if placement is not None])
     return [step for step in steps if step not in left]
 
 
-def committed_steps(root: Path, run: str) -> list[int]:
-    """The steps with a committed directory, newest first; empty if the run does not exist."""
-    directory = root / naming.check_run(run) / naming.CHECKPOINTS
-    if not directory.is_dir():
-        return []
-    steps = (naming.parse_step_directory(entry.name) for entry in directory.iterdir() if (entry / naming.COMMIT).is_file())
-    return sorted((step for step in steps if step is not None), reverse=True)
-
-
-def published_steps(root: Path, run: str) -> list[int]:
-    """Committed steps, and steps whose COMMIT is missing, newest first. Every published directory had a COMMIT (I1), so it
-    was removed later, and reading the step reports that.
-    """
-    directory = root / naming.check_run(run) / naming.CHECKPOINTS
-    entries = directory.iterdir() if directory.is_dir() else ()
-    steps = (naming.parse_step_directory(entry.name) for entry in entries if (entry / naming.MANIFEST).is_file())
-    return sorted({*committed_steps(root, run), *(step for step in steps if step is not None)}, reverse=True)
+def _placement(root: CheckpointRoot, run: str, step: int) -> Placement | None:
+    with suppress(Damaged), closing(root.source(run, step)) as source:
+        return read_placement(source)
+    return None  # loading it reports the damage

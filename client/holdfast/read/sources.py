@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -54,6 +54,14 @@ class Source(Files, Protocol):
     def past_cache(self) -> direct.Reader | None:
         """How it is read past the page cache, where it can be."""
         return None
+
+    def still_has(self, commit: bytes) -> bool:
+        """Whether the checkpoint with this COMMIT still exists there, not another one, or none. True if unknown."""
+        return True
+
+    def beside(self, run: str, step: int) -> AbstractContextManager[Source | None]:
+        """Another checkpoint of the same root or service; None where this one is in neither."""
+        return nullcontext()
 
 
 class DirectorySource(Source):
@@ -145,13 +153,17 @@ class DirectorySource(Source):
             return None
 
     def still_has(self, commit: bytes) -> bool:
-        """Whether the checkpoint with this COMMIT still exists there, not another one, or none."""
         try:
             return (self.path / naming.COMMIT).read_bytes() == commit
         except FileNotFoundError:
             return False
         except OSError:  # unknown
             return True
+
+    def beside(self, run: str, step: int) -> AbstractContextManager[Source | None]:
+        if self.path.parent.name != naming.CHECKPOINTS:
+            return nullcontext()
+        return closing(DirectorySource(self.path.resolve().parents[2] / naming.checkpoint_path(run, step)))
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
@@ -247,6 +259,9 @@ class HttpSource(Source):
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, self.size(name), name, offset, length)
+
+    def beside(self, run: str, step: int) -> AbstractContextManager[Source | None]:
+        return nullcontext(HttpSource(self._api, run, step))  # not closed: that would close the connection of both
 
     def close(self) -> None:
         self._api.close()

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
+from holdfast.read.directory_root import committed_steps
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.reader import REPLACED_MAX
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 from typer import Context
 
 from holdfast.read import names
+from holdfast.read.checkpoint_root import root_of
 from holdfast_formats.errors import CheckpointError
 
 OFFERED_MAX = 50
@@ -53,4 +53,4 @@ def _offered(ask: Callable[[], Iterator[str]], incomplete: str) -> list[str]:
 
 def _place(context: Context) -> names.NamePlace:
     root, url = context.params.get("root"), context.params.get("url")
-    return names.place(Path(root) if root else None, url)
+    return names.place(root_of(root) if isinstance(root, str) else root, url)

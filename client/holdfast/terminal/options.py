@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
+from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.terminal import completion
 from holdfast_formats.errors import InvalidRequest
 
 SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
+
+
+def _root(given: str) -> CheckpointRoot:
+    try:
+        return root_of(given)
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"{error.detail}: {error.hint}") from None
 
 
 def _local(path: Path | None) -> Path | None:
@@ -30,6 +38,10 @@ def one_place(root: Path | None, url: str | None) -> None:
 
 
 Root = Annotated[
+    CheckpointRoot | None,
+    typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", parser=_root),
+]
+LocalRoot = Annotated[
     Path | None,
     typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),
 ]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.read.directory_index import DirectoryIndex
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.root_directory import open_checkpoint
+from holdfast.read.root_index import RootIndex
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, DaemonGone, NoSuchCheckpoint, NotCommitted
@@ -182,7 +183,7 @@ def test_a_damaged_directory_is_told_by_the_listing(root: Path) -> None:
     """With no service, what cannot be read is listed as that."""
     damage(root, 300, naming.MANIFEST)
     damage(root, 200, naming.COMMIT)
-    listing = DirectoryIndex(root).checkpoints("r")
+    listing = RootIndex(DirectoryRoot(root)).checkpoints("r")
     assert [made.step for made in listing.checkpoints] == [100]
     assert all(isinstance(error, CorruptManifest | NotCommitted) for error in listing.unreadable)
     assert len(listing.unreadable) == 2

@@ -23,9 +23,10 @@ from holdfast.launch import answer_of_rank_0
 from holdfast.left_out import LeftOutWarning
 from holdfast.link import address
 from holdfast.read.checkpoint_index import CheckpointIndex, ServiceIndex, open_library
-from holdfast.read.directory_index import DirectoryIndex
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
+from holdfast.read.root_index import RootIndex
 from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreTarget, finish, targets_of
 from holdfast.save_warning import warn
@@ -202,7 +203,8 @@ class HoldfastStorageReader(StorageReader):
     def _library(self) -> CheckpointIndex:
         if self._place.url is not None:
             return ServiceIndex(Api(self._place.url))
-        return DirectoryIndex(self._place.root) if self._place.root is not None else open_library(None, None)
+        root = self._place.root
+        return RootIndex(DirectoryRoot(root)) if root is not None else open_library(None, None)
 
     def _chosen(self) -> int | None:
         if self._named is not None:
@@ -214,7 +216,7 @@ class HoldfastStorageReader(StorageReader):
     def _find_newest(self) -> int | None:
         """The newest committed step that can be opened, None if the run has no checkpoint."""
         root = self._place.root
-        steps_there = [None] if root is None else living_steps(root, self.run)
+        steps_there = [None] if root is None else living_steps(DirectoryRoot(root), self.run)
         damages: list[Damaged] = []
         for step in steps_there:
             try:

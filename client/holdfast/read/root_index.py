@@ -1,60 +1,54 @@
-"""A root directory, read without a service."""
+"""A root, read without a service: the index of its runs and checkpoints."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from holdfast.read import names
 from holdfast.read.checkpoint_index import CheckpointTarget, RunListing
+from holdfast.read.checkpoint_root import CheckpointRoot, mapped
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.root_directory import living_steps
-from holdfast.read.sources import DirectorySource, Source
+from holdfast.read.sources import Source
 from holdfast.rest.filters import NO_FILTER, Filter
-from holdfast_formats import lineage, naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, StorageFailed
+from holdfast_formats import lineage
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
 
 
-class DirectoryIndex:
-    """Reads a root directory directly (I5). It knows only committed checkpoints, and no retention."""
+class RootIndex:
+    """Reads a root directly (I5). It knows only committed checkpoints, and no retention."""
 
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
+    def __init__(self, root: CheckpointRoot) -> None:
+        root.check()
         self.root = root
 
     @property
     def label(self) -> str:
-        return str(self.root)
+        return self.root.label
 
     def runs(self) -> list[bodies.Run]:
-        return [self._run(name) for name in names.run_names(self.root, "")]
+        return [self._run(name) for name in self.root.runs()]
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
         found: list[bodies.CheckpointInfo] = []
         unreadable: list[CheckpointError] = []
-        for step in names.step_directories(self.root, run):
-            try:
-                with CheckpointReader.open(self.source(run, step), complete=False) as reader:
-                    checkpoint = bodies.describe(reader.manifest)
-            except CheckpointError as error:
-                unreadable.append(error)
-                continue
-            found.append(checkpoint)
+        for one in mapped(self.root, lambda step: self._described(run, step), self.root.steps(run)):
+            if isinstance(one, CheckpointError):
+                unreadable.append(one)
+            else:
+                found.append(one)
         left = lineage.abandoned(found)
         placed = [checkpoint.model_copy(update={"abandoned": checkpoint.step in left}) for checkpoint in found]
         return RunListing([checkpoint for checkpoint in placed if wanted.lets_through(checkpoint)], unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
-        steps = names.step_directories(self.root, run)
+        steps = self.root.steps(run)
         if not steps or (step is not None and step not in steps):
             wanted = run if step is None else f"{run}@{step}"
             raise NoSuchCheckpoint(
-                f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists the available checkpoints"
+                f"{self.root.label} has no checkpoint {wanted}", hint="`holdfast ls` lists the available checkpoints"
             )
         if step is None:
             step = next(iter(living_steps(self.root, run)), steps[0])
-        return DirectorySource(self.root / naming.checkpoint_path(run, step))
+        return self.root.source(run, step)
 
     def judged(self, target: CheckpointTarget) -> int:
         hint = "pass --url, or give the step number"
@@ -62,6 +56,13 @@ class DirectoryIndex:
 
     def close(self) -> None:
         """Does nothing."""
+
+    def _described(self, run: str, step: int) -> bodies.CheckpointInfo | CheckpointError:
+        try:
+            with CheckpointReader.open(self.root.source(run, step), complete=False) as reader:
+                return bodies.describe(reader.manifest)
+        except CheckpointError as error:
+            return error
 
     def _run(self, name: str) -> bodies.Run:
         held = self.checkpoints(name).checkpoints

@@ -1,0 +1,62 @@
+"""What a root is for a reader: runs and their checkpoints as they are stored, without a service (I5).
+
+Options and arguments are parsed here, so no other module asks whether a root is a directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from holdfast.read.sources import Source
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class CheckpointRoot(Protocol):
+    """Interface: a root. Making one reads nothing, so that the parser of an option can make it."""
+
+    parallel: int  # how many small files are read at a time
+
+    @property
+    def label(self) -> str:
+        """The place, as messages name it."""
+
+    def check(self) -> None:
+        """Raise `StorageFailed` if there is no root."""
+
+    def runs(self) -> list[str]:
+        """The runs, by name."""
+
+    def steps(self, run: str) -> list[int]:
+        """The steps of a run, newest first, readable or not; `NoSuchRun`."""
+
+    def committed_steps(self, run: str) -> list[int]:
+        """The committed steps, newest first; empty if the run does not exist."""
+
+    def source(self, run: str, step: int) -> Source:
+        """The files of a checkpoint, which may not exist."""
+
+
+def root_of(given: str | os.PathLike[str]) -> CheckpointRoot:
+    """The root that an option or an argument names; `InvalidRequest` for a URL that is none."""
+    from holdfast.read.directory_root import DirectoryRoot
+    from holdfast_formats.root_files import check_local  # pydantic, which completion does not wait for
+
+    check_local(given if isinstance(given, str) else Path(given))
+    return DirectoryRoot(Path(given))
+
+
+def mapped(root: CheckpointRoot, act: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """The results in order, as many at a time as the root reads well."""
+    count = min(root.parallel, len(items))
+    if count <= 1:
+        yield from map(act, items)
+        return
+    with ThreadPoolExecutor(count, "holdfast-list") as threads:
+        yield from threads.map(act, items)
