@@ -54,6 +54,10 @@ class BucketServer:
     @cached_property
     def s3(self) -> Any:
         """botocore's own client: what is looked at by it was not looked at by the code under test."""
+        return self.through(self.endpoint, attempts=3)
+
+    def through(self, endpoint: str, attempts: int = 1) -> Any:
+        """The same by way of an `endpoint` before the server."""
         from botocore.config import Config
         from botocore.session import Session
 
@@ -62,11 +66,11 @@ class BucketServer:
             s3={"addressing_style": "path"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            retries={"max_attempts": 1},
+            retries={"total_max_attempts": attempts},
         )
         return Session().create_client(
             "s3",
-            endpoint_url=self.endpoint,
+            endpoint_url=endpoint,
             config=config,
             aws_access_key_id=KEY,
             aws_secret_access_key=SECRET,
