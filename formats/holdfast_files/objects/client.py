@@ -1,0 +1,389 @@
+"""The client of S3: the requests that Holdfast makes of a bucket, and their answers as values.
+
+botocore signs them and knows keys and endpoints; http.client sends bodies out of the memory that they are in, and receives
+into the memory that they are for. RequestCount that are safe to repeat are repeated here while patience lasts: reads, lists,
+deletions, parts, and plain puts of the same bytes. A put with a condition, and the completion of an upload, are sent once:
+after a lost answer their outcome is "unknown", and the caller reads back what stands.
+
+Every body carries a checksum that the server checks. Content-MD5 is the one that all servers know, and costs 1.4 s of
+processor a GiB; CRC32 costs 0.5 s, and old servers ignore it; a signature over the body would cost 0.9 s, and hash all of it
+before the first byte is sent. Bodies are therefore not signed, over http either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPResponse
+from typing import Any, Literal, NamedTuple, TypeVar
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+from xml.sax.saxutils import escape
+
+from holdfast_files.objects import address, answers, connections, refusals, settings
+from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.answers import XML_BYTES_MAX, KeyPage, Malformed
+from holdfast_files.objects.connections import read_whole
+from holdfast_files.objects.refusals import Refusal
+from holdfast_files.objects.sending import ObjectRequest, Patience, Sender, Unsettled
+from holdfast_files.objects.traffic import Traffic
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
+
+RETRY_S = 15.0  # unless a caller has other patience
+SILENCE_S = 30.0
+ASSEMBLY_SILENCE_S = 300.0  # of a server that puts parts together, or copies
+READ_BYTES_MAX = 2**30  # of one answer that is returned as bytes
+KEY_BYTES_MAX = 1024
+KEYS_MAX = 1000  # of one list, and of one deletion
+COPY_BYTES_MAX = 5 * 2**30  # of one request
+PARTS_MAX = 10_000
+
+Checksum = Literal["md5", "crc32", "none"]
+T = TypeVar("T")
+
+
+class Found(NamedTuple):
+    """An object that exists. `modified` and `now` are of the same answer, in seconds since 1970 by the store's clock."""
+
+    size: int
+    etag: str
+    modified: float
+    now: float
+
+
+class WriteOutcome(NamedTuple):
+    """The outcome of a write. "exists": its condition did not hold. "unknown": it may have been done or not; `detail` says
+    why that is not known.
+    """
+
+    outcome: Literal["done", "exists", "unknown"]
+    etag: str = ""
+    detail: str = ""
+
+
+class Bucket:
+    """The objects below one address; keys are relative to its prefix. Safe for threads.
+
+    All methods raise `StorageFailed` where the bucket refuses or does not answer, `NoSpace` where it is full, and
+    `NoSuchResource` for an object or upload that is not there. Member `answer` of an error is status and code of the
+    answer, such as "403 AccessDenied".
+    """
+
+    def __init__(self, place: BucketAddress, sender: Sender, patience: Patience, checksum: Checksum = "md5") -> None:
+        self.address, self.label = place, place.label
+        self._sender, self._patience, self._checksum = sender, patience, checksum
+        self._prefix = f"{place.prefix}/" if place.prefix else ""
+
+    def using(
+        self, *, retry_s: float | None = None, traffic: Traffic | None = None, checksum: Checksum | None = None
+    ) -> Bucket:
+        """The same bucket and connections, with other patience for what is safe to repeat, one counter more, or another
+        checksum of bodies.
+        """
+        old = self._patience
+        patience = Patience(
+            old.retry_s if retry_s is None else retry_s, old.silence_s, (*old.traffic, *([traffic] if traffic else []))
+        )
+        return Bucket(self.address, self._sender, patience, checksum or self._checksum)
+
+    def close(self) -> None:
+        """End waits, and close connections. The bucket is not used afterwards."""
+        self._sender.close()
+
+    def head(self, key: str) -> Found | None:
+        """Size, tag and times of an object, None if it is not there. A bucket that is not there is `StorageFailed`."""
+        request = ObjectRequest("head", "HEAD", self._whole(key))
+        while True:
+            found = self._ask(request, key, _found)
+            if not isinstance(found, Refusal):
+                return found
+            if found.status != 404:
+                raise self._error(found, request, key)
+            try:  # an answer to HEAD does not say whether it is the object or the bucket that is missing
+                self.read(key, 0, 1)
+            except NoSuchResource:
+                return None
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of an object; fewer than `length` only at its end."""
+        if length == 0:
+            return b""
+        data: bytes | None = b""
+        data = self._read(key, offset, length, lambda response: _bytes_of(response, offset, length), data)
+        if data is None:
+            raise LimitExceeded(f"{self.label}/{key} has over {READ_BYTES_MAX} bytes", hint="read it in ranges")
+        return data
+
+    def read_tagged(self, key: str, bytes_max: int) -> tuple[bytes, str]:
+        """Bytes and tag of one answer; `LimitExceeded`, before it is read, for an object of more than `bytes_max` bytes."""
+        request = ObjectRequest("get", "GET", self._whole(key))
+
+        def take(response: HTTPResponse) -> tuple[bytes | None, str]:
+            return read_whole(response, bytes_max), _etag(response)
+
+        data, etag = self._done(request, key, take)
+        if data is None:
+            raise LimitExceeded(
+                f"{self.label}/{key} has over {bytes_max} bytes", hint="it was not written by Holdfast, or was damaged"
+            )
+        return data, etag
+
+    def read_into(self, key: str, offset: int, buffer: Any) -> int:
+        """Fill the buffer with bytes of an object; their number, fewer than it holds only at the object's end."""
+        view = memoryview(buffer).cast("B")
+        if not view.nbytes:
+            return 0
+
+        def take(response: HTTPResponse) -> int:
+            _check_range(response, offset)
+            return connections.read_into(response, view)
+
+        return self._read(key, offset, view.nbytes, take, 0)
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> WriteOutcome:
+        """Write an object whole: always, only if there is none, or only if it has the tag. Without a condition it is "done",
+        or an error.
+        """
+        view = memoryview(data).cast("B")
+        headers = {"Content-Type": "application/octet-stream", **self._checked([view])}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        if if_match is not None:
+            headers["If-Match"] = if_match
+        request = ObjectRequest("put", "PUT", self._whole(key), headers=headers, body=[view])
+        once = if_absent or if_match is not None
+        try:
+            etag = self._ask(request, key, _etag, once)
+        except Unsettled as unsettled:
+            return WriteOutcome("unknown", detail=str(unsettled))
+        if not isinstance(etag, Refusal):
+            return WriteOutcome("done", etag)
+        if once and (etag.status == 412 or (if_match is not None and etag.code == "NoSuchKey")):
+            return WriteOutcome("exists", detail=etag.shown)
+        raise self._error(etag, request, key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that do not exist are fine."""
+        if len(keys) == 1:
+            request = ObjectRequest("delete", "DELETE", self._whole(keys[0]))
+            answer = self._ask(request, keys[0], _nothing)
+            if isinstance(answer, Refusal) and answer.code != "NoSuchKey":
+                raise self._error(answer, request, keys[0])
+            return
+        for start in range(0, len(keys), KEYS_MAX):
+            self._delete_many(keys[start : start + KEYS_MAX])
+
+    def pages(self, prefix: str, after: str = "", delimiter: str = "") -> Iterator[KeyPage]:
+        """Objects whose keys begin with `prefix` and come after `after`, page by page, as many as there are."""
+        whole = f"{self._prefix}{prefix}"
+        query = [("encoding-type", "url"), ("list-type", "2"), ("max-keys", str(KEYS_MAX)), ("prefix", whole)]
+        if delimiter:
+            query.append(("delimiter", delimiter))
+        begin = [("start-after", f"{self._prefix}{after}")] if after else []
+        token = ""
+        while True:
+            more = [("continuation-token", token)] if token else begin
+            request = ObjectRequest("list", "GET", query=sorted(query + more))
+            page, following = self._done(request, prefix, lambda response: self._page(response, whole))
+            yield page
+            if not following:
+                return
+            if following == token:
+                raise self._strange("the next page of a list is the same page", request, prefix)
+            token = following
+
+    def begin_upload(self, key: str) -> str:
+        """Begin an object in parts; the upload's id."""
+        headers = {"Content-Type": "application/octet-stream"}
+        if self._checksum == "crc32":
+            headers |= {"x-amz-checksum-algorithm": "CRC32", "x-amz-checksum-type": "FULL_OBJECT"}
+        request = ObjectRequest("begin", "POST", self._whole(key), [("uploads", "")], headers, body=[])
+        root = self._done(request, key, lambda response: _document(response, "InitiateMultipartUploadResult"))
+        upload = answers.text(root, "UploadId")
+        if not upload:
+            raise self._strange("an upload without an id", request, key)
+        return upload
+
+    def put_part(self, key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
+        """Send one part, the views one after the other, which do not change until this returns (I19); its tag."""
+        assert 1 <= number <= PARTS_MAX
+        query = [("partNumber", str(number)), ("uploadId", upload)]
+        request = ObjectRequest("part", "PUT", self._whole(key), query, self._checked(views), body=views)
+        return self._done(request, key, _etag)
+
+    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> WriteOutcome:
+        """Make the object of its parts, by number and tag. Never "exists"; "unknown" where the object and the upload have to
+        be looked at.
+        """
+        listed = "".join(
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag></Part>" for number, etag in sorted(parts)
+        )
+        body = memoryview(f'<CompleteMultipartUpload xmlns="{_XMLNS}">{listed}</CompleteMultipartUpload>'.encode())
+        request = ObjectRequest(
+            "complete", "POST", self._whole(key), [("uploadId", upload)], _XML, [body], silence_s=ASSEMBLY_SILENCE_S
+        )
+        try:
+            root = self._ask(request, key, lambda r: _document(r, "CompleteMultipartUploadResult", "Error"), once=True)
+        except Unsettled as unsettled:
+            return WriteOutcome("unknown", detail=str(unsettled))
+        if not isinstance(root, Refusal):
+            if answers.local(root) != "Error":
+                return WriteOutcome("done", answers.text(root, "ETag"))
+            root = _refused_late(root)
+        if root.is_transient or root.code == "NoSuchUpload":
+            return WriteOutcome("unknown", detail=root.shown)
+        raise self._error(root, request, key)
+
+    def abort(self, key: str, upload: str) -> None:
+        """Give up an upload; one that does not exist is fine."""
+        request = ObjectRequest("abort", "DELETE", self._whole(key), [("uploadId", upload)])
+        answer = self._ask(request, key, _nothing)
+        if isinstance(answer, Refusal) and answer.code not in ("NoSuchUpload", "NoSuchKey"):
+            raise self._error(answer, request, key)
+
+    def _delete_many(self, keys: Sequence[str]) -> None:
+        objects = "".join(f"<Object><Key>{escape(self._whole(key))}</Key></Object>" for key in keys)
+        body = memoryview(f'<Delete xmlns="{_XMLNS}"><Quiet>true</Quiet>{objects}</Delete>'.encode())
+        headers = {**_XML, "Content-MD5": _md5([body])}
+        request = ObjectRequest("delete", "POST", "", [("delete", "")], headers, [body])
+        root = self._done(request, "", lambda response: _document(response, "DeleteResult"))
+        for one in answers.children(root, "Error"):
+            refusal = Refusal(200, answers.text(one, "Code"), answers.text(one, "Message"))
+            if refusal.code != "NoSuchKey":
+                raise self._error(refusal, request, answers.text(one, "Key").removeprefix(self._prefix))
+
+    def _page(self, response: HTTPResponse, whole: str) -> tuple[KeyPage, str]:
+        root = _document(response, "ListBucketResult")
+        objects, prefixes = answers.listed(root), answers.prefixes(root)
+        if not all(key.startswith(whole) for key in (*(one.key for one in objects), *prefixes)):
+            raise Malformed("a list of keys that were not asked for")
+        cut = len(self._prefix)
+        following = answers.text(root, "NextContinuationToken") if answers.text(root, "IsTruncated") == "true" else ""
+        page = KeyPage(
+            [one._replace(key=one.key[cut:]) for one in objects],
+            [prefix[cut:] for prefix in prefixes],
+            answers.header_s(response.headers.get("Date")) or 0.0,
+        )
+        return page, following
+
+    def _whole(self, key: str) -> str:
+        whole = f"{self._prefix}{key}"
+        if not key or key.startswith("/") or len(whole.encode()) > KEY_BYTES_MAX:
+            raise InvalidRequest(f"{key[:80]!r} is no key of an object", hint="use a relative path of at most 1024 bytes")
+        return whole
+
+    def _checked(self, views: Sequence[memoryview]) -> dict[str, str]:
+        if self._checksum == "none":
+            return {}
+        return {"Content-MD5": _md5(views)} if self._checksum == "md5" else {"x-amz-checksum-crc32": _crc32(views)}
+
+    def _read(self, key: str, offset: int, length: int | None, take: Callable[[HTTPResponse], T], empty: T) -> T:
+        end = "" if length is None else str(offset + length - 1)
+        headers = {} if not offset and length is None else {"Range": f"bytes={offset}-{end}"}
+        request = ObjectRequest("get", "GET", self._whole(key), headers=headers)
+        answer = self._ask(request, key, take)
+        if isinstance(answer, Refusal):
+            if answer.status == 416:
+                return empty  # there is nothing from the offset on
+            raise self._error(answer, request, key)
+        return answer
+
+    def _done(self, request: ObjectRequest, key: str, take: Callable[[HTTPResponse], T]) -> T:
+        answer = self._ask(request, key, take)
+        if isinstance(answer, Refusal):
+            raise self._error(answer, request, key)
+        return answer
+
+    def _ask(self, request: ObjectRequest, key: str, take: Callable[[HTTPResponse], T], once: bool = False) -> T | Refusal:
+        return self._sender.ask(request, take, self._patience, f"{self.label}/{key}", once)
+
+    def _error(self, refusal: Refusal, request: ObjectRequest, key: str) -> CheckpointError:
+        return refusals.error(refusal, self._sender.asked(request, f"{self.label}/{key}"))
+
+    def _strange(self, why: str, request: ObjectRequest, key: str) -> CheckpointError:
+        return refusals.strange(why, self._sender.asked(request, f"{self.label}/{key}"))
+
+
+_XMLNS = "http://s3.amazonaws.com/doc/2006-03-01/"
+_XML = {"Content-Type": "application/xml"}
+
+
+def opened(text: str, *, traffic: Traffic | None = None) -> Bucket:
+    """The bucket at an address `s3://BUCKET/PREFIX`. Nothing is asked of it yet.
+
+    Raises `InvalidRequest` for other text and for settings that cannot be used, `StorageFailed` where there are no keys.
+    """
+    place = address.parse(text)
+    found, keys = settings.read(place.bucket)
+    patience = Patience(RETRY_S, SILENCE_S, [traffic] if traffic else [])
+    return Bucket(place, Sender(place.bucket, found, keys), patience)
+
+
+def _found(response: HTTPResponse) -> Found:
+    # Of an answer to HEAD, http.client takes the length for none.
+    length = response.headers.get("Content-Length", "")
+    if not length.isdecimal():
+        raise Malformed("an object without a length")
+    modified = answers.header_s(response.headers.get("Last-Modified"))
+    if modified is None:
+        raise Malformed("an object without a time")
+    now = answers.header_s(response.headers.get("Date"))
+    return Found(int(length), _etag(response), modified, modified if now is None else now)
+
+
+def _etag(response: HTTPResponse) -> str:
+    etag = response.headers.get("ETag")
+    if not etag:
+        raise Malformed("no ETag")
+    return etag
+
+
+def _nothing(response: HTTPResponse) -> None:
+    """A success has no body that is wanted."""
+
+
+def _check_range(response: HTTPResponse, offset: int) -> None:
+    """`Malformed` for an answer with other bytes than those from the offset on."""
+    _etag(response)
+    if response.status == 206:
+        if not response.headers.get("Content-Range", "").replace("=", " ").startswith(f"bytes {offset}-"):
+            raise Malformed(f"the range {response.headers.get('Content-Range', '')[:60]!r} for one from {offset} on")
+    elif offset:
+        raise Malformed("all of an object for a range of it")
+
+
+def _bytes_of(response: HTTPResponse, offset: int, length: int | None) -> bytes | None:
+    _check_range(response, offset)
+    if length is None:
+        return read_whole(response, READ_BYTES_MAX)
+    return connections.read_first(response, length)
+
+
+def _document(response: HTTPResponse, *names: str) -> Element:
+    data = read_whole(response, XML_BYTES_MAX)
+    if data is None:
+        raise Malformed("an answer that is too long")
+    return answers.parsed(data, *names)
+
+
+def _refused_late(root: Element) -> Refusal:
+    """The error in an answer that began with 200, because putting parts together takes long."""
+    return refusals.read(200, {}, ElementTree.tostring(root))
+
+
+def _md5(views: Sequence[memoryview]) -> str:
+    running = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        running.update(view)
+    return base64.b64encode(running.digest()).decode()
+
+
+def _crc32(views: Sequence[memoryview]) -> str:
+    running = 0
+    for view in views:
+        running = zlib.crc32(view, running)
+    return base64.b64encode(running.to_bytes(4, "big")).decode()

@@ -1,0 +1,147 @@
+"""Signs, sends, repeats and counts requests to one bucket."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPResponse
+from threading import Event
+from typing import NamedTuple, TypeVar
+from urllib.parse import quote
+
+from holdfast_files.objects import refusals
+from holdfast_files.objects.answers import ERROR_BYTES_MAX, Malformed
+from holdfast_files.objects.connections import Connections, LostAnswer, Outgoing, read_whole
+from holdfast_files.objects.refusals import Attempted, Refusal
+from holdfast_files.objects.settings import BucketSettings, Keys
+from holdfast_files.objects.traffic import RequestCount, Traffic
+from holdfast_formats.errors import CheckpointError, StorageFailed
+
+PAUSE_FIRST_S = 0.2
+PAUSE_MAX_S = 10.0
+_UNESCAPED = "~-._"  # what a query has as it is, and a path beside its slashes: signatures want all else escaped
+
+T = TypeVar("T")
+
+
+class ObjectRequest(NamedTuple):
+    """One request: its kind as counters name it, and the whole key, empty for the bucket's own."""
+
+    kind: str
+    method: str
+    key: str = ""
+    query: Sequence[tuple[str, str]] = ()
+    headers: Mapping[str, str] = {}
+    body: Sequence[memoryview] | None = None
+    silence_s: float = 0.0  # 0: the usual
+
+
+class Patience(NamedTuple):
+    """For how long what is safe to repeat is repeated, what a pause of an answer may last, and what counts requests."""
+
+    retry_s: float
+    silence_s: float
+    traffic: Sequence[Traffic]
+
+
+class Unsettled(Exception):
+    """A request that must not be repeated may have been carried out, or not: its answer was lost."""
+
+
+class Sender:
+    """Requests to one bucket. Safe for threads."""
+
+    def __init__(self, bucket: str, settings: BucketSettings, keys: Keys) -> None:
+        self.settings, self.keys, self._bucket = settings, keys, bucket
+        self._connections = Connections(settings.endpoint)
+        self._closed = Event()
+
+    def close(self) -> None:
+        """End waits between repetitions, and close connections."""
+        self._closed.set()
+        self._connections.close()
+
+    def url(self, key: str, query: Sequence[tuple[str, str]] = ()) -> str:
+        return f"{self.settings.endpoint.url}{self._target(key, query)}"
+
+    def ask(
+        self, request: ObjectRequest, take: Callable[[HTTPResponse], T], patience: Patience, label: str, once: bool = False
+    ) -> T | Refusal:
+        """What `take` makes of an answer 2xx, or the refusal. What failed in passing is repeated while patience lasts.
+
+        With `once`, a request that may have been carried out is not repeated, but raises `Unsettled`, as does an answer 5xx
+        or 409. `StorageFailed` if nothing answers, or not as S3 does.
+        """
+        end = time.monotonic() + patience.retry_s
+        tries = 0
+        failed: Refusal | None
+        failure: CheckpointError
+        while True:
+            try:
+                answer = self._once(request, take, patience, tries > 0)
+            except Malformed as error:
+                raise refusals.strange(str(error), self.asked(request, label)) from error
+            except LostAnswer as cut:
+                if once and cut.body_sent:
+                    raise Unsettled(f"no answer: {cut}") from cut
+                failed, failure = None, self._unreachable(cut, request, label)
+            else:
+                if not isinstance(answer, Refusal):
+                    return answer
+                if once and (answer.status >= 500 or answer.status == 409):
+                    raise Unsettled(answer.shown)
+                if answer.code in refusals.ENDED_KEYS:
+                    self.keys.reload()
+                if not answer.is_transient:
+                    return answer
+                failed, failure = answer, refusals.error(answer, self.asked(request, label))
+            tries += 1
+            self._wait(tries, failed, end, failure)
+
+    def asked(self, request: ObjectRequest, label: str) -> Attempted:
+        return Attempted(label, self._bucket, request.kind, self.settings.region, time.time())
+
+    def _wait(self, tries: int, answer: Refusal | None, end: float, failure: CheckpointError) -> None:
+        """Pause at random, for longer each time; raises the failure where patience would end meanwhile."""
+        pause = random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2**tries))
+        if answer is not None and answer.retry_after.isdecimal():
+            pause = max(pause, min(float(answer.retry_after), PAUSE_MAX_S))
+        if time.monotonic() + pause > end or self._closed.wait(pause):
+            raise failure
+
+    def _once(
+        self, request: ObjectRequest, take: Callable[[HTTPResponse], T], patience: Patience, again: bool
+    ) -> T | Refusal:
+        received = 0
+
+        def taken(response: HTTPResponse) -> T | Refusal:
+            nonlocal received
+            received = max(response.length or 0, 0)
+            if response.status // 100 == 2:
+                return take(response)
+            body = read_whole(response, ERROR_BYTES_MAX)
+            return refusals.read(response.status, response.headers, body)
+
+        headers = {**request.headers, "Host": self.settings.host}
+        url = self.url(request.key, request.query)
+        signed = self.keys.signed(request.method, url, headers)
+        target = self._target(request.key, request.query)
+        silence_s = request.silence_s or patience.silence_s
+        sent = sum(view.nbytes for view in request.body or ())
+        try:
+            return self._connections.exchange(Outgoing(request.method, target, signed, request.body, silence_s), taken)
+        finally:
+            for traffic in patience.traffic:
+                traffic.add(request.kind, RequestCount(1, int(again), sent, received))
+
+    def _unreachable(self, cut: LostAnswer, request: ObjectRequest, label: str) -> StorageFailed:
+        return refusals.unreachable(cut.cause, self.asked(request, label), self.settings.endpoint.url)
+
+    def _target(self, key: str, query: Sequence[tuple[str, str]]) -> str:
+        path = f"{self.settings.path}/{quote(key, safe=f'/{_UNESCAPED}')}" if key else self.settings.path or "/"
+        if not query:
+            return path
+        return (
+            f"{path}?{'&'.join(f'{quote(name, safe=_UNESCAPED)}={quote(value, safe=_UNESCAPED)}' for name, value in query)}"
+        )
