@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
+
+from .errors import InvalidRequest
+
+NAME_BYTES_MAX = 255  # of every file system
 
 
 class Files(Protocol):
@@ -29,3 +34,29 @@ class Files(Protocol):
 
     def read_stored(self, path: str, /, offset: int, buffer: Any) -> int:
         """`read_into` for verification of stored bytes: past any cache if offset, length and memory are aligned."""
+
+
+def split_path(path: str) -> list[str]:
+    """The names along a path, empty for the root; `InvalidRequest` for a path that could lead out of the root."""
+    if path == "":
+        return []
+    names = path.split("/")
+    if "\0" in path or any(name in ("", ".", "..") for name in names):
+        raise InvalidRequest(f"{path!r} is not a path below the root", hint="use names separated by single slashes")
+    if len(path) > NAME_BYTES_MAX // 4 and any(len(os.fsencode(name)) > NAME_BYTES_MAX for name in names):
+        raise InvalidRequest(f"{path[:80]!r}… has a name of more than {NAME_BYTES_MAX} bytes", hint="choose a shorter name")
+    return names
+
+
+def split_leaf(path: str) -> tuple[list[str], str]:
+    """The names of the parent directory and the last name; `InvalidRequest` for the root itself."""
+    *parent, leaf = split_path(path) or [""]
+    if not leaf:
+        raise InvalidRequest("the root itself cannot be written, moved or removed")
+    return parent, leaf
+
+
+def check_position(path: str, offset: int, length: int) -> None:
+    """Refuse bytes before a file's beginning."""
+    if offset < 0 or length < 0:
+        raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

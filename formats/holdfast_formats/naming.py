@@ -18,6 +18,8 @@ CHECKPOINTS = "checkpoints"
 STAGING = "staging"
 TRASH = "trash"
 RECEIPTS = "receipts"
+COMMITS = "commits"  # of a run in a bucket: an object a step, which names the step's files
+DATA = "data"  # of a run in a bucket: the files of its checkpoints, and of saves that are under way
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
@@ -174,6 +176,29 @@ def parse_staging_directory(name: str) -> StagingName | None:
     match = _STAGING_DIRECTORY.fullmatch(name)
     parsed = StagingName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
     return parsed if parsed is not None and staging_directory(*parsed) == name else None
+
+
+def commit_object_path(run: str, step: int) -> str:
+    """The key of the object that makes a step of a run in a bucket a checkpoint, relative to the root."""
+    return f"{check_run(run)}/{COMMITS}/{step_directory(step)}"
+
+
+def data_path(place: Place) -> str:
+    """The prefix of a place's files in a bucket, relative to the root. The place has a round, or a number in its stead."""
+    return f"{check_run(place.run)}/{DATA}/{data_directory(place)}"
+
+
+def data_directory(place: Place) -> str:
+    """The last name of `data_path`."""
+    if not place.round_id:
+        raise InvalidRequest(f"files of step {place.step} in a bucket need a round, or a number in its stead")
+    return staging_directory(*place[1:])
+
+
+def parse_data_directory(run: str, name: str) -> Place | None:
+    """The place of a name that `data_directory` made; None for any other name."""
+    parsed = parse_staging_directory(name)
+    return Place(run, *parsed) if parsed is not None and parsed.round_id else None
 
 
 def shard_file_name(group: str, position: int, count: int) -> str:

@@ -169,3 +169,20 @@ def test_paths_are_made_of_checked_names() -> None:
 def test_a_socket_is_told_from_another_of_the_same_path() -> None:
     """Inode and time of change make the name; either one being different makes another."""
     assert len({naming.socket_id(1, 2), naming.socket_id(1, 3), naming.socket_id(2, 2), naming.socket_id(12, 2)}) == 4
+
+
+@given(st.integers(0, naming.STEP_MAX), st.integers(0, naming.ATTEMPT_MAX), st.integers(1, naming.ROUND_ID_MAX))
+def test_keys_of_a_bucket_read_back(step: int, attempt: int, round_id: int) -> None:
+    """The prefix of a place's files leads back to it, and no step's commit object is one."""
+    place = naming.Place("run", step, attempt, round_id)
+    parent, _, name = naming.data_path(place).rpartition("/")
+    assert parent == "run/data" and naming.parse_data_directory("run", name) == place
+    assert naming.commit_object_path("run", step) == f"run/commits/{naming.step_directory(step)}"
+    assert naming.parse_data_directory("run", naming.step_directory(step)) is None
+
+
+def test_files_in_a_bucket_need_a_round() -> None:
+    """Otherwise two tries would have the same keys."""
+    with pytest.raises(InvalidRequest):
+        naming.data_path(naming.Place("run", 7, 1))
+    assert naming.parse_data_directory("run", "step-00000007.a1") is None

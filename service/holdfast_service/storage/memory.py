@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast_formats.errors import AlreadyCommitted, InUse, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+from holdfast_formats.files import split_leaf, split_path
 
 from .records import has_bytes
-from .tier import THE_DIRECTORY, Buffer, check_range, octets, split_leaf, split_path
+from .tier import THE_DIRECTORY, Buffer, check_range, octets
 
 CAPACITY_BYTES = 2**40
 _Path = tuple[str, ...]

@@ -19,13 +19,14 @@ from typing import Literal
 from holdfast_files.direct import ALIGNMENT, REFUSED, PageCacheState, is_aligned, open_direct
 from holdfast_files.held_names import held
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.files import check_position, split_leaf, split_path
 
 from . import libc
 from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .pacing import Pace
 from .records import has_bytes
 from .stamps import stamps
-from .tier import THE_DIRECTORY, Buffer, check_position, check_range, octets, split_leaf, split_path
+from .tier import THE_DIRECTORY, Buffer, check_range, octets
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
 

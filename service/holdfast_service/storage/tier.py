@@ -6,7 +6,6 @@ below the root is followed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -19,7 +18,6 @@ from holdfast_formats.errors import InvalidRequest
 from .records import Records
 
 THE_DIRECTORY = "the directory"  # `label` of a tier: callers name its root themselves, and not to everyone
-NAME_BYTES_MAX = 255  # of every file system
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
 
@@ -112,26 +110,6 @@ class Tier(Records, Protocol):
         """Bytes that may still be written here."""
 
 
-def split_path(path: str) -> list[str]:
-    """The names along a path, empty for the root; `InvalidRequest` for a path that could lead out of the root."""
-    if path == "":
-        return []
-    names = path.split("/")
-    if "\0" in path or any(name in ("", ".", "..") for name in names):
-        raise InvalidRequest(f"{path!r} is not a path below the root", hint="use names separated by single slashes")
-    if len(path) > NAME_BYTES_MAX and any(len(os.fsencode(name)) > NAME_BYTES_MAX for name in names):
-        raise InvalidRequest(f"{path[:80]!r}… has a name of more than {NAME_BYTES_MAX} bytes", hint="choose a shorter name")
-    return names
-
-
-def split_leaf(path: str) -> tuple[list[str], str]:
-    """The names of the parent directory and the last name; `InvalidRequest` for the root itself."""
-    *parent, leaf = split_path(path) or [""]
-    if not leaf:
-        raise InvalidRequest("the root itself cannot be written, moved or removed")
-    return parent, leaf
-
-
 def octets(buffer: Buffer) -> memoryview:
     """The buffer's bytes, flat and not copied; `InvalidRequest` for one that is not contiguous."""
     if isinstance(buffer, np.ndarray):
@@ -146,9 +124,3 @@ def check_range(path: str, offset: int, length: int, size: int) -> None:
     """Refuse bytes outside the size that a file was made with."""
     if offset < 0 or offset + length > size:
         raise InvalidRequest(f"{path}: {length} bytes at {offset} do not fit the file of {size} bytes")
-
-
-def check_position(path: str, offset: int, length: int) -> None:
-    """Refuse bytes before a file's beginning."""
-    if offset < 0 or length < 0:
-        raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

@@ -11,11 +11,11 @@ from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bound
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
+from holdfast_formats.files import split_leaf
 from holdfast_formats.rest.jobs import ExportJob
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
 from holdfast_service.storage import Tier
-from holdfast_service.storage.tier import split_leaf
 
 GROUP = "model"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.files import Files
+from holdfast_formats.files import Files, split_leaf
 from holdfast_formats.rest.jobs import ExportJob, ImportJob, MergeJob
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.root_files import check_local, check_output_place
@@ -16,7 +16,6 @@ from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.storage import PosixTier, hub_snapshot
-from holdfast_service.storage.tier import split_leaf
 from holdfast_service.wings.convert.export_jobs import Exporter
 from holdfast_service.wings.convert.foreign import file_signs
 from holdfast_service.wings.convert.foreign.kinds import kind_named
