@@ -32,7 +32,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.insight import run_figures
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.storage import MemoryTier, PosixStore, PosixTier
+from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, stored_in
 from holdfast_service.wiring import gc_tuning
 from tests.control.published import a_manifest, mark_verified
 from tests.databases import KINDS, running_postgres, why_not
@@ -89,7 +89,7 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
     """What lists and pages ask."""
     late, steps = at(size.checkpoints * size.runs / 10 * 0.95), range(0, size.checkpoints, 7)
 
-    summaries = Summaries(MemoryTier(), catalog)
+    summaries = Summaries(stored_in(MemoryTier()).store, catalog)
 
     def run() -> str:
         return name(random.randrange(size.runs))

@@ -26,7 +26,7 @@ from holdfast_formats import naming
 from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from holdfast_service.wings.convert.export_jobs import ExportWork, converted
 from holdfast_service.wings.convert.import_jobs import Importer
 from tests.job_requests import an_import
@@ -94,7 +94,7 @@ def child(act: str, source: Path, target: Path) -> None:
     if act == "import":
         tier = PosixTier(target)
         catalog = Catalog.open(f"sqlite:///{target}/catalog.sqlite")
-        control = Control(tier, catalog, None)
+        control = Control(stored_in(tier), catalog, None)
         clock = Clock()
         Importer(tier, control).bring(PosixTier(source), an_import("run", 0), clock)
         took = time.perf_counter() - clock.began

@@ -44,6 +44,7 @@ from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
+from holdfast_service.storage import stored_in
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
@@ -180,7 +181,7 @@ class ManyNodes:
         self.database = Database.open(url)
         tier = PosixTier(root)
         self.catalog = Catalog(self.database)
-        self._shared = Shared(tier, Control(tier, self.catalog, 1), Counted())
+        self._shared = Shared(tier, Control(stored_in(tier), self.catalog, 1), Counted())
         self._shared.control.recovery.recover()
         self._shared.control.launches.declare(RUN, "launch", nodes, 1)
         self.nodes = [ManyNode(number, self.database, self._shared) for number in range(nodes)]

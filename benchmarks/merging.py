@@ -36,7 +36,7 @@ from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Quiet
-from holdfast_service.storage import PosixTier, libc
+from holdfast_service.storage import PosixTier, libc, stored_in
 from holdfast_service.wings.convert.import_jobs import Importer
 from holdfast_service.wings.merge.merge_jobs import Merger
 from tests.job_requests import a_merge, an_import
@@ -110,7 +110,7 @@ def child(method: str, root: Path, models: int) -> None:
     libc.give_memory_back()  # as the daemon does
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
-    control = Control(tier, catalog, None)
+    control = Control(stored_in(tier), catalog, None)
     merger = Merger(tier, control)
     clock, spent = Clock(), time.process_time()
 
@@ -130,7 +130,7 @@ def prepare(directory: Path, size: int, models: int) -> Path:
     root.mkdir()
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
-    control = Control(tier, catalog, None)
+    control = Control(stored_in(tier), catalog, None)
     for name in sources_of("", models):
         make(directory / name, name, size)
         Importer(tier, control).bring(PosixTier(directory / name), an_import(name, 0), Quiet())

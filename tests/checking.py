@@ -13,7 +13,7 @@ from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.checker import Checker
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.checkpoints import Built, build_root
 from tests.databases import sqlite_url
 
@@ -28,7 +28,7 @@ class Checked:
         self.built: Mapping[tuple[str, int], Built] = build_root(root, {RUN: steps})
         self.tier = PosixTier(root)
         self.catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-        self.control = Control(self.tier, self.catalog, None)
+        self.control = Control(stored_in(self.tier), self.catalog, None)
         self.control.recovery.recover()
         self.checker = Checker(self.tier, self.control)
 

@@ -34,7 +34,7 @@ from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from holdfast_service.wings.notify.running import Notifying
 from holdfast_service.wiring.job_handlers import start_jobs
 from tests.databases import sqlite_url
@@ -54,7 +54,7 @@ def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, liv
     """Services over a root, every committed checkpoint of it in the catalog; jobs may name directories below `place`."""
     tier = PosixTier(root)
     catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
-    control = Control(tier, catalog, None, nodes)
+    control = Control(stored_in(tier), catalog, None, nodes)
     control.recovery.recover()
 
     def node() -> bodies.Node:
@@ -69,7 +69,7 @@ def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, liv
     scrub = Scrub(checker, control, saver, ScrubPlan(None, None))
     repairer = Repairer(tier, control, control.repairs, dict)
     runner = start_jobs("node-1", Workers(tier, catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
-    summaries, history = Summaries(tier, catalog, lives), RoundHistory(catalog.database, "node-1")
+    summaries, history = Summaries(stored_in(tier).store, catalog, lives), RoundHistory(catalog.database, "node-1")
     try:
         yield Services(control, root, "9.9", node, saver, arena, remote, runner, summaries, history, {})
     finally:

@@ -25,7 +25,7 @@ from holdfast_service.config import LISTEN, Config, is_shared, parse, service_ma
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.observe.service_manager import ServiceManager
-from holdfast_service.storage import Tier, libc
+from holdfast_service.storage import Records, libc
 from holdfast_service.storage.directories import identity_of
 from holdfast_service.storage.locking import lock_node, lock_root
 from holdfast_service.wing import RunningWing
@@ -150,8 +150,8 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
         _heed_signals(stop)
         about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=served.identity.mark)
         file = naming.DAEMON_FILE if served.control.nodes.alone else naming.daemon_file(config.node)
-        served.control.tier.replace(file, encode(about))
-        stack.callback(_remove, served.control.tier, file)
+        served.control.records.replace(file, encode(about))
+        stack.callback(_remove, served.control.records, file)
         where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"
         log.info("serving %s at %s%s", root, node.daemon.path, where)
         if url:
@@ -159,9 +159,9 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
         yield Served(node.daemon, services, wings, listener)
 
 
-def _remove(tier: Tier, file: str) -> None:
+def _remove(records: Records, file: str) -> None:
     with suppress(NotFound):  # it was removed with the root
-        tier.remove_file(file)
+        records.remove_file(file)
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:

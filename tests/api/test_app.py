@@ -187,7 +187,7 @@ def test_remove(tmp_path: Path) -> None:
         assert http.delete(f"{TINY}/checkpoints/5").status_code == 204
         assert http.get(f"{TINY}/checkpoints/5").status_code == 404
         assert not (tmp_path / naming.checkpoint_path("tiny", 5)).exists()
-        run_files.write_run_file(running.services.control.tier, "tiny", run_files.RunFile(pins=(10,)))
+        run_files.write_run_file(running.services.control.records, "tiny", run_files.RunFile(pins=(10,)))
         refused = http.delete(f"{TINY}/checkpoints/10")
         assert (refused.status_code, refused.json()["code"]) == (409, "pinned")
         assert http.delete(f"{TINY}/checkpoints/5").json()["code"] == "no-such-checkpoint"

@@ -30,7 +30,7 @@ from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.other_nodes import Host, Result
 from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
-from holdfast_service.storage import MemoryTier, Tier
+from holdfast_service.storage import MemoryTier, Tier, stored_in
 from holdfast_service.wings.cluster.cluster import Cluster
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.saving import joined_round, joint_saves
@@ -223,7 +223,7 @@ class MeetingNode:
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self.cluster.membership.join(0.0)
         tier = cast(Tier, Doomed(self.disk, self.doom, TO_STORAGE))
-        self.control = Control(tier, Catalog(self.cluster.database, self.name), None, self.cluster)
+        self.control = Control(stored_in(tier), Catalog(self.cluster.database, self.name), None, self.cluster)
         self.rendezvous = Doomed(self.cluster.rendezvous, self.doom, TO_CATALOG)
         party = JointParty(cast(Any, self.rendezvous), self.exchange, self._node_ranks)
         history = SaveHistory(cast(Any, self.control))

@@ -28,7 +28,7 @@ from holdfast_service.control.retention import replaced_checkpoints
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.daemon.checking.verifier import examine
 from holdfast_service.daemon.copying.replicas import Replicator
-from holdfast_service.storage import MemoryTier, PosixStore, Tier
+from holdfast_service.storage import MemoryTier, PosixStore, Tier, stored_in
 from tests.control.published import a_manifest, put_checkpoint
 from tests.databases import sqlite_url
 from tests.in_memory import memory
@@ -102,7 +102,7 @@ class Removers(RuleBasedStateMachine):
         self.mortal = MortalTier(self.tier)
         database = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite")).database
         self.catalog = Catalog(database, clock=lambda: self.time)
-        self.control = Control(self.mortal, self.catalog, None)  # type: ignore[arg-type]
+        self.control = Control(stored_in(self.mortal), self.catalog, None)  # type: ignore[arg-type]
         self.control.trash._clock = lambda: self.clock
         self.control.recovery.recover()
         assert self.control.record_queue.recorded(30)

@@ -11,7 +11,7 @@ from holdfast_formats import naming
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.control.published import a_manifest, a_row, put_checkpoint
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
@@ -22,10 +22,10 @@ RUN = "run"
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[Control]:
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Control(MemoryTier(), catalog, None)
+    made = Control(stored_in(MemoryTier()), catalog, None)
     made.recovery.recover()
     for step in (1, 2, 3):
-        put_checkpoint(made.tier, a_manifest(RUN, step))
+        put_checkpoint(made.storage.directory("a test"), a_manifest(RUN, step))
         catalog.record_checkpoint(a_row(RUN, step))
         made.findings.sound(RUN, step)
     assert made.rotation.wait_until_applied()
@@ -41,13 +41,13 @@ def listed(control: Control) -> dict[int, bool]:
 def test_a_directory_that_was_removed_is_listed_no_more(control: Control) -> None:
     """The thread finds it by itself; an error says so until a newer checkpoint is verified."""
     control.watch.start()
-    control.tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    control.storage.directory("a test").remove_tree(naming.checkpoint_path(RUN, 3))
     wait_until(lambda: set(listed(control)) == {1, 2})
     control.watch.close()
-    summaries = Summaries(control.tier, control.catalog)
+    summaries = Summaries(control.store, control.catalog)
     (item,) = [one for one in summaries.one(RUN).attention if one.code == "checkpoint-missing"]
     assert (item.level, item.step) == ("error", 3)
-    put_checkpoint(control.tier, a_manifest(RUN, 4))
+    put_checkpoint(control.storage.directory("a test"), a_manifest(RUN, 4))
     control.catalog.record_checkpoint(a_row(RUN, 4))
     control.findings.sound(RUN, 4)
     assert "checkpoint-missing" not in {one.code for one in summaries.one(RUN).attention}
@@ -57,13 +57,13 @@ def test_a_directory_that_is_put_back_is_missing_no_more(control: Control) -> No
     """The alert is over when the checkpoint that was missing has been read back, as its hint says."""
 
     def alerts() -> set[str]:
-        return {one.code for one in Summaries(control.tier, control.catalog).one(RUN).attention}
+        return {one.code for one in Summaries(control.store, control.catalog).one(RUN).attention}
 
-    control.tier.remove_tree(naming.checkpoint_path(RUN, 3))
+    control.storage.directory("a test").remove_tree(naming.checkpoint_path(RUN, 3))
     control.watch.scan()
     control.findings.sound(RUN, 2)
     assert "checkpoint-missing" in alerts()
-    put_checkpoint(control.tier, a_manifest(RUN, 3))
+    put_checkpoint(control.storage.directory("a test"), a_manifest(RUN, 3))
     for _ in range(2):
         control.watch.scan()
     assert 3 in listed(control) and "checkpoint-missing" in alerts()
@@ -77,8 +77,8 @@ def test_what_is_put_there_is_listed_and_checked(control: Control) -> None:
     """
     asked: list[object] = []
     control.watch.unread.subscribe(asked.extend)
-    put_checkpoint(control.tier, a_manifest(RUN, 9))
-    control.tier.put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
+    put_checkpoint(control.storage.directory("a test"), a_manifest(RUN, 9))
+    control.storage.directory("a test").put(f"{naming.checkpoint_path(RUN, 10)}/{naming.STATE}", b"{}")
     control.watch.scan()
     assert 9 not in listed(control)
     control.watch.scan()
@@ -98,7 +98,7 @@ def test_what_is_being_replaced_is_left_alone(control: Control) -> None:
     """Until the catalog knows the new one, its files are not those of the old one."""
     control.rotation.replaced.began(RUN, 3)
     path = f"{naming.checkpoint_path(RUN, 3)}/{naming.STATE}"
-    control.tier.replace(path, b"{}")
+    control.records.replace(path, b"{}")
     control.watch.scan()
     assert listed(control)[3]
     control.rotation.replaced.listed(RUN, 3)
@@ -119,7 +119,7 @@ def test_a_step_that_retention_removes_during_a_scan_does_not_stop_it(
             control.rotation.remove(run, step)
         return look(run, step)
 
-    control.tier.replace(f"{naming.checkpoint_path(RUN, 2)}/{naming.STATE}", b"{ }")
+    control.records.replace(f"{naming.checkpoint_path(RUN, 2)}/{naming.STATE}", b"{ }")
     monkeypatch.setattr(control.rotation.probe, "probe", probe)
     control.watch.scan()
     assert (removed, listed(control)) == ([1], {2: False, 3: True})

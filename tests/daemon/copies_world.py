@@ -17,7 +17,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.storage import PosixTier, Tier
+from holdfast_service.storage import PosixTier, Tier, stored_in
 from tests.checkpoints import Arrays, build_root
 from tests.databases import sqlite_url
 
@@ -38,7 +38,7 @@ class CopiesWorld:
         self.built = build_root(self.root, {RUN: steps}, arrays)
         self.tier = PosixTier(self.root)
         self.catalog = Catalog.open(sqlite_url(directory / "catalog.sqlite"))
-        self.control = Control(self.tier, self.catalog, None)
+        self.control = Control(stored_in(self.tier), self.catalog, None)
         self.control.recovery.recover()
         for step in steps:
             self.control.findings.sound(RUN, step)

@@ -32,7 +32,7 @@ from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.storage import MemoryTier, Tier
+from holdfast_service.storage import MemoryTier, Tier, stored_in
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
 from tests.in_memory import memory
@@ -152,7 +152,7 @@ class SaverWorld:
         self.tier = tier
         self._directory = tempfile.TemporaryDirectory(dir=memory())
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"), "node")
-        self.control = Control(tier, self.catalog, keep_last)
+        self.control = Control(stored_in(tier), self.catalog, keep_last)
         self.saver = Saver(tier, self.control, "node")
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0

@@ -18,7 +18,7 @@ from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans
 from holdfast_service.observe import tracing
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from holdfast_service.wiring import watching
 from holdfast_service.wiring.watching import Watcher
 from tests.checkpoints import build_root
@@ -125,7 +125,7 @@ def test_requests_and_restores(tmp_path: Path, exported: InMemorySpanExporter) -
     with served(tmp_path) as service:
         path = f"{service.url}/v1/runs/tiny/checkpoints/5"
         httpx.get(path, headers={"traceparent": caller}, trust_env=False).raise_for_status()
-    control = Control(PosixTier(tmp_path), service.services.control.catalog, None)
+    control = Control(stored_in(PosixTier(tmp_path)), service.services.control.catalog, None)
     assert control.restores.choose("tiny", 1, 0, None, ()) == 5
     control.close()
     found = spans(exported)

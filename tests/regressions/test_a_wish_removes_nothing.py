@@ -15,7 +15,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.checkpoints import build, build_root
 from tests.control.published import mark_verified
 from tests.daemons import running
@@ -26,7 +26,7 @@ from tests.databases import sqlite_url
 def control(tmp_path: Path) -> Iterator[Control]:
     build_root(tmp_path, {"tiny": (5, 10, 15)})
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Control(PosixTier(tmp_path), catalog, None)
+    made = Control(stored_in(PosixTier(tmp_path)), catalog, None)
     made.recovery.recover()
     for step in (5, 10, 15):
         mark_verified(catalog, "tiny", step)

@@ -20,6 +20,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
 from holdfast_service.control.control import Control
 from holdfast_service.control.nodes import changing
+from holdfast_service.storage import stored_in
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
@@ -38,7 +39,7 @@ class Node:
         self.cluster = nodes.add(name, lease_s)
         self.tier = tier or PosixTier(root, node=name)
         self.catalog = Catalog(self.cluster.database, name)
-        self.control = Control(self.tier, self.catalog, None, self.cluster)
+        self.control = Control(stored_in(self.tier), self.catalog, None, self.cluster)
         self.control.recovery.recover()
         self.maintenance = RootMaintenance(self.control, self.cluster)
 
@@ -352,7 +353,7 @@ def remembering(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node, Reme
     b = Node(nodes, tmp_path, "b")
     tier = Remembering(tmp_path, node="b")
     tier.hidden = frozenset({naming.checkpoint_path(RUN, 2)})
-    b.control = Control(tier, b.catalog, None, b.cluster)
+    b.control = Control(stored_in(tier), b.catalog, None, b.cluster)
     b.control.recovery.recover()
     assert b.control.record_queue.recorded(30)
     yield a, b, tier

@@ -22,7 +22,7 @@ from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import OwnerRow
-from holdfast_service.storage import PosixStore
+from holdfast_service.storage import PosixStore, stored_in
 from holdfast_service.storage.posix import PosixTier
 from tests.control.published import a_manifest, put_checkpoint
 from tests.daemons import running
@@ -89,7 +89,7 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
         ownership.adopt(catalog, ownership.Root("first", tmp_path / "first", "node"), NOW)
         tier = PosixTier(tmp_path / "second")
         me = ownership.Root("second", tmp_path / "second", "node")
-        control = Control(tier, catalog, claim=lambda: ownership.claim(PosixStore(tier), catalog, me, NOW))
+        control = Control(stored_in(tier), catalog, claim=lambda: ownership.claim(PosixStore(tier), catalog, me, NOW))
         try:
             control.recovery.recover()
             assert control.launches.declare("mine", "launch", 1, None) == 1, "training continues without it"

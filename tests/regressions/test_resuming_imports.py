@@ -21,7 +21,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Quiet
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from holdfast_service.wings.convert.import_jobs import Importer
 from tests.daemons import RunningDaemon, running
 from tests.databases import sqlite_url
@@ -44,7 +44,7 @@ def bring(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     """Import a directory as a step of a run of the daemon's root."""
     tier = PosixTier(daemon.root)
     catalog = Catalog.open(sqlite_url(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
-    control = Control(tier, catalog, None)
+    control = Control(stored_in(tier), catalog, None)
     importer = Importer(tier, control)
     yield lambda source, run, step: importer.bring(PosixTier(source), an_import(run, step), Quiet())
     control.close()

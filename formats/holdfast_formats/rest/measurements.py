@@ -215,7 +215,7 @@ class RunSummary(Body):
     checkpoints: int
     bytes: int
     quota_bytes: int | None
-    free_bytes: int
+    free_bytes: int | None = Field(description="on the storage of the root; null if it states no limit")
     newest: int | None
     newest_verified: int | None
     newest_healthy: int | None

@@ -74,6 +74,7 @@ class Collected(Collector):
             self._services.control.record_queue,
             self._services.control.nodes.beaten_s(),
         )
+        free = self._services.control.store.free_bytes()
         try:
             gauges = record_queue.query(self._told, TOLD_S)
         except CatalogUnavailable as away:
@@ -92,7 +93,7 @@ class Collected(Collector):
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_trash_bytes": [((), self._services.control.trash.seen().bytes)],
             "holdfast_audit_lost": [((), self._services.audit.lost)],
-            "holdfast_storage_free_bytes": [((), self._services.control.tier.free_bytes())],
+            "holdfast_storage_free_bytes": [] if free is None else [((), free)],
             "holdfast_events": [((kind,), self._services.control.events.counts[kind]) for kind in EVENTS],
             **self._arena(),
             **self._held(),

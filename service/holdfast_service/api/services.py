@@ -62,15 +62,15 @@ class Services:
 
     @cached_property
     def team_quotas(self) -> TeamQuotas:
-        return TeamQuotas(self.control.tier, self.control.catalog.database)
+        return TeamQuotas(self.control.records, self.control.catalog.database)
 
     @cached_property
     def views(self) -> SavedViews:
-        return SavedViews(self.control.tier)
+        return SavedViews(self.control.records)
 
     @cached_property
     def groups(self) -> RunGroups:
-        return RunGroups(self.control.tier, self.control.catalog, self.summaries)
+        return RunGroups(self.control.records, self.control.catalog, self.summaries)
 
     @cached_property
     def tokens(self) -> Tokens:

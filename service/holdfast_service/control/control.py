@@ -23,7 +23,7 @@ from holdfast_service.control.recovery import Recovery
 from holdfast_service.control.retention.requests import RetentionRequests
 from holdfast_service.control.retention.run_trash import KEPT_DAYS
 from holdfast_service.control.save_coordinator import SaveCoordinator
-from holdfast_service.storage import Tier
+from holdfast_service.storage import RootStorage
 
 
 class Control(CheckpointParts):
@@ -33,7 +33,7 @@ class Control(CheckpointParts):
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        tier: Tier,
+        storage: RootStorage,
         catalog: Catalog,
         keep_last: int | None = None,
         nodes: Nodes = ONE_NODE,
@@ -45,8 +45,9 @@ class Control(CheckpointParts):
         """`keep_last` and `usual` are in force for runs without a policy of their own. `claim` raises where a catalog that
         is back is another root's.
         """
-        super().__init__(tier, catalog, nodes, usual or RetentionPolicy(), trash_days)
+        super().__init__(storage, catalog, nodes, usual or RetentionPolicy(), trash_days)
         store, record_queue, events = self.store, self.record_queue, self.events
+        tier = storage.directory("keeping replicas")
         attempts, lineage = self.attempts, self.lineage_index
         known = Known(self.health, self.findings, self.readers, lineage, self.watch.relist, self.absences)
         self.restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, nodes)

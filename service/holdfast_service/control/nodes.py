@@ -16,7 +16,7 @@ from holdfast_formats.lineage import Lineage
 from holdfast_formats.rest.bodies import NodeState
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.database.cluster_schema import DUTY_CHARS_MAX
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 UPKEEP = "upkeep"  # the maintenance of the root
 THINNING = "thinning"  # takes optimizer and masters out of old checkpoints
@@ -97,7 +97,7 @@ class Nodes(Protocol):
     @property
     def holds(self) -> SharedReaders: ...
 
-    def attempts(self, tier: Tier) -> Attempts: ...
+    def attempts(self, records: Records) -> Attempts: ...
 
     def join(self, wait_s: float | None = None) -> None:
         """Become a member, unless it is one. `RootBusy` if another daemon of this name still is one after `wait_s`."""
@@ -160,8 +160,8 @@ class OneNode:
     def elsewhere(self, run: str, opened: bool = True) -> Mapping[int, float]:
         return {}
 
-    def attempts(self, tier: Tier) -> Attempts:
-        return Attempts(tier)
+    def attempts(self, records: Records) -> Attempts:
+        return Attempts(records)
 
     def join(self, wait_s: float | None = None) -> None: ...
 

@@ -29,44 +29,46 @@ from holdfast_service.control.retention.run_trash import RunTrash
 from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
-from holdfast_service.storage import PosixStore, Store, Tier
+from holdfast_service.storage import RootStorage
 
 
 class RecordParts:
     """The known state of a root, and its records."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy) -> None:
+    def __init__(self, storage: RootStorage, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy) -> None:
         """`nodes` serve the root with the same catalog; `usual` is in force for runs without a policy of their own."""
-        self.tier, self.catalog, self.nodes = tier, catalog, nodes
-        self.store: Store = PosixStore(tier)
+        self.storage, self.catalog, self.nodes = storage, catalog, nodes
+        self.records, self.store, _ = storage
         self.returned: Signal[[]] = Signal()  # the catalog answers, for the first time or again
         self.published: Signal[[Manifest]] = Signal()  # saved or imported; subscribers must not block
         self.record_queue = RecordQueue(
             catalog.database, self.returned.publish, partial(run_figures.renew, catalog.database)
         )
-        self.attempts = nodes.attempts(tier)
+        self.attempts = nodes.attempts(self.records)
         self.events = Events(catalog.database, catalog.node or "node", utc_now, self.record_queue.enqueue)
         self.rounds = Rounds(catalog.rounds, self.record_queue, utc_now)
         self.statistics = StatisticsStore(catalog.database)
-        self.health = HealthRecords(tier, self.statistics, self.events)
+        self.health = HealthRecords(self.records, self.statistics, self.events)
         self.files = RunFiles(
-            tier,
+            self.records,
             usual,
             is_run=self.attempts.has,
             has_saved=lambda run: catalog.rounds.has_committed(run, self.attempts.newest(run)),
             elsewhere=lambda run: nodes.locked(changing(run)),
         )
-        self.run_metadata = RunMetadata(tier, catalog, self.files, self.events)
+        self.run_metadata = RunMetadata(self.records, catalog, self.files, self.events)
         self.absences = roots.NegativeCache(nodes.names_s)
 
 
 class CheckpointParts(RecordParts):
     """The root's checkpoints, and the decisions about them."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy, trash_days: float | None) -> None:
+    def __init__(
+        self, storage: RootStorage, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy, trash_days: float | None
+    ) -> None:
         """Deleted runs can be restored for `trash_days`."""
-        super().__init__(tier, catalog, nodes, usual)
-        store, record_queue, events = self.store, self.record_queue, self.events
+        super().__init__(storage, catalog, nodes, usual)
+        records, store, record_queue, events = self.records, self.store, self.record_queue, self.events
         attempts, files = self.attempts, self.files
         self.readers = Readers(shared=nodes.holds)
         self.rotation = rotation = Rotation(
@@ -79,12 +81,14 @@ class CheckpointParts(RecordParts):
         )
         self.findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
         self.lineage_index = lineage = LineageIndex(store, catalog, record_queue, self.findings)
-        self.empty_runs = EmptyRuns(tier, catalog, attempts, files, events)
+        self.empty_runs = EmptyRuns(records, catalog, attempts, files, events)
         self.trash = trash = RunTrash(
-            tier, store, catalog, attempts, rotation, events, record_queue.enqueue, lineage.forget, trash_days
+            records, store, catalog, attempts, rotation, events, record_queue.enqueue, lineage.forget, trash_days
         )
-        self.renaming = RunRenaming(tier, catalog, attempts, rotation, trash, events, lineage.forget, is_alone=nodes.alone)
-        self.admission = Admission(tier, catalog, files, rotation, record_queue.query, trash.make_room)
+        self.renaming = RunRenaming(
+            storage, catalog, attempts, rotation, trash, events, lineage.forget, is_alone=nodes.alone
+        )
+        self.admission = Admission(storage, catalog, files, rotation, record_queue.query, trash.make_room)
         self.thinning = Thinning(store, catalog, record_queue, rotation, events, lineage.add, partial(nodes.has, THINNING))
         self.watch = RootWatch(
             store,

@@ -41,7 +41,7 @@ class Recovery:
 
     def __init__(self, parts: CheckpointParts, claim: Callable[[], None]) -> None:
         """`claim` raises where the catalog is another root's."""
-        self._tier, self._store, self._catalog, self._nodes = parts.tier, parts.store, parts.catalog, parts.nodes
+        self._store, self._catalog, self._nodes = parts.store, parts.catalog, parts.nodes
         self._record_queue, self._attempts, self._rounds, self._events = (
             parts.record_queue,
             parts.attempts,
@@ -86,7 +86,7 @@ class Recovery:
             raise
         except CheckpointError as error:  # the next start tries again
             log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
-        for run in roots.runs(self._tier):
+        for run in roots.runs(self._store.files):
             if self._store.replaced(run):  # an earlier daemon has not come to let go of it
                 self._rotation.due(run)
         for run, step in missing.lost_since(self._catalog, before):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming, timestamps
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
@@ -29,7 +30,6 @@ from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.node_checks import ScrubClaims
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Scrub:
 class CheckJobs:
     """Checks as jobs: their arguments and progress."""
 
-    def __init__(self, checker: Checker, scrub: Scrub, tier: Tier) -> None:
+    def __init__(self, checker: Checker, scrub: Scrub, tier: Files) -> None:
         self._checker, self._scrub, self._tier = checker, scrub, tier
 
     def verify(self, run: str, step: int, progress: Reports) -> dict[str, Any]:

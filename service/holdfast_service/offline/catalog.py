@@ -17,7 +17,7 @@ from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import address
-from holdfast_service.storage import PosixStore, PosixTier, lock_root
+from holdfast_service.storage import Store, lock_root, stored_in, tier_at
 from holdfast_service.storage.identity import known, settle
 
 
@@ -35,10 +35,11 @@ def run(work: CatalogWork) -> dict[str, Any]:
 
 
 def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
-    tier, url = PosixTier(root), settings.catalog_url
+    tier, url = tier_at(root), settings.catalog_url
+    store = stored_in(tier).store
     shared = address(url) if config.is_shared(url) else None
     if act not in ("rebuild", "adopt"):
-        return _checked(tier, url, thorough=act == "check-thorough")
+        return _checked(root, store, url, thorough=act == "check-thorough")
     who = ownership.Root(settle(tier, shared, leave=act == "adopt").mark.id, root, settings.node)
     opened = recovery.open_catalog(url)
     try:
@@ -48,8 +49,8 @@ def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
                 make_one(tier)
             audit.offline(opened.catalog.database, settings.node, "catalog-adopted", target=str(root))
             return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before)
-        ownership.claim(PosixStore(tier), opened.catalog, who, utc_now())
-        result = consistency.rebuild(PosixStore(tier), opened.catalog, writers=(), now=utc_now())
+        ownership.claim(store, opened.catalog, who, utc_now())
+        result = consistency.rebuild(store, opened.catalog, writers=(), now=utc_now())
         audit.offline(opened.catalog.database, settings.node, "catalog-rebuilt")
     finally:
         opened.catalog.close()
@@ -57,10 +58,10 @@ def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
     return result.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged})
 
 
-def _checked(tier: PosixTier, url: str, thorough: bool) -> CatalogCheck:
+def _checked(root: Path, store: Store, url: str, thorough: bool) -> CatalogCheck:
     catalog = recovery.open_sound(url)
     try:
-        ownership.check(catalog.database, known(tier.root), tier.root)
-        return consistency.check(PosixStore(tier), catalog, writers=(), thorough=thorough)
+        ownership.check(catalog.database, known(root), root)
+        return consistency.check(store, catalog, writers=(), thorough=thorough)
     finally:
         catalog.close()

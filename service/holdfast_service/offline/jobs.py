@@ -24,7 +24,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
-from holdfast_service.storage import PosixStore, PosixTier, Tier, lock_root
+from holdfast_service.storage import Tier, lock_root, stored_in, tier_at
 from holdfast_service.wing import OwnJob, RootWork, required
 
 CONVERT = "convert"  # the wing
@@ -51,8 +51,8 @@ def _in_root(work: RootJob, progress: Progress) -> dict[str, Any]:
         kind = required(job.wing, f"a job of kind {job.kind!r}").offline().jobs[job.kind]
         if job.arguments.dry_run and kind.foretell is not None:
             return kind.foretell(root, job)
-    with _decided(root, listed=not isinstance(job, VerifyJob)) as (tier, control, catalog):
-        done = kind.run(RootWork(tier, control, Path.cwd()), job, progress)
+    with _decided(root, listed=not isinstance(job, VerifyJob)) as (control, catalog):
+        done = kind.run(RootWork(control.storage.directory("this job"), control, Path.cwd()), job, progress)
         if isinstance(job, VerifyJob) or not job.arguments.dry_run:
             audit.offline(catalog.database, default_node(), f"checkpoint-{kind.done}", job.run, job.step)
         return done
@@ -66,20 +66,20 @@ def _repair(replicas: dict[str, Tier]) -> OwnJob:
 
 
 @contextmanager
-def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Control, Catalog]]:
-    """The root's tier, control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it.
+def _decided(root: Path, listed: bool) -> Iterator[tuple[Control, Catalog]]:
+    """The root's control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it.
 
     With `listed` the catalog is first reconciled with the directories, which would unlist damaged checkpoints.
     """
     lock = lock_root(root)
     try:
-        tier = PosixTier(root)
+        storage = stored_in(tier_at(root))
         catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
         try:
             if listed:
-                roots.reconcile(PosixStore(tier), catalog)
-            control = Control(tier, catalog, None)
-            yield tier, control, catalog
+                roots.reconcile(storage.store, catalog)
+            control = Control(storage, catalog)
+            yield control, catalog
             control.close()
         finally:
             catalog.close()
@@ -96,4 +96,4 @@ def _root_of(path: Path) -> Tier:
         if found.parent.name != naming.CHECKPOINTS:
             raise InvalidRequest(f"{path} is not inside a root", hint="pass the directory that contains RUN/checkpoints/")
         found = found.parents[2]
-    return PosixTier(found)
+    return tier_at(found)

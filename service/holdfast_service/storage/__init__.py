@@ -6,6 +6,7 @@ from .memory import MemoryTier
 from .posix import PosixTier
 from .posix_store import PosixStore
 from .records import Records
+from .root_storage import RootStorage, stored_in, tier_at
 from .staged_directory import StagedDirectory
 from .store import CommitContents, Publication, StagedCheckpoint, StagedFiles, Store
 from .tier import Buffer, FileWriter, Tier
@@ -22,6 +23,7 @@ __all__ = [
     "Publication",
     "Records",
     "RootLock",
+    "RootStorage",
     "StagedCheckpoint",
     "StagedDirectory",
     "StagedFiles",
@@ -29,4 +31,6 @@ __all__ = [
     "Tier",
     "lock_root",
     "read_once",
+    "stored_in",
+    "tier_at",
 ]

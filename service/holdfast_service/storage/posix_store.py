@@ -177,6 +177,31 @@ class PosixStore:
     def free(self, removed: str) -> None:
         self._tier.remove_tree(removed)
 
+    def put_away(self, run: str, entry: str) -> None:
+        self._tier.publish(naming.check_run(run), _trashed(entry))
+
+    def take_out(self, entry: str, run: str) -> None:
+        self._tier.publish(_trashed(entry), naming.check_run(run))
+
+    def purge(self, entry: str) -> bool:
+        try:
+            self._tier.publish(_trashed(entry), _trashed(naming.purged_entry(entry)))
+        except (NoSuchResource, AlreadyCommitted):
+            return False
+        return True
+
+    def free_purged(self) -> list[tuple[str, CheckpointError]]:
+        left = []
+        for name in filter(naming.is_purged_entry, self._tier.list(naming.RUN_TRASH)):
+            try:
+                self._tier.remove_tree(_trashed(name))
+            except CheckpointError as error:
+                left.append((name, error))
+        return left
+
+    def free_bytes(self) -> int:
+        return self._tier.free_bytes()
+
     def put_back(self, alone: Alone = lambda run: nullcontext()) -> list[str]:
         """Move replaced checkpoints on only after the names under checkpoints/ are durable: until then a power cut may bring
         them back.
@@ -381,6 +406,10 @@ def _is_ours(room: str, name: str) -> bool:
 def _asides(run: str, step: int) -> tuple[Place, Place]:
     """The places of replaced checkpoints, by age."""
     return naming.replaced_place(run, step), naming.replaced_place(run, step, 1)
+
+
+def _trashed(entry: str) -> str:
+    return f"{naming.RUN_TRASH}/{entry}"
 
 
 def _is_replaced(staged: naming.StagingName) -> bool:

@@ -37,6 +37,11 @@ class Records(Files, Protocol):
     def remove_file(self, path: str) -> None:
         """Remove one file."""
 
+    def remove_empty(self, path: str) -> bool:
+        """Remove an empty directory, where there are directories; False if something is in it, or it is none. True for a
+        missing one.
+        """
+
 
 def has_bytes(files: Files, path: str, expected: bytes | None) -> bool:
     """Whether a file has exactly these bytes, None for no file. A larger file is not read."""

@@ -4,6 +4,8 @@ It has no directories, renames or random writes, so that an object store can imp
 `tests/suites/store_suite.py`. A raised failure (`NoSpace`, `StorageFailed`, `InvalidRequest`) has made nothing visible; what
 may have become visible is returned as a value, `Publication`.
 
+A run goes to the trash and comes back as a whole, by one call, because control files and checkpoints must move together.
+
 Decisions: a commit may also find its round `gone`, which is neither taken nor unknown. A place with a round is shared by
 nodes, and one without has a single writer, which begins with it empty, so that no flag is needed. Files are written through
 a `FileWriter`, because threads write them at the same time. Removal has two halves, because the wait for readers needs a
@@ -21,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
+from holdfast_formats.errors import CheckpointError
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 
@@ -158,6 +161,25 @@ class Store(Protocol):
 
     def free(self, removed: str) -> None:
         """Free the bytes of what `remove`, `release` or `take_back` has returned."""
+
+    def put_away(self, run: str, entry: str) -> None:
+        """Move a whole run, with its control files, into the root's trash under this name, durably. At every moment it is
+        complete in one of the two places. `AlreadyCommitted` if the entry exists, `NoSuchResource` without the run.
+        """
+
+    def take_out(self, entry: str, run: str) -> None:
+        """The way back. `NoSuchResource` if the entry is gone or purged, `AlreadyCommitted` if a run has this name."""
+
+    def purge(self, entry: str) -> bool:
+        """Give an entry of the trash up, durably: nothing of it can be taken out any more. False if it is gone, or was
+        purged before.
+        """
+
+    def free_purged(self) -> list[tuple[str, CheckpointError]]:
+        """Free the bytes of purged entries; returns those of which some are left for the next call."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that may still be written here; None if the storage states no limit."""
 
     def put_back(self, alone: Alone) -> list[str]:
         """At start, before the sweep: repair a crash between two steps of a replacement; returns the repairs.

@@ -88,9 +88,6 @@ class Tier(Records, Protocol):
         Returns None for anything but a directory.
         """
 
-    def remove_empty(self, path: str) -> bool:
-        """Remove an empty directory; False if it is not empty, or not a directory. True for a missing one."""
-
     def remove_tree(self, path: str) -> None:
         """Remove whatever is at `path` and below it; a missing path is fine. Of a symbolic link only the link is removed."""
 

@@ -62,10 +62,9 @@ from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.writing.disk_throughput import PROBE_BYTES
-from holdfast_service.storage import PosixStore, disk_speed
+from holdfast_service.storage import disk_speed, stored_in, tier_at
 from holdfast_service.storage.identity import Identity, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
-from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wing import RunningWing, installed, require
 from holdfast_service.wiring.commands import commit_commands, event_commands
 from holdfast_service.wiring.job_handlers import start_jobs
@@ -118,14 +117,15 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
     """
     shared = is_shared(config.catalog_url)
     pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
-    tier = PosixTier(root, pace, config.node if shared else "")
+    tier = tier_at(root, pace, config.node if shared else "")
+    storage = stored_in(tier)
     Database.at(config.catalog_url).close()  # a URL that is none is refused by name
     shared_by = address(config.catalog_url) if shared else None
     identity = settle(tier, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog, _, _, rebuilt = recovery.open_catalog(config.catalog_url, config.node)
-        ownership.claim(PosixStore(tier), catalog, owner, utc_now())
+        ownership.claim(storage.store, catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
             raise CatalogUnavailable(
@@ -139,11 +139,11 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
     serving = nodes_of(config, catalog.database)
 
     def claim() -> None:
-        ownership.claim(PosixStore(tier), catalog, owner, utc_now())
+        ownership.claim(storage.store, catalog, owner, utc_now())
         serving.nodes.join(0.0)
 
     control = Control(
-        tier, catalog, config.keep, serving.nodes, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
+        storage, catalog, config.keep, serving.nodes, usual=config.usual_policy, trash_days=config.trash_days, claim=claim
     )
     if rebuilt is not None:
         control.events.add("catalog-rebuilt", rebuilt, level="warning")
@@ -157,7 +157,7 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
 def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket. Adopts an earlier daemon's work, and starts due checks and copies."""
     path, (mark, _), control, nodes = root
-    tier = control.tier
+    records = control.records
     budget = Budget(config.arena_bytes_max)
     keeper = OfRoot(_keeper(root, config), mark.id)
     log.info("staged saves are kept by %s if this daemon is killed", keeper.place)
@@ -166,13 +166,13 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(keeper.close)
     holds = MemoryCheckpoints(control.lineage_index.launch, partly=not control.nodes.alone)
     replication = Replication(config, control, holds.lend)
-    checker = Checker(tier, control, replication.repairer.repair)
+    checker = Checker(records, control, replication.repairer.repair)
     others = nodes.data_plane(control, holds, stack)
     spill = Spill(path, partial(_staging_quotas, control)) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, holds.make_room, Shares(config.run_share, config.token_share))
     averages = Averages(arena, others.agreement)
     probe = partial(disk_speed.measure, path, PROBE_BYTES)
-    saver = Saver(tier, control, config.node, checker, others, holds=holds, averages=averages, probe=probe)
+    saver = Saver(records, control, config.node, checker, others, holds=holds, averages=averages, probe=probe)
     adoption = Adoption(arena, saver, control)
     on_event, busy = _commands(config, root, url, stack)
     control.recovery.recover(adoption.start)
@@ -197,8 +197,10 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
-    checks = CheckJobs(checker, scrub, tier)
-    workers = Workers(tier, control.catalog, control, checks, replication.repairer, config.export_root, trains)
+    checks = CheckJobs(checker, scrub, records)
+    workers = Workers(
+        control.storage.directory("jobs"), control.catalog, control, checks, replication.repairer, config.export_root, trains
+    )
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
@@ -284,7 +286,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         node.arena,
         node.remote,
         node.runner,
-        Summaries(control.tier, control.catalog, lives),
+        Summaries(control.store, control.catalog, lives),
         watch(config, control.catalog.database, stack),
         replicas={name: one.retry for name, one in node.replicators.items()},
         event_commands=node.on_event,
@@ -334,7 +336,7 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
     rate = config.scrub_bytes_per_second
     pace = Pace(rate) if rate else None
     thinner = Thinner(
-        control.tier,
+        control.storage.directory("thinning"),
         control.store,
         control.thinning,
         node=control.nodes.node,
@@ -342,7 +344,7 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
         suspect=saver.checks.suspect,
     )
     control.rotation.applied.subscribe(thinner.due)
-    for run in roots.runs(control.tier):  # an earlier daemon may have been in the middle of it
+    for run in roots.runs(control.records):  # an earlier daemon may have been in the middle of it
         thinner.due(run)
     return thinner
 

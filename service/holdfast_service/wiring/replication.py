@@ -22,7 +22,7 @@ from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
-from holdfast_service.storage import PosixStore, PosixTier, RootLock, Tier, lock_root
+from holdfast_service.storage import RootLock, Tier, lock_root, stored_in, tier_at
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class RestoreRepair:
         def look() -> None:
             for name, tier in reached(self._replication.replicators).items():
                 try:
-                    steps_by_tier[name] = roots.committed(PosixStore(tier), run)
+                    steps_by_tier[name] = roots.committed(stored_in(tier).store, run)
                 except CheckpointError as error:
                     log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
 
@@ -117,7 +117,7 @@ class Reached:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock: RootLock | None = None
-        self._tier: PosixTier | None = None
+        self._tier: Tier | None = None
         self._at: tuple[int, int] | None = None
 
     def __call__(self) -> Tier:
@@ -132,7 +132,7 @@ class Reached:
             )
         self.close()
         self._lock = lock_root(self._path)
-        self._tier, self._at = PosixTier(self._path), _identity(self._path)
+        self._tier, self._at = tier_at(self._path), _identity(self._path)
         return self._tier
 
     def close(self) -> None:
@@ -159,14 +159,15 @@ class Replication:
 
     def __init__(self, config: Config, control: Control, lend: Lend) -> None:
         check_apart(config.root, config.replica)
+        tier = control.storage.directory("keeping replicas")
         self.replicators: dict[str, Replicator] = {}
-        self.repairer = Repairer(control.tier, control, control.repairs, lambda: reached(self.replicators), lend)
+        self.repairer = Repairer(tier, control, control.repairs, lambda: reached(self.replicators), lend)
         self._places: list[Reached] = []
         for name, path in config.replica:
             self._places.append(place := Reached(path))
             self.replicators[name] = Replicator(
                 name,
-                control.tier,
+                tier,
                 place,
                 control.replicas,
                 news=control.events.wait,

@@ -102,7 +102,7 @@ def test_too_many_streams_are_told_to_wait(tmp_path: Path, monkeypatch: pytest.M
     directory = tmp_path / naming.checkpoint_path("big", 5)
     build(directory, arrays, run="big", config=b"{}", file_bytes_max=2**30, extent_bytes=2**20)
     with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
-        running.app.state.streams = shard_streams.ShardStreams(running.services.control.tier, streams_max=1)
+        running.app.state.streams = shard_streams.ShardStreams(running.services.control.records, streams_max=1)
         with client.stream("GET", path_of("big")) as slow:
             body = slow.iter_raw()
             next(body)

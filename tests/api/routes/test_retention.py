@@ -16,7 +16,6 @@ from holdfast_formats import naming
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import LINGER_S
 from holdfast_service.control.database.schema import CheckpointRow
-from holdfast_service.storage import PosixStore
 from tests.checkpoints import build, build_root
 from tests.control.published import mark_verified
 from tests.serving import Served, served
@@ -165,7 +164,7 @@ def test_a_slow_download_is_not_cut_off(service: Served) -> None:
     large = {"model": {"w": np.arange(LARGE_BYTES, dtype=np.uint8)}}  # more than the sockets between the two hold
     wanted = build(service.root / naming.checkpoint_path("tiny", 1), large, step=1, aliases={}).path / "model.safetensors"
     rotation = service.services.control.rotation
-    roots.reconcile(PosixStore(service.services.control.tier), service.services.control.catalog)
+    roots.reconcile(service.services.control.store, service.services.control.catalog)
     with httpx.stream("GET", f"{service.url}{TINY}/checkpoints/1/files/model.safetensors", trust_env=False) as answer:
         assert rotation.readers.held("tiny")[1] > LINGER_S
         httpx.put(f"{service.url}{POLICY}", json={"last": 1}, headers={"If-Match": "*"}, trust_env=False).raise_for_status()

@@ -44,8 +44,8 @@ def add(services: Services, control: Control, step: int) -> None:
     made = build(Path(services.root) / directory, arrays(step), run=RUN, step=step).manifest
     described = bodies.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
     services.control.catalog.record_checkpoint(described)
-    examined = Examination(services.control.tier, control.health.before(RUN, step))
-    verify(services.control.tier, directory, passed=examined.passed)
+    examined = Examination(services.control.records, control.health.before(RUN, step))
+    verify(services.control.records, directory, passed=examined.passed)
     found = examined.result(made)
     assert found is not None
     control.health.take(made, found)
@@ -59,7 +59,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     build(root / naming.checkpoint_path("other", 1), run="other", step=1)
     with served(root) as running:
         services = running.services
-        control = Control(services.control.tier, services.control.catalog, None)
+        control = Control(services.control.storage, services.control.catalog, None)
         for step in LOSSES:
             add(services, control, step)
         control.close()

@@ -19,7 +19,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.schema import TokenRow
 from holdfast_service.control.database.visible import covers, joined, limited_to
 from holdfast_service.control.insight.summary_queries import EVERY_RUN, Summaries
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.databases import sqlite_url
 
 NOW = "2026-01-01T00:00:00.000Z"
@@ -170,7 +170,7 @@ def test_scopes_include_those_before_them() -> None:
 
 def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
     """In lists, pages, counts, single look-ups and events; names that LIKE would mix up are kept apart."""
-    catalog, summaries = world.catalog, Summaries(MemoryTier(), world.catalog)
+    catalog, summaries = world.catalog, Summaries(stored_in(MemoryTier()).store, world.catalog)
     for run in ("Team-c", "a_b", "axb", "team-a", "team-b", "zoo"):
         catalog.declare_attempt(run, "launch", 1, NOW)
         catalog.rounds.open(run, 1, 1, 1, NOW)
@@ -271,5 +271,9 @@ def test_several_patterns_at_once(world: World) -> None:
     for run in ("a-1", "a-2", "b-1", "c"):
         world.catalog.declare_attempt(run, "launch", 1, NOW)
     with limited_to(joined(["a-*", "c", "a-*"])):
-        assert Summaries(MemoryTier(), world.catalog).names(None, 10, EVERY_RUN).items == ["a-1", "a-2", "c"]
+        assert Summaries(stored_in(MemoryTier()).store, world.catalog).names(None, 10, EVERY_RUN).items == [
+            "a-1",
+            "a-2",
+            "c",
+        ]
     assert joined(["a-*", "*"]) == "*"

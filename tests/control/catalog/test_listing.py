@@ -19,7 +19,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import ROUND_STATES, Within
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.insight.summary_queries import EVERY_RUN, Summaries
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.control.published import a_row
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
@@ -155,7 +155,7 @@ def test_runs_between_pages(catalog: Catalog) -> None:
     """Runs that begin or lose their checkpoints between two pages move no other."""
     for name in ("b", "d", "f"):
         catalog.record_checkpoint(a_row(name, 1))
-    summaries = Summaries(MemoryTier(), catalog)
+    summaries = Summaries(stored_in(MemoryTier()).store, catalog)
     first = summaries.names(None, 1, EVERY_RUN)
     for name in ("a", "c"):
         catalog.set_keep_last(name, None)
@@ -172,7 +172,7 @@ def test_the_newest_of_a_run_is_not_damaged(catalog: Catalog) -> None:
             known = {"damage": {"code": "corrupt-extent"}} if step in damaged else {}
             catalog.record_checkpoint(a_row(run, step).model_copy(update=known))
     expected = {"all": (None, 3), "last": (1, 3), "first": (3, 3), "none": (3, 3)}
-    for runs in (Summaries(MemoryTier(), catalog).runs(list(expected)), map(catalog.run, expected)):
+    for runs in (Summaries(stored_in(MemoryTier()).store, catalog).runs(list(expected)), map(catalog.run, expected)):
         assert {run.name: (run.newest, run.checkpoints) for run in runs} == expected
 
 

@@ -29,7 +29,7 @@ from holdfast_service.control.database.database import Database, translated
 from holdfast_service.control.database.engines import address, without_password
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.control.published import a_row
 from tests.databases import Postgres
 
@@ -41,7 +41,7 @@ PROCESSES, THREADS, LAUNCHES = 3, 4, 3
 
 def names(catalog: Catalog, prefix: str = "", cursor: str | None = None, limit: int = 10) -> bodies.Page[str]:
     """A page of the names of runs."""
-    return Summaries(MemoryTier(), catalog).names(cursor, limit, WantedRuns(prefix))
+    return Summaries(stored_in(MemoryTier()).store, catalog).names(cursor, limit, WantedRuns(prefix))
 
 
 def declare_and_open(url: str) -> list[tuple[str, int, int]]:

@@ -21,7 +21,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.control.database.schema import StatisticsRow
 from holdfast_service.control.findings import selection
 from holdfast_service.control.findings.health import judge
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.checkpoints import build
 from tests.control.published import mark_verified
 from tests.databases import sqlite_url
@@ -39,7 +39,7 @@ class House:
         self.root = root
         self.tier = PosixTier(root)
         self.catalog = Catalog.open(sqlite_url(f"{root}/catalog.sqlite"))
-        self.control = Control(self.tier, self.catalog, None)
+        self.control = Control(stored_in(self.tier), self.catalog, None)
         self.store: StatisticsStore = self.control.statistics
 
     def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.CheckpointInfo:

@@ -12,7 +12,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow
 from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.control.published import a_row
 from tests.databases import sqlite_catalog
 
@@ -25,7 +25,7 @@ catalog = sqlite_catalog
 
 @pytest.fixture
 def gauges(catalog: Catalog, tmp_path: Path) -> Gauges:
-    return Gauges(catalog, Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW), clock=lambda: NOW)
+    return Gauges(catalog, Summaries(stored_in(PosixTier(tmp_path)).store, catalog, clock=lambda: NOW), clock=lambda: NOW)
 
 
 def read(gauges: Gauges, name: str) -> dict[str, float]:

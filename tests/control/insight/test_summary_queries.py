@@ -20,7 +20,7 @@ from holdfast_service.control.insight import run_figures
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.insight.summary_rows import SAVES
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.control.published import a_row
 from tests.databases import sqlite_catalog
 
@@ -35,7 +35,7 @@ catalog = sqlite_catalog
 
 @pytest.fixture
 def summaries(catalog: Catalog, tmp_path: Path) -> Summaries:
-    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW)
+    return Summaries(stored_in(PosixTier(tmp_path)).store, catalog, clock=lambda: NOW)
 
 
 def fill(catalog: Catalog, run: str, count: int) -> None:

@@ -15,7 +15,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.retention.policy import Candidate
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.control.published import a_manifest, a_row, put_checkpoint
 from tests.control.removers import Removers
 from tests.daemons import wait_until
@@ -59,7 +59,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     tier = MemoryTier()
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    control = Control(tier, catalog, None)
+    control = Control(stored_in(tier), catalog, None)
     control.recovery.recover()
     made = World(tier, control, catalog)
     made.put(1, 2, 3, 4)

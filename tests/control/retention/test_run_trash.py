@@ -27,7 +27,7 @@ from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
 from holdfast_service.control.retention.run_trash import DAY_S, RunTrash
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.run_deletion import delete_run, undelete_run
-from holdfast_service.storage import PosixStore, PosixTier
+from holdfast_service.storage import PosixStore, PosixTier, stored_in
 from tests.control.published import mark_verified
 from tests.control.retention.conftest import STEPS
 from tests.daemon.saver_world import RUN, saver_world
@@ -101,7 +101,7 @@ def opened(at: Path) -> Iterator[Root]:
     """A daemon's start on this root, and its end."""
     tier = MortalTier(PosixTier(at / "root"))
     catalog = Catalog.open(sqlite_url(str(at / "catalog.sqlite")))
-    control = Control(tier, catalog, None)  # type: ignore[arg-type]
+    control = Control(stored_in(tier), catalog, None)  # type: ignore[arg-type]
     control.recovery.recover()
     assert control.record_queue.recorded(30)
     try:

@@ -17,7 +17,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import PosixTier, stored_in
 from tests.checkpoints import build
 from tests.control.published import mark_verified
 from tests.databases import sqlite_url
@@ -66,7 +66,7 @@ def control(tmp_path: Path, shapes: dict[str, tuple[int, ...]], count: int) -> I
         assets = {"config.json": config}
         build(path, arrays, run=RUN, step=step, file_bytes_max=10**9, extent_bytes=2**18, assets=assets)
     catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
-    made = Control(PosixTier(tmp_path / "root"), catalog, None)
+    made = Control(stored_in(PosixTier(tmp_path / "root")), catalog, None)
     made.recovery.recover()
     for step in range(count):
         mark_verified(catalog, RUN, step)

@@ -28,7 +28,7 @@ from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.adoption import RETURN_S, Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.storage import MemoryTier
+from holdfast_service.storage import MemoryTier, stored_in
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemon.saver_world import RUN, SIZE, content
 from tests.daemons import wait_until
@@ -64,7 +64,7 @@ class Node:
         # A question may still be asked when it goes.
         self._directory = tempfile.TemporaryDirectory(dir=memory(), ignore_cleanup_errors=True)
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
-        self.control = Control(self.tier, self.catalog, None)
+        self.control = Control(stored_in(self.tier), self.catalog, None)
         self.saver: Saver | None = None
         self._dead: list[Saver] = []
         self._attached: list[tuple[Participant, ArenaSegment]] = []
@@ -356,7 +356,7 @@ def staged_and_not_kept(node: Node) -> tuple[ArenaSegment, Saver]:
     for name in list(node.keeper.kept):
         node.keeper.drop(name)
     node.control.close()
-    node.control = Control(node.tier, node.catalog, None)
+    node.control = Control(stored_in(node.tier), node.catalog, None)
     saver = node.start()
     return segment, saver
 

@@ -21,7 +21,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, NoSuchResource
-from holdfast_service.storage import Tier
+from holdfast_formats.files import Files
 
 SLAB_BYTES = EXTENT_BYTES_MAX  # one read: an extent, or several that touch
 SLABS_MAX = 6  # 96 MiB
@@ -55,7 +55,7 @@ class _Block:
 class ProvenExtents:
     """Lends verified extents of committed checkpoints to any number of threads."""
 
-    def __init__(self, tier: Tier, slabs_max: int = SLABS_MAX) -> None:
+    def __init__(self, tier: Files, slabs_max: int = SLABS_MAX) -> None:
         self._tier = tier
         self._slabs_max = slabs_max
         self._changed = threading.Condition()

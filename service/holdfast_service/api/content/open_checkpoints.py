@@ -22,13 +22,13 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies, statistics
 from holdfast_service.api.content import selectors
 from holdfast_service.api.read_protection import hold
 from holdfast_service.api.services import Services
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings import missing
-from holdfast_service.storage import Tier
 
 OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
 LATEST = "latest"
@@ -108,7 +108,7 @@ class Contents:
 class OpenedCheckpoints:
     """The decoded manifests, newest use last. COMMIT is read again each time, so a replaced checkpoint is never mixed up."""
 
-    def __init__(self, tier: Tier, readers: Readers) -> None:
+    def __init__(self, tier: Files, readers: Readers) -> None:
         """Opening a checkpoint registers a reader with `readers`: see `reading`."""
         self._tier, self._readers = tier, readers
         self._held: OrderedDict[bytes, Contents] = OrderedDict()
@@ -189,7 +189,7 @@ def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, l
     )
 
 
-def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int) -> bodies.Page[bodies.File]:
+def page_of_files(tier: Files, contents: Contents, cursor: str | None, limit: int) -> bodies.Page[bodies.File]:
     """Every file of the checkpoint, COMMIT and manifest included, with expected and stored sizes."""
     listed = {file.name: file for file in contents.manifest.files}
     names = sorted({*listed, naming.COMMIT, naming.MANIFEST})

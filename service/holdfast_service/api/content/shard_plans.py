@@ -19,6 +19,7 @@ from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
@@ -33,7 +34,6 @@ from holdfast_formats.rest import bodies
 from holdfast_service.api.content.extent_cache import CachedCheckpoint
 from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
 from holdfast_service.api.content.shard_streams import Recipe
-from holdfast_service.storage import Tier
 
 PLANNED_MAX = 32  # shards that are kept planned, as long as
 PARTS_MAX = 200_000  # they have no more parts together, of about 500 bytes each
@@ -57,7 +57,7 @@ class ShardKey(NamedTuple):
 class DecodedGroup:
     """Decodes boxes of a compact checkpoint's coded tensors in a group. Thread-safe."""
 
-    def __init__(self, tier: Tier, contents: Contents, group: str) -> None:
+    def __init__(self, tier: Files, contents: Contents, group: str) -> None:
         self._tier, self._contents, self._group = tier, contents, group
 
     def __call__(self, name: str, box: Box) -> NDArray[Any]:
@@ -75,7 +75,7 @@ class DecodedGroup:
 class PlannedShard:
     """One rank's shard of one checkpoint: its file, its validator, and its stored bytes."""
 
-    def __init__(self, tier: Tier, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
+    def __init__(self, tier: Files, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
         """`asked` has the layout's canonical text. Raises `StateMismatch` for what no file can hold."""
         manifest = contents.contents
         entries = manifest.tensors[asked.group]
@@ -167,7 +167,7 @@ class PlannedShard:
 class PlannedShards:
     """The planned shards, newest use last. One is planned at a time, because planning is bound by the CPU."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Files) -> None:
         self._tier = tier
         self._planning = threading.Lock()
         self._holdings: OrderedDict[tuple[str, ShardKey], LayoutHoldings] = OrderedDict()

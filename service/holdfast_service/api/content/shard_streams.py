@@ -17,6 +17,7 @@ from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.coded import IN_NO_FILE
 from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.verification import Piece
+from holdfast_formats.files import Files
 from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
@@ -24,7 +25,6 @@ from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.api.access.admission import ConcurrencyLimit
 from holdfast_service.api.content.delivery import parts_of
 from holdfast_service.api.content.extent_cache import CachedCheckpoint, Octets, ProvenExtents
-from holdfast_service.storage import Tier
 
 WINDOW_BYTES = 2**21
 AHEAD = 2  # windows that are put together while one is sent
@@ -67,7 +67,7 @@ class StripPlace(NamedTuple):
 class ShardStreams:
     """The bodies of all shards being sent."""
 
-    def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
+    def __init__(self, tier: Files, streams_max: int = STREAMS_MAX) -> None:
         self.extents = ProvenExtents(tier)
         self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
         self._limit = ConcurrencyLimit(lambda: streams_max)

@@ -93,7 +93,7 @@ def compare_checkpoints(
             bytes=size,
         )
     sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)
-    return bodies.Page(items=list(compare(services.control.tier, sides, shown)), next=behind)
+    return bodies.Page(items=list(compare(services.control.records, sides, shown)), next=behind)
 
 
 class WantedHistogram(NamedTuple):
@@ -133,7 +133,7 @@ def get_histogram(
     size = 2 * entry.nbytes * (1 if a is None else 2)
     if size > EXACT_BYTES_MAX:
         raise LimitExceeded(f"this would read {size} bytes; one request may read at most {EXACT_BYTES_MAX}", bytes=size)
-    return histogram(services.control.tier, b, pair, a)
+    return histogram(services.control.records, b, pair, a)
 
 
 def _entry(opened: OpenedCheckpoints, at: ComparedCheckpoint, wanted: WantedHistogram) -> TensorEntry:

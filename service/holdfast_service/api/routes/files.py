@@ -84,7 +84,7 @@ def list_tensors(
     summary="Files, sorted by name, with their lengths on storage",
 )
 def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
-    return open_checkpoints.page_of_files(services.control.tier, held, cursor, limit)
+    return open_checkpoints.page_of_files(services.control.records, held, cursor, limit)
 
 
 @router.get(
@@ -127,7 +127,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
     if entry is None:
         raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="GET …/files lists the files")
     if whole:
-        verification.check_size(held.manifest, name, services.control.tier.size(f"{held.directory}/{name}"))
+        verification.check_size(held.manifest, name, services.control.records.size(f"{held.directory}/{name}"))
     etag = f'"{held.sha256[:32]}-{entry.digest}"'
     fetch = delivery.fetch_posix(services.root / held.directory)
     return Delivery(_media_type(name), etag, entry.bytes, delivery.proven(name, held.pieces[name], fetch))

@@ -51,7 +51,7 @@ async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
 def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
         services.control.catalog.rounds.counts()
-        services.control.tier.free_bytes()
+        services.control.store.free_bytes()
     except CheckpointError as error:
         if viewer.known and viewer.sees_all:
             raise

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query
 
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
+from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import check_label
 from holdfast_formats.rest.runs import RunAbout, RunChange
@@ -22,7 +23,6 @@ from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMa
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.control.findings import missing
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ State = Annotated[
 class Marks:
     """The pins and labels of a run as they are now: the run's file alone knows them, and is read once a request."""
 
-    def __init__(self, tier: Tier, run: str) -> None:
+    def __init__(self, tier: Files, run: str) -> None:
         self._file = RunFile()
         self._problem: Damaged | None = None
         self._pins: set[int] = set()
@@ -141,7 +141,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     limit: Limit = 100,
 ) -> bodies.Page[bodies.CheckpointInfo]:
     """All given filters apply together. An unknown label gives an empty list."""
-    marks = Marks(services.control.tier, run)
+    marks = Marks(services.control.records, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label), sort)
     page = services.control.catalog.checkpoints(run, cursor, limit, state, within)
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
@@ -159,7 +159,7 @@ def get_checkpoint(
     else:
         checkpoint = open_checkpoints.find(services, run, step)
     checking = _checking(services, run, checkpoint.step) if checkpoint.unchecked else None
-    return Marks(services.control.tier, run).on(checkpoint.model_copy(update={"checking": checking}))
+    return Marks(services.control.records, run).on(checkpoint.model_copy(update={"checking": checking}))
 
 
 def _checking(services: Services, run: str, step: int) -> bodies.Checking | None:

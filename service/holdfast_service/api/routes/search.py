@@ -30,7 +30,7 @@ def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
 
     def labels_of(run: str) -> Mapping[str, Sequence[int]]:
         try:
-            return read_run_file(services.control.tier, run).labels
+            return read_run_file(services.control.records, run).labels
         except Damaged:  # its own page reports that
             return {}
 

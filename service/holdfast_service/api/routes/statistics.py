@@ -88,7 +88,7 @@ def _held(services: Services, opened: OpenedCheckpoints, run: str, step: str) ->
         with suppress(InvalidRequest):
             commit = f"{naming.checkpoint_path(run, int(step))}/{naming.COMMIT}"
             if (
-                services.control.tier.size(commit) is not None
+                services.control.records.size(commit) is not None
             ):  # opening one that does not exist would register a reader of it
                 return opened.open(run, int(step))
     return opened.open(run, open_checkpoints.find(services, run, step).step)

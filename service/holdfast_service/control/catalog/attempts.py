@@ -18,7 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
 from holdfast_formats.rest.measurements import Life
 from holdfast_service.control.catalog.stored_life import StoredLife
-from holdfast_service.storage import Records, Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -330,21 +330,22 @@ def read(records: Records, path: str) -> dict[str, RunAttempts] | None:
         return None
 
 
-def make_one(tier: Tier) -> None:
+def make_one(records: Records) -> None:
     """Merge what the daemons of several nodes know of attempts into the file of one that serves the root alone.
 
     The caller holds the root's lock, and the others have been stopped for good. No number is given out twice.
     """
-    nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
-    claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]
+    nodes = [name for name in records.list("") if naming.parse_attempts_file(name) is not None]
+    claims = [claim for claim in map(naming.parse_claim_file, records.list(naming.CLAIMS)) if claim is not None]
     if not nodes and not claims:
         return
-    alone = Attempts(tier)
+    alone = Attempts(records)
     alone.merge({})
     for name in nodes:
-        alone.merge(read(tier, name) or {})
+        alone.merge(read(records, name) or {})
     for run, attempt in claims:
         alone.saw(run, attempt)
     for name in nodes:
-        tier.remove_file(name)
-    tier.remove_tree(naming.CLAIMS)
+        records.remove_file(name)
+    for name in records.list(naming.CLAIMS):
+        records.remove_file(f"{naming.CLAIMS}/{name}")

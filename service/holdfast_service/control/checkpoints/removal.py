@@ -9,7 +9,7 @@ from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest
 from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints.run_files import read_run_file
-from holdfast_service.storage import Store, Tier
+from holdfast_service.storage import Records, Store
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # run.json last: it makes the directory a run
 _OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
@@ -50,38 +50,38 @@ def is_half_written(name: str) -> bool:
     return name.startswith(".") and name.endswith(".new") and any(name[1:].startswith(own) for own in _OWN_FILES)
 
 
-def is_bare(tier: Tier, run: str) -> bool:
+def is_bare(records: Records, run: str) -> bool:
     """Whether a run's directory, if any, holds only a run file with default values."""
-    names = set(tier.list(naming.check_run(run)))
+    names = set(records.list(naming.check_run(run)))
     rooms = [f"{run}/{name}" for name in names - {*_FILES}]
-    if not names <= OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
-        return False  # what is no directory has no stamp
+    if not names <= OF_A_RUN or any(records.list(room) or records.size(room) is not None for room in rooms):
+        return False
     try:
-        file = read_run_file(tier, run)
+        file = read_run_file(records, run)
     except CorruptManifest:
         return False
     return not any((file.policy, file.pins, file.labels, file.owner, file.notes, file.archived))
 
 
-def remove_bare_run(tier: Tier, run: str) -> bool:
+def remove_bare_run(records: Records, run: str) -> bool:
     """Remove a bare run's directory; False where it is not bare any more. The caller blocks changes of its run file.
 
     Directories go only when they are empty, so files that appear meanwhile stay.
     """
-    if not is_bare(tier, run):
+    if not is_bare(records, run):
         return False
-    names = tier.list(run)
-    if not all(tier.remove_empty(f"{run}/{name}") for name in names if name not in _FILES):
+    names = records.list(run)
+    if not all(records.remove_empty(f"{run}/{name}") for name in names if name not in _FILES):
         return False
     for name in _FILES:
         if name in names:
-            tier.remove_file(f"{run}/{name}")
-    return tier.remove_empty(run)
+            records.remove_file(f"{run}/{name}")
+    return records.remove_empty(run)
 
 
-def sweep_nodes(tier: Tier, known: Collection[str]) -> None:
+def sweep_nodes(records: Records, known: Collection[str]) -> None:
     """Remove the files of unknown nodes from the root: containers have a new name at every start."""
-    for name in tier.list(""):
+    for name in records.list(""):
         node = naming.parse_attempts_file(name) or naming.parse_daemon_file(name)
         if node and node not in known:
-            tier.remove_file(name)
+            records.remove_file(name)

@@ -21,7 +21,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import launch_records, roots
 from holdfast_service.control.checkpoints.launch_records import LaunchRecords
 from holdfast_service.control.checkpoints.run_files import BY_LENGTH_MAX, RunFile, RunFiles
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class RunMetadata:
     """Of one root. Thread-safe."""
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, files: RunFiles, events: Events, now: Callable[[], str] = utc_now
+        self, records: Records, catalog: Catalog, files: RunFiles, events: Events, now: Callable[[], str] = utc_now
     ) -> None:
-        self._tier, self._catalog, self._files, self._events, self._now = tier, catalog, files, events, now
-        self._records = LaunchRecords(tier)
+        self._records, self._catalog, self._files, self._events, self._now = records, catalog, files, events, now
+        self._launches = LaunchRecords(records)
 
     def of(self, found: bodies.Run) -> RunAbout:
         """The description of a run; `CorruptManifest` if its file cannot be read."""
-        file, launches = self._files.read(found.name), launch_records.read(self._tier, found.name)
+        file, launches = self._files.read(found.name), launch_records.read(self._records, found.name)
         seen = _seen(file, found.attempt)
         return RunAbout(
             run=found.name,
@@ -70,7 +70,7 @@ class RunMetadata:
                 f"{run} has not died: it is {life}",
                 hint="only a death can be acknowledged; `holdfast show` shows its state",
             )
-        launches = launch_records.read(self._tier, run)
+        launches = launch_records.read(self._records, run)
         own = {"owner": launch_records.owner_of(launches), "notes": launch_records.notes_of(launches)}  # need not be set
         stated = {name: getattr(change, name) for name in own if getattr(change, name) is not None}
         wanted: dict[str, Any] = {name: "" if text == own[name] else text for name, text in stated.items()}
@@ -104,7 +104,7 @@ class RunMetadata:
             with self._files.exclusively(run) as still:
                 self._files.refuse_gone(run)
                 still()
-                self._records.note(run, run_launch)
+                self._launches.note(run, run_launch)
             self._list(run)
         except CatalogUnavailable:
             raise  # the client sends it again
@@ -123,7 +123,7 @@ class RunMetadata:
             log.warning("cannot unarchive %s: %s", run, error.detail)
 
     def _list(self, run: str, file: RunFile | None = None) -> None:
-        said = roots.settings_of(self._tier, run, file)
+        said = roots.settings_of(self._records, run, file)
         if said is not None:
             run_settings.note(self._catalog, run, said, known_only=True)
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
+from holdfast_formats.files import Files
 from holdfast_formats.rest.statistics import Statistics, sum_up
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.catalog.statistics import NonFinite, StatisticsStore
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings.selection import newest_before, newest_healthy
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) 
 class HealthRecords:
     """Judges and stores the statistics of checkpoints."""
 
-    def __init__(self, tier: Tier, store: StatisticsStore, events: Events) -> None:
-        self._tier, self._store, self._events = tier, store, events
+    def __init__(self, files: Files, store: StatisticsStore, events: Events) -> None:
+        self._files, self._store, self._events = files, store, events
 
     def take(self, manifest: Manifest, statistics: Statistics) -> None:
         """Record the statistics of a checkpoint and whether it is healthy; an event names what makes it unhealthy."""
@@ -121,7 +121,7 @@ class HealthRecords:
         if step is None:
             return None
         try:
-            return roots.load_manifest(self._tier, run, step)
+            return roots.load_manifest(self._files, run, step)
         except CheckpointError as error:
             log.warning("cannot compare with %s@%s: %s", run, step, error.detail)
             return None

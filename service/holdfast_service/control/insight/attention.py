@@ -290,7 +290,7 @@ def _room(facts: Facts) -> Iterator[Attention]:
     size = facts.held.newest_bytes
     if not size:
         return
-    rooms = [("disk", "disk-nearly-full", facts.free_bytes)]
+    rooms = [("disk", "disk-nearly-full", facts.free_bytes)] if facts.free_bytes is not None else []
     if facts.quota_bytes is not None:
         rooms.append(("quota", "quota-nearly-full", max(facts.quota_bytes - facts.held.bytes, 0)))
     for what, code, left in rooms:

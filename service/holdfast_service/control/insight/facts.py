@@ -97,7 +97,7 @@ class Facts(NamedTuple):
     saves: tuple[Save, ...] = ()
     declared: tuple[float, ...] = ()
     copies: Mapping[str, ReplicaCounts] = {}
-    free_bytes: int = 0
+    free_bytes: int | None = 0  # None: the storage states no limit
     quota_bytes: int | None = None
     makes_room: bool = False  # its policy lets old checkpoints go
     life: Life | None = None  # of its ranks, None where nothing is known of them

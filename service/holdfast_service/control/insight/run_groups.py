@@ -21,7 +21,7 @@ from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.insight.summary_rows import decoded_metrics
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 Mode = Literal["min", "max"]
 MEMBERS_MAX = 200
@@ -52,8 +52,8 @@ class RunGroups:
     Metrics and configs of a run are read again when it has another attempt or another newest checkpoint.
     """
 
-    def __init__(self, tier: Tier, catalog: Catalog, summaries: Summaries) -> None:
-        self._tier, self._catalog, self._summaries = tier, catalog, summaries
+    def __init__(self, records: Records, catalog: Catalog, summaries: Summaries) -> None:
+        self._records, self._catalog, self._summaries = records, catalog, summaries
         self._known: dict[str, _Known] = {}
 
     def page(self, metric: str, mode: Mode, cursor: str | None, limit: int) -> bodies.Page[RunGroup]:
@@ -135,7 +135,7 @@ class RunGroups:
 
     def _config(self, run: str) -> Mapping[str, str]:
         """The config of the newest launch."""
-        launches = launch_records.read(self._tier, run)
+        launches = launch_records.read(self._records, run)
         config = launches[-1].info.get("config") if launches else None
         return flat(config) if isinstance(config, dict) else {}
 

@@ -51,7 +51,7 @@ def _says_the_same(before: Facts, now: Facts) -> bool:
 
 
 def _saves_left(facts: Facts) -> int:
-    return facts.free_bytes // facts.held.newest_bytes if facts.held.newest_bytes else 0
+    return facts.free_bytes // facts.held.newest_bytes if facts.free_bytes is not None and facts.held.newest_bytes else 0
 
 
 class _Marked(NamedTuple):

@@ -27,7 +27,7 @@ from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, nonfinite, summarise
 from holdfast_service.control.insight.summary_board import KeptSummaries, SummaryBoard, seen
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
 POLICIES_READ = 10  # so many of a page at a time
@@ -54,13 +54,13 @@ class Summaries:
 
     def __init__(
         self,
-        tier: Tier,
+        store: Store,
         catalog: Catalog,
         lives: Lives = no_lives,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`lives` returns the states of runs' ranks. Pages are up to `fresh_s` old."""
-        self._tier, self._catalog = tier, catalog
+        self._store, self._catalog = store, catalog
         self._lives, self._clock = lives, clock
         self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
@@ -162,7 +162,7 @@ class Summaries:
         return self._facts([run for run in runs if run in rows], rows, self._lives(runs))
 
     def _facts(self, runs: Sequence[str], rows: Mapping[str, RunRows], lives: Mapping[str, RunActivity]) -> list[Facts]:
-        free, now = self._tier.free_bytes(), self._clock()
+        free, now = self._store.free_bytes(), self._clock()
         policies = self._of_files(runs)
         return [
             Facts(
@@ -221,7 +221,7 @@ class Summaries:
 
     def _read_policy(self, run: str) -> _Policy:
         try:
-            policy = read_run_file(self._tier, run).in_force
+            policy = read_run_file(self._store.files, run).in_force
         except Damaged:  # reported when the file is changed
             return _Policy(time.monotonic(), None, False)
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)

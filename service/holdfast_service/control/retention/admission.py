@@ -18,7 +18,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.team_quotas import TeamQuotas
-from holdfast_service.storage import Tier
+from holdfast_service.storage import RootStorage
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Admission:
 
     def __init__(
         self,
-        tier: Tier,
+        storage: RootStorage,
         catalog: Catalog,
         files: RunFiles,
         rotation: Rotation,
@@ -69,10 +69,10 @@ class Admission:
         empty_trash: Callable[[int, str], object],
     ) -> None:
         """`empty_trash` removes deleted runs until so many bytes are free."""
-        self._tier, self._catalog = tier, catalog
+        self._store, self._catalog = storage.store, catalog
         self._files, self._rotation, self._ask = files, rotation, ask
         self._empty_trash = empty_trash
-        self._teams = TeamQuotas(tier, catalog.database)
+        self._teams = TeamQuotas(storage.records, catalog.database)
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
@@ -115,7 +115,7 @@ class Admission:
         return found if own is None else found | {run: min(own, found.get(run, own))}
 
     def _apply_policies(self, first: str) -> None:
-        for run in dict.fromkeys((first, *roots.runs(self._tier))):
+        for run in dict.fromkeys((first, *roots.runs(self._store.files))):
             try:
                 self._rotation.apply(run)
             except CheckpointError as error:  # another run's unreadable file must not keep this one from being saved
@@ -180,8 +180,8 @@ class Admission:
         over = self._over_quota(plan.run, plan.step, counted_bytes(plan))
         if over is not None:
             return over
-        room, free = disk_bytes(plan) + SPARE_BYTES, self._tier.free_bytes()
-        if room > free:
+        room, free = disk_bytes(plan) + SPARE_BYTES, self._store.free_bytes()
+        if free is not None and room > free:
             return NoSpace(
                 f"{plan.run}@{plan.step} needs {room} bytes of disk space, but only {free} are free",
                 hint=f"free space, or keep fewer checkpoints; `holdfast keep {plan.run} --dry-run` shows what is "

@@ -33,7 +33,7 @@ from holdfast_service.control.database.schema import (
     RunRow,
     StatisticsRow,
 )
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class EmptyRuns:
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        tier: Tier,
+        records: Records,
         catalog: Catalog,
         attempts: Attempts,
         files: RunFiles,
@@ -56,7 +56,7 @@ class EmptyRuns:
         kept_s: float = KEPT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tier, self._catalog, self._attempts, self._files, self._events = tier, catalog, attempts, files, events
+        self._records, self._catalog, self._attempts, self._files, self._events = records, catalog, attempts, files, events
         self._kept_s, self._clock = kept_s, clock
         self._lock = threading.Lock()
         self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began
@@ -65,7 +65,7 @@ class EmptyRuns:
     def admit(self, run: str, tenant: str) -> None:
         """Raise `LimitExceeded` for a new run if its tenant already has too many without a save."""
         with self._lock:
-            if self._attempts.newest(run) or self._tier.list(naming.check_run(run)):
+            if self._attempts.newest(run) or self._records.list(naming.check_run(run)):
                 return
             runs = self._made.setdefault(tenant, set())
             if len(runs) >= EMPTY_RUNS_MAX:
@@ -85,8 +85,8 @@ class EmptyRuns:
         nodes knows its own.
         """
         known = self._attempts.known()
-        runs = sorted(known.keys() | set(roots.runs(self._tier)))
-        empty = {run: known.get(run, RunAttempts()) for run in runs if removal.is_bare(self._tier, run)}
+        runs = sorted(known.keys() | set(roots.runs(self._records)))
+        empty = {run: known.get(run, RunAttempts()) for run in runs if removal.is_bare(self._records, run)}
         self._missed = {run: missed for run, missed in self._missed.items() if missed[0] == empty.get(run)}
         return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
 
@@ -118,7 +118,7 @@ class EmptyRuns:
         if self._attempts.known().get(run, RunAttempts()) != declared:
             return False
         with self._files.exclusively(run):
-            if not removal.remove_bare_run(self._tier, run):
+            if not removal.remove_bare_run(self._records, run):
                 return False
         self._attempts.forget(run)
         text = "the run is no longer listed: nothing was ever saved to it, and its ranks are long gone"
@@ -135,7 +135,7 @@ class EmptyRuns:
             log.info("cannot determine how many checkpoints %s keeps: %s", run, error.detail)
 
     def _holds(self, run: str) -> bool:
-        return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
+        return bool(self._records.list(f"{run}/{naming.CHECKPOINTS}"))
 
     def _deserted_s(self, run: str, declared: RunAttempts) -> float:
         """How long this daemon has measured the run to be without ranks: a clock that jumps does not count."""

@@ -25,7 +25,7 @@ from holdfast_service.control.database.schema import (
 )
 from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.rotation import Rotation
-from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.storage import Store
 
 SHOWN_MAX = 5
 OF_A_RUN = (AcknowledgementRow, AnswerRow, AttemptRow, CheckpointRow, RoundRow, SpeakerRow, StatisticsRow)
@@ -79,9 +79,9 @@ def going_on(catalog: Catalog, run: str) -> None:
         raise InUse(f"{run} is in use: {', '.join(reasons)}", hint="try again when that has ended, or stop it")
 
 
-def refuse_foreign(tier: Tier, run: str) -> None:
+def refuse_foreign(store: Store, run: str) -> None:
     """`InUse` for a run with foreign files. It reads every manifest: call it before deciding, not while."""
-    if foreign := _some(_foreign(tier, run)):
+    if foreign := _some(_foreign(store, run)):
         raise InUse(
             f"{run} contains files that Holdfast did not write: {foreign}",
             hint="move them away; Holdfast removes only files that it wrote",
@@ -117,15 +117,16 @@ def _going_on(catalog: Catalog, run: str) -> Iterator[str]:
             yield f"ranks are connected to the node {node}"
 
 
-def _foreign(tier: Tier, run: str) -> list[str]:
+def _foreign(store: Store, run: str) -> list[str]:
+    files = store.files
     names_found = [
-        f"{run}/{name}" for name in tier.list(run) if name not in removal.OF_A_RUN and not removal.is_half_written(name)
+        f"{run}/{name}" for name in files.list(run) if name not in removal.OF_A_RUN and not removal.is_half_written(name)
     ]
     directory = f"{run}/{naming.CHECKPOINTS}"
-    names_found += [f"{directory}/{name}" for name in tier.list(directory) if naming.parse_step_directory(name) is None]
-    for step in PosixStore(tier).steps(run):
+    names_found += [f"{directory}/{name}" for name in files.list(directory) if naming.parse_step_directory(name) is None]
+    for step in store.steps(run):
         try:
-            names = removal.foreign_files(tier, roots.load_manifest(tier, run, step))
+            names = removal.foreign_files(files, roots.load_manifest(files, run, step))
         except (Damaged, NoSuchCheckpoint):
             continue  # as with every removal: damage must not keep anything for ever
         names_found += [f"{naming.checkpoint_path(run, step)}/{name}" for name in names]

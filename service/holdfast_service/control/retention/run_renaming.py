@@ -39,7 +39,7 @@ from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.run_trash import RunTrash
-from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.storage import RootStorage, Tier
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RunRenaming:
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        tier: Tier,
+        storage: RootStorage,
         catalog: Catalog,
         attempts: Attempts,
         rotation: Rotation,
@@ -73,16 +73,21 @@ class RunRenaming:
         is_alone: bool,
     ) -> None:
         """`renamed`: this run is another one from now on, or none. `is_alone`: no other daemon serves the root."""
-        self._tier, self._catalog, self._attempts = tier, catalog, attempts
+        self._storage, self._catalog, self._attempts = storage, catalog, attempts
         self._rotation, self._trash, self._events = rotation, trash, events
         self._renamed, self._is_alone = renamed, is_alone
+
+    @property
+    def _directory(self) -> Tier:
+        return self._storage.directory("renaming a run")
 
     def rename(self, run: str, name: str, dry_run: bool = False) -> RenamedRun:
         """Rename a run; with `dry_run` only check whether that would work. Returns the former run. Damaged checkpoints are
         moved as they are: they may be repaired under the new name.
 
         Raises `NoSuchRun`, `InUse` or `Pinned` with the reason, `AlreadyCommitted` if there is a run of the new name, and
-        `InvalidRequest` where it is impossible: several daemons serve the root, or the storage has no hard links.
+        `InvalidRequest` where it is impossible: several daemons serve the root, it is no directory, or its storage has no
+        hard links.
         """
         known = self._catalog.run(run)
         naming.check_run(name)
@@ -91,7 +96,8 @@ class RunRenaming:
                 "a run cannot be renamed while several daemons share the root",
                 hint="stop all daemons except one, or import its checkpoints under the other name",
             )
-        run_removal.refuse_foreign(self._tier, run)
+        self._storage.directory("renaming a run")
+        run_removal.refuse_foreign(self._storage.store, run)
         built: object = None
         damaged = self._damaged(run)
         renamed = RenamedRun(**known.model_dump(), damaged={step: error.detail for step, error in damaged.items()})
@@ -106,8 +112,8 @@ class RunRenaming:
             if built != self._contents(run):
                 raise InUse(f"{run} was changed during the renaming", hint="try again")
             self._catalog.database.check_writable()  # while nothing can be seen of it
-            if self._tier.list(run):
-                self._tier.publish(_staged(name), name)  # from here on there is the run of the new name, complete
+            if self._storage.records.list(run):
+                self._directory.publish(_staged(name), name)  # from here on there is the run of the new name, complete
             try:
                 self._finish(run, name)
             except (CatalogUnavailable, NoSpace) as error:
@@ -123,7 +129,7 @@ class RunRenaming:
     def _damaged(self, run: str) -> dict[int, Damaged]:
         """Its checkpoints with missing parts, by step."""
         damaged: dict[int, Damaged] = {}
-        for step in PosixStore(self._tier).steps(run):
+        for step in self._storage.store.steps(run):
             try:
                 self._rotation.probe.probe(run, step)
             except Damaged as error:
@@ -135,32 +141,32 @@ class RunRenaming:
     def _refuse(self, run: str, name: str) -> None:
         run_removal.refuse(self._catalog, self._rotation, run, marked=True)
         run_removal.refuse_lone_copies(self._catalog, self._rotation, run)
-        for place in PosixStore(self._tier).replaced(run):
+        for place in self._storage.store.replaced(run):
             if self._rotation.probe.is_whole(place):  # it may have to come back, under this name
                 raise InUse(
                     f"step {place.step} of {run} was replaced, and its replacement has not been verified yet",
                     hint="try again in a minute",
                 )
-        if self._tier.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
+        if self._storage.records.list(name) or self._attempts.newest(name) or name in self._catalog.known_runs():
             raise AlreadyCommitted(
                 f"there is already a run {name!r}", hint=f"choose another name, or delete it first: `holdfast rm {name}`"
             )
 
     def recover(self) -> None:
         """Remove incomplete runs, and finish complete ones; called when the catalog answers."""
-        for name in self._tier.list(naming.RENAMING):
-            self._tier.remove_tree(_staged(name))
-        for name in filter(naming.is_run_name, self._tier.list("")):
-            mark = self._mark(name) if naming.RENAMED_FILE in self._tier.list(name) else None
+        for name in self._storage.records.list(naming.RENAMING):
+            self._directory.remove_tree(_staged(name))
+        for name in filter(naming.is_run_name, self._storage.records.list("")):
+            mark = self._mark(name) if naming.RENAMED_FILE in self._storage.records.list(name) else None
             if mark is None:
                 continue
             with self._rotation.deciding(mark.old):
-                if self._tier.list(mark.old) and self._is_untouched(mark):
+                if self._storage.records.list(mark.old) and self._is_untouched(mark):
                     self._finish(mark.old, name)
                     log.info("finished the renaming of %s to %s", mark.old, name)
                 else:  # it is finished, or the old one was trained since: that one stays
                     self._attempts.saw(name, mark.attempt)
-                    self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
+                    self._storage.records.remove_file(f"{name}/{naming.RENAMED_FILE}")
 
     def _is_untouched(self, mark: _Mark) -> bool:
         """Whether the old run was not trained since: it has no new launches, or its launches were moved already."""
@@ -169,41 +175,39 @@ class RunRenaming:
 
     def _contents(self, run: str) -> object:
         """What differs once the run was changed: its checkpoints, and its settings."""
-        files = [self._tier.stamp(f"{run}/{file}") for file in _MOVED]
-        return PosixStore(self._tier).stamps(run), files
+        files = [self._storage.records.stamp(f"{run}/{file}") for file in _MOVED]
+        return self._storage.store.stamps(run), files
 
     def _build(self, run: str, name: str, attempt: int) -> object:
         """Build the complete run in a hidden place; returns the run's contents at the start."""
-        staging, built = _staged(name), self._contents(run)
-        self._tier.remove_tree(staging)
-        store = PosixStore(self._tier)
-        for step in store.steps(run):
+        staging, built, records = _staged(name), self._contents(run), self._storage.records
+        self._directory.remove_tree(staging)
+        for step in self._storage.store.steps(run):
             self._checkpoint(run, name, step)
         for file in _MOVED:
-            data = self._tier.read(f"{run}/{file}") if self._tier.size(f"{run}/{file}") is not None else None
-            if data is not None:
-                self._tier.put(f"{staging}/{file}", data)
+            if records.size(f"{run}/{file}") is not None:
+                self._directory.put(f"{staging}/{file}", records.read(f"{run}/{file}"))
         mark = _Mark(old=run, attempt=max(attempt, self._attempts.newest(run)))
-        self._tier.put(f"{staging}/{naming.RENAMED_FILE}", mark.model_dump_json().encode() + b"\n")
-        if self._tier.list(f"{staging}/{naming.CHECKPOINTS}"):
-            self._tier.sync_directory(f"{staging}/{naming.CHECKPOINTS}")
-        self._tier.sync_directory(staging)
+        self._directory.put(f"{staging}/{naming.RENAMED_FILE}", mark.model_dump_json().encode() + b"\n")
+        if self._storage.records.list(f"{staging}/{naming.CHECKPOINTS}"):
+            self._directory.sync_directory(f"{staging}/{naming.CHECKPOINTS}")
+        self._directory.sync_directory(staging)
         return built
 
     def _checkpoint(self, run: str, name: str, step: int) -> None:
         """Link its files. Without a readable manifest, they are moved as they are."""
         source, target = naming.checkpoint_path(run, step), f"{naming.RENAMING}/{naming.checkpoint_path(name, step)}"
         try:
-            manifest = msgspec.structs.replace(roots.load_manifest(self._tier, run, step), run=name)
+            manifest = msgspec.structs.replace(roots.load_manifest(self._storage.records, run, step), run=name)
         except NoSuchCheckpoint:
             return
         except Damaged:
             manifest = None
-        names = self._tier.list(source) if manifest is None else [file.name for file in manifest.files]
+        names = self._storage.records.list(source) if manifest is None else [file.name for file in manifest.files]
         for file in names:
-            if self._tier.size(f"{source}/{file}") is None:
+            if self._storage.records.size(f"{source}/{file}") is None:
                 continue  # it is missing; reported already
-            if not self._tier.link(f"{source}/{file}", f"{target}/{file}"):
+            if not self._directory.link(f"{source}/{file}", f"{target}/{file}"):
                 raise InvalidRequest(
                     f"{run} cannot be renamed: its storage does not support hard links",
                     hint="import its checkpoints under the other name, then delete it",
@@ -211,10 +215,10 @@ class RunRenaming:
         if manifest is not None:
             manifests.validate(manifest)
             encoded = manifests.encode(manifest)
-            self._tier.put(f"{target}/{naming.MANIFEST}", encoded)
-            self._tier.put(f"{target}/{naming.COMMIT}", manifests.encode_commit(manifest, encoded))
-        if self._tier.list(target):
-            self._tier.sync_directory(target)
+            self._directory.put(f"{target}/{naming.MANIFEST}", encoded)
+            self._directory.put(f"{target}/{naming.COMMIT}", manifests.encode_commit(manifest, encoded))
+        if self._storage.records.list(target):
+            self._directory.sync_directory(target)
 
     def _finish(self, run: str, name: str) -> None:
         """Rename it in the catalog; then in the attempts, durably; then move the old run to the trash."""
@@ -224,17 +228,17 @@ class RunRenaming:
         self._attempts.rename(run, name)
         self._renamed(run)
         self._renamed(name)
-        if self._tier.list(run):
+        if self._storage.records.list(run):
             self._trash.put_away(run, self._catalog.run(name))
-        if naming.RENAMED_FILE in self._tier.list(name):
-            for problem in roots.list_run(PosixStore(self._tier), self._catalog, name):
+        if naming.RENAMED_FILE in self._storage.records.list(name):
+            for problem in roots.list_run(self._storage.store, self._catalog, name):
                 log.error("cannot read %s@%s: %s", problem.run, problem.step, problem.error.detail)
-            self._tier.remove_file(f"{name}/{naming.RENAMED_FILE}")
+            self._storage.records.remove_file(f"{name}/{naming.RENAMED_FILE}")
 
     def _refuse_incomplete(self, run: str, name: str) -> None:
         """`StorageFailed` if the renamed run lacks something that the old one has, which then stays."""
         probe = self._rotation.probe
-        lacking = [s for s in PosixStore(self._tier).steps(run) if probe.proof(run, s) and not probe.proof(name, s)]
+        lacking = [s for s in self._storage.store.steps(run) if probe.proof(run, s) and not probe.proof(name, s)]
         if lacking:
             raise StorageFailed(
                 f"{run} is kept: its new name {name} lacks some of the steps {lacking[:10]}",
@@ -270,7 +274,7 @@ class RunRenaming:
     def _mark(self, run: str) -> _Mark | None:
         path = f"{run}/{naming.RENAMED_FILE}"
         try:
-            data = read_bounded(self._tier, path, MARK_BYTES_MAX)
+            data = read_bounded(self._storage.records, path, MARK_BYTES_MAX)
             return None if data is None else _Mark.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", path, str(error)[:200])

@@ -32,7 +32,7 @@ from holdfast_service.control.retention import run_removal
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.retention.trash_ages import Ages, TrashAges
 from holdfast_service.control.signals import Signal
-from holdfast_service.storage import Store, Tier
+from holdfast_service.storage import Records, Store
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RunTrash:
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        tier: Tier,
+        records: Records,
         store: Store,
         catalog: Catalog,
         attempts: Attempts,
@@ -81,9 +81,9 @@ class RunTrash:
         """`later` runs what it is given after what waits to be recorded. `forgotten`: the run is another one from now on, or
         none.
         """
-        self._tier, self._store, self._catalog = tier, store, catalog
+        self._records, self._store, self._catalog = records, store, catalog
         self._attempts, self._rotation, self._events, self._clock = attempts, rotation, events, clock
-        self._ages = TrashAges(tier)
+        self._ages = TrashAges(records)
         self._kept: set[str] = set()  # entries whose refused removal was reported
         self._owed: dict[str, _Note] = {}  # deleted runs that the catalog still lists, also if their entries are gone
         self._later, self._forgotten, self.days = later, forgotten, days
@@ -92,7 +92,7 @@ class RunTrash:
     def entries(self) -> list[TrashedRun]:
         """All entries that can be restored, the newest first."""
         ages = self._ages.read() if self.days is not None else None
-        found = [entry for name in self._tier.list(naming.RUN_TRASH) if (entry := self._entry(name, ages)) is not None]
+        found = [entry for name in self._records.list(naming.RUN_TRASH) if (entry := self._entry(name, ages)) is not None]
         return sorted(found, key=lambda entry: entry.entry.rpartition("@")[2].zfill(15), reverse=True)
 
     def seen(self) -> Trash:
@@ -107,14 +107,14 @@ class RunTrash:
         Raises `NoSuchRun`, `Pinned`, or `InUse` with the reason.
         """
         known = self._catalog.run(run)
-        run_removal.refuse_foreign(self._tier, run)
+        run_removal.refuse_foreign(self._store, run)
         with self._rotation.deciding(run):
             run_removal.refuse(self._catalog, self._rotation, run, marked)
             trashed = self._told(naming.trash_entry(run, int(self._clock() * 1000)), self._noted(run, known))
             if dry_run:
                 return trashed
             with self._rotation.files.leaving(run):
-                if self._tier.list(run):
+                if self._records.list(run):
                     trashed = self.put_away(run, known)  # it is deleted
                 self._owed[run] = note = self._noted(run, known)
                 with self._catalog.database.told_later(f"{run} was deleted"):
@@ -131,11 +131,11 @@ class RunTrash:
         note = self._noted(run, known)
         path, encoded = f"{run}/{naming.DELETED_FILE}", note.model_dump_json(indent=1).encode() + b"\n"
         try:
-            self._tier.replace(path, encoded)
+            self._records.replace(path, encoded)
         except NoSpace:  # deletions must work on a full disk
             if not self.make_room(NOTE_BYTES_MAX, f"the deletion of {run}"):
                 raise
-            self._tier.replace(path, encoded)
+            self._records.replace(path, encoded)
         self._rotation.still_deciding()
         with self._rotation.files.exclusively(run):
             return self._told(self._put_away(run), note)
@@ -147,8 +147,8 @@ class RunTrash:
             self._rotation.still_deciding()
         except CatalogUnavailable:
             with suppress(AlreadyCommitted):  # there is a new run of its name: this one stays in the trash, whole
-                self._tier.publish(f"{naming.RUN_TRASH}/{name}", run)
-                self._tier.remove_file(f"{run}/{naming.DELETED_FILE}")
+                self._store.take_out(name, run)
+                self._records.remove_file(f"{run}/{naming.DELETED_FILE}")
             raise
         return name
 
@@ -163,12 +163,12 @@ class RunTrash:
             is_its = note is not None and self._has_attempts_of(note)  # the catalog has not heard of the deletion yet
             run_removal.going_on(self._catalog, run)
             is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
-            if self._tier.list(run) or is_another:
+            if self._records.list(run) or is_another:
                 raise InUse(
                     f"there is now another run {run!r}", hint=f"delete that one first: `holdfast rm {run}` keeps it too"
                 )
             try:
-                self._tier.publish(f"{naming.RUN_TRASH}/{entry_found.entry}", run)  # it is back
+                self._store.take_out(entry_found.entry, run)  # it is back
             except NoSuchResource as error:
                 raise _not_there(run) from error
             self._settle(run)
@@ -206,24 +206,28 @@ class RunTrash:
         """Remove the oldest entries for good until so many bytes are free; False if that is not enough."""
         self._finish()
         for one in reversed(self.entries()):
-            if self._tier.free_bytes() >= free_bytes:
+            if self._has_room(free_bytes):
                 break
             if self._may_go(one):
                 self._purge(one, f"the disk had no room for {whom}", "warning")
-        return self._tier.free_bytes() >= free_bytes
+        return self._has_room(free_bytes)
+
+    def _has_room(self, free_bytes: int) -> bool:
+        free = self._store.free_bytes()
+        return free is None or free >= free_bytes
 
     def recover(self) -> None:
         """Finish, or undo, what a crash has interrupted; called when the catalog answers."""
-        for run in filter(naming.is_run_name, self._tier.list("")):
-            if naming.DELETED_FILE in self._tier.list(run):
+        for run in filter(naming.is_run_name, self._records.list("")):
+            if naming.DELETED_FILE in self._records.list(run):
                 with self._rotation.deciding(run):  # no deletion is in progress now
-                    if naming.DELETED_FILE in self._tier.list(run):
+                    if naming.DELETED_FILE in self._records.list(run):
                         self._settle(run)
-        names = filter(naming.parse_trash_entry, self._tier.list(naming.RUN_TRASH))
+        names = filter(naming.parse_trash_entry, self._records.list(naming.RUN_TRASH))
         for note in (*self._owed.values(), *(self._note(f"{naming.RUN_TRASH}/{name}") for name in names)):
-            if note is not None and not self._tier.list(note.run) and self._has_attempts_of(note):
+            if note is not None and not self._records.list(note.run) and self._has_attempts_of(note):
                 with self._rotation.deciding(note.run):
-                    if not self._tier.list(note.run) and self._has_attempts_of(note):
+                    if not self._records.list(note.run) and self._has_attempts_of(note):
                         self._forget(note.run)
                         log.info("%s was deleted: its records were removed from the catalog", note.run)
 
@@ -252,7 +256,7 @@ class RunTrash:
         while True:
             name = naming.trash_entry(run, at)
             try:
-                self._tier.publish(run, f"{naming.RUN_TRASH}/{name}")
+                self._store.put_away(run, name)
             except AlreadyCommitted:
                 at += 1
                 continue
@@ -267,7 +271,7 @@ class RunTrash:
 
     def _forget_recorded(self, note: _Note) -> None:
         with self._rotation.deciding(note.run):
-            if not self._tier.list(note.run) and (self._has_attempts_of(note) or not self._attempts.newest(note.run)):
+            if not self._records.list(note.run) and (self._has_attempts_of(note) or not self._attempts.newest(note.run)):
                 self._forget(note.run)
 
     def _settle(self, run: str) -> None:
@@ -276,7 +280,7 @@ class RunTrash:
         self._forgotten(run)
         if note is not None:
             self._attempts.saw(run, note.attempt)
-        self._tier.remove_file(f"{run}/{naming.DELETED_FILE}")
+        self._records.remove_file(f"{run}/{naming.DELETED_FILE}")
 
     def _is_listed(self, run: str) -> bool:
         known = self._catalog.known_runs().get(run)
@@ -305,25 +309,16 @@ class RunTrash:
         return False
 
     def _purge(self, one: TrashedRun, why: str, level: Literal["info", "warning"] = "info") -> bool:
-        path = f"{naming.RUN_TRASH}/{one.entry}"
-        try:
-            self._tier.publish(path, naming.purged_entry(path))  # from here on no part of it can be restored
-        except (NoSuchResource, AlreadyCommitted):  # another node was faster, or it was brought back
+        if not self._store.purge(one.entry):  # another node was faster, or it was brought back
             return False
-        self._free(naming.purged_entry(one.entry))
+        self._finish()
         text = f"the deleted run was removed for good: {why}"
         self._events.add("run-purged", text, one.run, level=level, entry=one.entry, bytes=one.bytes)
         log.warning("%s: %s (%d bytes)", one.run, text, one.bytes)
         return True
 
     def _finish(self) -> None:
-        for name in filter(naming.is_purged_entry, self._tier.list(naming.RUN_TRASH)):
-            self._free(name)
-
-    def _free(self, name: str) -> None:
-        try:
-            self._tier.remove_tree(f"{naming.RUN_TRASH}/{name}")
-        except CheckpointError as error:
+        for name, error in self._store.free_purged():
             log.warning("could not delete all of %s; trying again later: %s", name, error.detail)
 
     def _entry(self, name: str, ages: Ages | None) -> TrashedRun | None:
@@ -348,7 +343,7 @@ class RunTrash:
     def _note(self, directory: str) -> _Note | None:
         path = f"{directory}/{naming.DELETED_FILE}"
         try:
-            data = read_bounded(self._tier, path, NOTE_BYTES_MAX)
+            data = read_bounded(self._records, path, NOTE_BYTES_MAX)
             return None if data is None else _Note.model_validate_json(data)
         except (ValidationError, CheckpointError) as error:
             log.error("cannot read %s: %s", path, str(error)[:200])

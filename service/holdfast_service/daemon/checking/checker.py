@@ -19,6 +19,7 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.control import Control
@@ -27,7 +28,6 @@ from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.node_checks import ONE_NODE, CheckDistributor, WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Checker:
     `repair` replaces damaged bytes by verified ones, and returns where they came from; None if there is no copy.
     """
 
-    def __init__(self, tier: Tier, control: Control, repair: Repair | None = None) -> None:
+    def __init__(self, tier: Files, control: Control, repair: Repair | None = None) -> None:
         self._tier, self._control = tier, control
         self.repair = repair
         self.counts = CheckCounts()

@@ -13,6 +13,7 @@ from holdfast_files.comparing import ComparedFiles
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import codings
+from holdfast_formats.files import Files
 from holdfast_formats.mapping.coded_tensors import SLAB_ELEMENTS, tensors_of
 from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
@@ -20,7 +21,6 @@ from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.region import whole
 from holdfast_formats.rest.comparing import Octets, Pair
 from holdfast_formats.rest.measurements import Difference, TensorHistogram
-from holdfast_service.storage import Tier
 
 
 class ComparedCheckpoint(NamedTuple):
@@ -33,7 +33,7 @@ class ComparedCheckpoint(NamedTuple):
 
 
 def compare(
-    tier: Tier,
+    tier: Files,
     sides: tuple[ComparedCheckpoint, ComparedCheckpoint],
     pairs: Iterable[Pair],
     on_bytes: Callable[[int], None] = lambda size: None,
@@ -43,19 +43,19 @@ def compare(
     return comparing.compare(left, right, pairs, on_bytes)
 
 
-def histogram(tier: Tier, b: ComparedCheckpoint, pair: Pair, a: ComparedCheckpoint | None = None) -> TensorHistogram:
+def histogram(tier: Files, b: ComparedCheckpoint, pair: Pair, a: ComparedCheckpoint | None = None) -> TensorHistogram:
     """See `comparing.histogram`."""
     return comparing.histogram(_files(tier, b), pair, None if a is None else _files(tier, a))
 
 
-def _files(tier: Tier, side: ComparedCheckpoint) -> ComparedFiles:
+def _files(tier: Files, side: ComparedCheckpoint) -> ComparedFiles:
     return ComparedFiles(tier, side.directory, _Decoded(tier, side).octets)
 
 
 class _Decoded:
     """The values of a compact checkpoint's tensors. Its manifest is read with the first of them."""
 
-    def __init__(self, tier: Tier, side: ComparedCheckpoint) -> None:
+    def __init__(self, tier: Files, side: ComparedCheckpoint) -> None:
         self._tier, self._side = tier, side
 
     @cached_property

@@ -18,6 +18,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InUse
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
@@ -26,7 +27,6 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.writing import writer
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Examination:
     Errors are logged and affect nothing else: then there are no statistics.
     """
 
-    def __init__(self, tier: Tier, before: Manifest | None) -> None:
+    def __init__(self, tier: Files, before: Manifest | None) -> None:
         self._tier, self._before = tier, before
         self._lock = threading.Lock()
         self._parts: dict[tuple[str, str], dict[int, PartStatistics]] = {}
@@ -166,7 +166,7 @@ def _measured(manifest: Manifest, one: _Passed, before: Bytes | None = None) -> 
 
 
 @contextmanager
-def examination(tier: Tier, control: Control, run: str, step: int) -> Iterator[Examination | None]:
+def examination(tier: Files, control: Control, run: str, step: int) -> Iterator[Examination | None]:
     """The examination of a checkpoint that is about to be verified; None for one that has been examined already.
 
     Within the block, the previous checkpoint is protected from removal.

@@ -20,13 +20,13 @@ from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
+from holdfast_formats.files import Files
 from holdfast_formats.layout import language, parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_formats.transfer import Direction, Elements
-from holdfast_service.storage import Tier
 
 LAYOUTS = (
     "tp=2",
@@ -55,7 +55,7 @@ class LayoutTrial(NamedTuple):
     bytes: int
 
 
-def try_layouts(tier: Tier, directory: str, manifest: Manifest, heed: Heed | None = None) -> LayoutTrial:
+def try_layouts(tier: Files, directory: str, manifest: Manifest, heed: Heed | None = None) -> LayoutTrial:
     """Test some layouts; `CorruptManifest`, with layout, rank and tensor, for one that would restore wrong bytes.
 
     Layouts that do not match the checkpoint's shapes are skipped.
@@ -117,7 +117,7 @@ def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: 
 class _Trial:
     """Reads of one checkpoint's group, and their bytes."""
 
-    def __init__(self, tier: Tier, directory: str, entries: Mapping[str, TensorEntry], heed: Heed) -> None:
+    def __init__(self, tier: Files, directory: str, entries: Mapping[str, TensorEntry], heed: Heed) -> None:
         self.entries = entries
         self.read = 0
         self._tier, self._directory, self._heed = tier, directory, heed
@@ -182,7 +182,7 @@ def _digests(manifest: Manifest) -> Iterator[tuple[tuple[str, str], tuple[Any, .
                 yield (group, name), (entry.dtype, entry.shape, entry.extents)
 
 
-def _config(tier: Tier, directory: str, manifest: Manifest) -> Mapping[str, Any] | None:
+def _config(tier: Files, directory: str, manifest: Manifest) -> Mapping[str, Any] | None:
     """The checkpoint's config.json, which selects the rules; None without a valid one."""
     entry = manifest.file(CONFIG)
     if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:

@@ -17,9 +17,9 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted
+from holdfast_formats.files import Files
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
 
 WORKERS = 2
 DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no news
@@ -39,7 +39,7 @@ class VerificationResult(NamedTuple):
     damages: tuple[Damaged, ...]
 
 
-def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest:
+def verify(tier: Files, directory: str, passed: Passed | None = None) -> Manifest:
     """Check COMMIT, manifest, every header, every extent and every small file under `directory`; return the manifest.
 
     `passed` gets the verified bytes. Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent` with file, tensor and byte
@@ -52,7 +52,7 @@ def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest
 
 
 def examine(
-    tier: Tier,
+    tier: Files,
     directory: str,
     heed: Heed | None = None,
     only: Collection[str] | None = None,

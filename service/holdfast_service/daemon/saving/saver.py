@@ -18,6 +18,7 @@ from holdfast_formats.errors import (
     GenerationDropped,
     RoundAborted,
 )
+from holdfast_formats.files import Files
 from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
@@ -35,7 +36,6 @@ from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.writing.disk_throughput import Probe
-from holdfast_service.storage import Tier
 
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
@@ -63,7 +63,7 @@ class Saver:
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        tier: Tier,
+        tier: Files,
         control: Control,
         node: str,
         checker: Checker | None = None,

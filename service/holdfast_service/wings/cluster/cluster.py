@@ -15,7 +15,7 @@ from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.database.cluster_schema import HoldRow, SecretRow
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.nodes import deciding
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records
 from holdfast_service.wings.cluster.average_votes import AverageVotes
 from holdfast_service.wings.cluster.duties import ClusterLocks, Duties
 from holdfast_service.wings.cluster.joint_rounds import JointRounds
@@ -114,8 +114,8 @@ class Cluster:
     def boot(self) -> str:
         return self.membership.me.boot
 
-    def attempts(self, tier: Tier) -> SharedAttempts:
-        return SharedAttempts(tier, self.membership, self.node_ranks, self.rounds)
+    def attempts(self, records: Records) -> SharedAttempts:
+        return SharedAttempts(records, self.membership, self.node_ranks, self.rounds)
 
     def join(self, wait_s: float | None = None) -> None:
         """As `Membership.join`; does nothing for a member."""

@@ -27,6 +27,7 @@ from holdfast_formats.errors import (
     NoSuchCheckpoint,
     NotFound,
 )
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.staging.shared_check import CheckedCheckpoint, CheckEnding, CheckProgress, Portion
 from holdfast_service.control.control import Control
@@ -36,7 +37,6 @@ from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.checking.verifier import Heed, prove
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
 from holdfast_service.wings.cluster import check_shares
 from holdfast_service.wings.cluster.shared_checks import SharedChecks
 
@@ -60,7 +60,7 @@ class _Left(Exception):
 class DistributedChecks:
     """A thread that does this node's portions. Thread-safe. `heed` may wait before each piece that is read."""
 
-    def __init__(self, tier: Tier, control: Control, checker: Checker, shared: SharedChecks, heed: Heed) -> None:
+    def __init__(self, tier: Files, control: Control, checker: Checker, shared: SharedChecks, heed: Heed) -> None:
         self._tier, self._control, self._checker, self._shared, self._heed = tier, control, checker, shared, heed
         self._not_before: dict[tuple[str, int, int], float] = {}  # what this node has given back: time.monotonic()
         self._wake, self._closing = threading.Event(), threading.Event()

@@ -25,7 +25,7 @@ class RootMaintenance:
     """The work that one node of a cluster does for all, while it has the duty. For one thread."""
 
     def __init__(self, control: Control, cluster: Cluster) -> None:
-        self._tier, self._store, self._catalog = control.tier, control.store, control.catalog
+        self._tier, self._store, self._catalog = control.records, control.store, control.catalog
         self._cluster, self._events, self._due = cluster, control.events, control.rotation.due
         self._absences = control.absences
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root

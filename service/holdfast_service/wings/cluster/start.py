@@ -134,7 +134,7 @@ class ClusterPlane:
 
     def checks(self, checker: Checker, heed: Heed) -> DistributedChecks:
         shared = SharedChecks(self._cluster.membership, self._control.findings)
-        checks = DistributedChecks(self._control.tier, self._control, checker, shared, heed)
+        checks = DistributedChecks(self._control.records, self._control, checker, shared, heed)
         self._checks.subscribe(checks.look)
         return checks
 

@@ -87,10 +87,10 @@ def full_in(summary: RunSummary, drawn: Sequence[dict[str, Any]]) -> float | Non
     gone = any(save["outcome"] == "removed" for save in drawn)
     if summary.life != "training" or not summary.interval_s or gone or len(newest) < GROWTH_SAVES_MIN:
         return None
-    left = summary.free_bytes
+    rooms = [] if summary.free_bytes is None else [summary.free_bytes]
     if summary.quota_bytes is not None:
-        left = min(left, max(summary.quota_bytes - summary.bytes, 0))
-    return left / (sum(newest) / len(newest)) * summary.interval_s
+        rooms.append(max(summary.quota_bytes - summary.bytes, 0))
+    return None if not rooms else min(rooms) / (sum(newest) / len(newest)) * summary.interval_s
 
 
 class MetricExtremes(NamedTuple):

@@ -15,7 +15,7 @@ from holdfast_formats.root_files import check_local, check_output_place
 from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
-from holdfast_service.storage import PosixTier, hub_snapshot
+from holdfast_service.storage import Tier, hub_snapshot, tier_at
 from holdfast_service.wings.convert.export_jobs import Exporter
 from holdfast_service.wings.convert.foreign import file_signs
 from holdfast_service.wings.convert.foreign.kinds import kind_named
@@ -85,26 +85,30 @@ class JobDirectories:
             source = hub_snapshot.opened(self._place / below)
         return source
 
-    def target(self, to: str) -> PosixTier:
+    def target(self, to: str) -> Tier:
         """`place`, if an export's target may be there."""
-        place = self.reach()
+        place = self._checked()
         split_leaf(to)
         check_local(to)
-        check_output_place(place.root / to)
-        return place
+        check_output_place(place / to)
+        return tier_at(place)
 
-    def reach(self, below: str = "") -> PosixTier:
+    def reach(self, below: str = "") -> Tier:
         """The directory `place`, or one with files below it; `InvalidRequest` if it does not exist."""
+        path = self._checked()
+        place = tier_at(path)
+        if below and not place.list(below):
+            raise InvalidRequest(f"there is no directory {below!r} with files below the export root", hint="check the path")
+        return tier_at(path / below) if below else place
+
+    def _checked(self) -> Path:
         if self._place is None:
             raise InvalidRequest(
                 "this daemon neither exports nor imports directories for HTTP callers",
                 hint="run the command as the daemon's user on its machine, where any path works, or start the daemon "
                 "with --export-root DIR",
             )
-        place = PosixTier(self._place)
-        if below and not place.list(below):
-            raise InvalidRequest(f"there is no directory {below!r} with files below the export root", hint="check the path")
-        return PosixTier(self._place / below) if below else place
+        return self._place
 
 
 def check_directory(path: Path) -> None:

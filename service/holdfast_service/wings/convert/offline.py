@@ -10,7 +10,7 @@ from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
 from holdfast_formats.rest.jobs import ConvertArguments, ExportJob, ImportJob
 from holdfast_formats.root_files import check_local, check_output_place, check_root_place
 from holdfast_service.daemon.copying.progress import Progress
-from holdfast_service.storage import PosixTier
+from holdfast_service.storage import Tier, tier_at
 from holdfast_service.wing import RootWork
 from holdfast_service.wings.convert import converting, export_jobs, exporting
 from holdfast_service.wings.convert.export_jobs import Exporter, ExportWork
@@ -41,7 +41,7 @@ def export(work: RootWork, job: ExportJob, progress: Progress) -> dict[str, Any]
 def foretell(root: Path, job: ImportJob) -> dict[str, Any]:
     """A dry run of an import. Nothing is made, not even the root, and a daemon may be serving it."""
     check_root_place(root)
-    present = PosixTier(root).list(naming.checkpoint_path(job.run, job.step)) if root.is_dir() else []
+    present = tier_at(root).list(naming.checkpoint_path(job.run, job.step)) if root.is_dir() else []
     if present:
         raise AlreadyCommitted(f"{job.run}@{job.step} is already committed", hint="remove it, or choose another step")
     return foretold(open_source(Path(job.arguments.source)), job)
@@ -66,9 +66,9 @@ def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
     return {**done, "to": wanted.to}
 
 
-def _place(target: Path) -> PosixTier:
+def _place(target: Path) -> Tier:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest(f"cannot make {target.parent}: {error.strerror}", hint="choose another directory") from error
-    return PosixTier(target.parent.resolve())
+    return tier_at(target.parent.resolve())
