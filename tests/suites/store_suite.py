@@ -19,13 +19,21 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSpace, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    InvalidRequest,
+    NoSpace,
+    NoSuchCheckpoint,
+    NoSuchResource,
+)
 from holdfast_formats.naming import Place
 from holdfast_service.storage import CommitContents, FileWriter, Publication, StagedCheckpoint, Store
 
 RUN, STEP, PART = "run", 7, 2**16
 ALONE, JOINT, OTHER = Place(RUN, STEP, 1), Place(RUN, STEP, 1, 5), Place(RUN, STEP, 1, 6)
 LIVE = Place(RUN, STEP + 1, 1, 8)
+ENTRY = naming.trash_entry(RUN, 1000)  # of the trash
 JOB, MENDING = naming.job_place(RUN, STEP, "f" * 16), Place(RUN, STEP, naming.NO_ATTEMPT)
 CALLS_MAX = 2000
 
@@ -592,7 +600,75 @@ class StoreSuite:
             with pytest.raises(NoSuchCheckpoint):
                 store.remove(RUN, step)
 
+    def test_a_run_goes_to_the_trash_and_comes_back(self, storage: Storage) -> None:
+        """As a whole, whatever is saved under its name meanwhile; no sweep of what lies beside it frees its bytes."""
+        store = storage.open()
+        save(store, ALONE, FIRST)
+        save(store, Place(RUN, STEP + 1, 1, 3), SECOND)
+        store.put_away(RUN, ENTRY)
+        assert store.steps(RUN) == [] and standing(store) is None
+        with pytest.raises(NoSuchResource):
+            store.put_away(RUN, naming.trash_entry(RUN, 2000))
+        kept = storage.used()
+        assert save(store, Place(RUN, STEP, 2), SECOND).outcome == "published"
+        with pytest.raises(AlreadyCommitted):
+            store.put_away(RUN, ENTRY)
+        with pytest.raises(AlreadyCommitted):
+            store.take_out(ENTRY, RUN)
+        assert standing(store) is SECOND
+        store.free(store.remove(RUN, STEP))
+        store.put_away(RUN, naming.trash_entry(RUN, 2000))
+        store.put_back(), store.sweep()
+        assert storage.used() == kept
+        store.take_out(ENTRY, RUN)
+        assert (standing(store), standing(store, STEP + 1)) == (FIRST, SECOND) and store.steps(RUN) == [STEP, STEP + 1]
+        with pytest.raises(NoSuchResource):
+            store.take_out(ENTRY, RUN)
+
+    def test_what_is_purged_is_gone(self, storage: Storage) -> None:
+        store = storage.open()
+        empty = storage.used()
+        save(store, ALONE, FIRST)
+        store.put_away(RUN, ENTRY)
+        save(store, Place(RUN, STEP, 2), SECOND)
+        assert store.purge(ENTRY) and not store.purge(ENTRY)
+        with pytest.raises(NoSuchResource):
+            store.take_out(ENTRY, "other")
+        assert store.free_purged() == [] and standing(store) is SECOND
+        assert storage.used() == empty + size_of(SECOND)
+
+    def test_a_store_says_what_is_free(self, store: Store) -> None:
+        free = store.free_bytes()
+        assert free is None or free > 0
+
     # failures
+
+    @pytest.mark.parametrize("way", ["there", "back"])
+    def test_death_at_every_call_of_a_deletion(self, fresh: Callable[[], Storage], way: str) -> None:
+        """After the next start the run is complete in one of the two places, and in the other one there is nothing."""
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            save(store, ALONE, FIRST)
+            save(store, Place(RUN, STEP + 1, 1, 3), SECOND)
+            if way == "back":
+                store.put_away(RUN, ENTRY)
+            died = False
+            with storage.failing(Fault(at, "dies")):
+                try:
+                    store.put_away(RUN, ENTRY) if way == "there" else store.take_out(ENTRY, RUN)
+                except Died:
+                    died = True
+            after = restart(storage)
+            if not after.steps(RUN):
+                after.take_out(ENTRY, RUN)
+            assert (standing(after), standing(after, STEP + 1)) == (FIRST, SECOND), at
+            with pytest.raises(NoSuchResource):
+                after.take_out(ENTRY, "other")
+            if not died:
+                assert at > 1
+                return
+        raise AssertionError("the calls of a deletion did not end")
 
     @pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
     @pytest.mark.parametrize("over", [False, True], ids=["new", "replaced"])
