@@ -96,7 +96,7 @@ def child(act: str, source: Path, target: Path) -> None:
         catalog = Catalog.open(f"sqlite:///{target}/catalog.sqlite")
         control = Control(stored_in(tier), catalog, None)
         clock = Clock()
-        Importer(tier, control).bring(PosixTier(source), an_import("run", 0), clock)
+        Importer(control).bring(PosixTier(source), an_import("run", 0), clock)
         took = time.perf_counter() - clock.began
         control.close()
         catalog.close()

@@ -111,7 +111,7 @@ def child(method: str, root: Path, models: int) -> None:
     tier = PosixTier(root)
     catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
     control = Control(stored_in(tier), catalog, None)
-    merger = Merger(tier, control)
+    merger = Merger(control)
     clock, spent = Clock(), time.process_time()
 
     def refuse(path: str) -> PosixTier:
@@ -133,7 +133,7 @@ def prepare(directory: Path, size: int, models: int) -> Path:
     control = Control(stored_in(tier), catalog, None)
     for name in sources_of("", models):
         make(directory / name, name, size)
-        Importer(tier, control).bring(PosixTier(directory / name), an_import(name, 0), Quiet())
+        Importer(control).bring(PosixTier(directory / name), an_import(name, 0), Quiet())
         shutil.rmtree(directory / name)
     control.close()
     catalog.close()

@@ -67,8 +67,8 @@ def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, liv
     arena = Arena(Budget())
     remote = RemoteRanks(arena, saver, control)
     scrub = Scrub(checker, control, saver, ScrubPlan(None, None))
-    repairer = Repairer(tier, control, control.repairs, dict)
-    runner = start_jobs("node-1", Workers(tier, catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
+    repairer = Repairer(control, dict)
+    runner = start_jobs("node-1", Workers(catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
     summaries, history = Summaries(stored_in(tier).store, catalog, lives), RoundHistory(catalog.database, "node-1")
     try:
         yield Services(control, root, "9.9", node, saver, arena, remote, runner, summaries, history, {})

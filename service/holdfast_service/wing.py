@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from holdfast_service.control.jobs.runner import JobKind
     from holdfast_service.daemon.copying.progress import Progress
     from holdfast_service.daemon.job_workers import Workers
-    from holdfast_service.storage import Tier
 
 PACKAGE = "holdfast_service.wings"
 NAMES = frozenset({"cluster", "console", "convert", "merge", "notify"})  # of all wings
@@ -43,7 +42,6 @@ class RunningWing(Protocol):
 class RootWork(NamedTuple):
     """A root on which a job is done for this process's own user, with any directory; relative paths are below `here`."""
 
-    tier: Tier
     control: Control
     here: Path
     trains: Callable[[str], bool] = lambda run: False  # whether ranks of a run are connected

@@ -108,10 +108,11 @@ class Removers(RuleBasedStateMachine):
         assert self.control.record_queue.recorded(30)
         self.rotation = self.control.rotation
         assert self.rotation.wait_until_applied()
+        far = stored_in(self.far)
         self.replicator = Replicator(
             "far",
             self.mortal,
-            lambda: self.far,
+            lambda: far,
             self.control.replicas,
             news=lambda seconds: False,  # type: ignore[arg-type]
         )

@@ -82,7 +82,7 @@ def test_two_modules_publish_and_one_renames() -> None:
     # back from it, and to another name
     runs = {f"control/retention/{name}.py" for name in ("run_trash", "run_renaming")}
     assert calls(r"tier\.(publish|exchange)\(", {"storage/posix_store.py", "control/checkpoints/commit.py"} | runs) == []
-    assert calls(r"tier\.supplant\(", {"storage/posix_store.py", "daemon/copying/file_repair.py"}) == []
+    assert calls(r"tier\.supplant\(", {"storage/posix_store.py"}) == []
     assert (
         calls(
             r"\bos\.(rename|replace|renames|fsync|fdatasync|link)\(|\brenameat2\(", {"storage/posix.py", "storage/libc.py"}

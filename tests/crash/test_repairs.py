@@ -20,6 +20,7 @@ from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged
+from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyControl, carry
@@ -67,7 +68,7 @@ class Pair:
 
     def mend(self, error: CheckpointError | None) -> RepairOutcome:
         elsewhere = RepairCandidates({"replica there": self.there}, lambda made: nullcontext(), None)
-        return mend(self.here, (RUN, STEP), error, elsewhere)
+        return mend(PosixStore(self.here), CheckpointId(RUN, STEP), error, elsewhere)
 
     def stored(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(self.path.iterdir())}
@@ -207,8 +208,9 @@ def test_every_call_of_a_copy_fails() -> None:
 
 def copy(pair: Pair, target: PosixTier, read) -> None:
     """What a replica's worker does with one checkpoint."""
-    carry(pair.here, DIRECTORY, target, PLACE.path, read.manifest, CopyControl())
-    publish_copy(PosixStore(target), PLACE, read.encoded, read.commit)
+    store = PosixStore(target)
+    carry(pair.here, DIRECTORY, store.begin(PLACE), read.manifest, CopyControl())
+    publish_copy(store, PLACE, read.encoded, read.commit)
 
 
 class Story:
@@ -231,7 +233,7 @@ class Story:
             recorder.operations += [power.Written(node, at, self.damaged[at : at + 1]), power.Synced(node)]
             self.begin = len(recorder.operations)
             elsewhere = RepairCandidates({"replica there": self.pair.there}, lambda made: nullcontext(), None)
-            assert mend(target, (RUN, STEP), None, elsewhere).left is None
+            assert mend(PosixStore(target), CheckpointId(RUN, STEP), None, elsewhere).left is None
             recorder.tell("mended", STEP)
         self.operations = recorder.operations
 

@@ -66,7 +66,7 @@ def thin(tier: PosixTier) -> None:
     """What the worker and control do with the files, in their order."""
     store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
     made = thinning.thin(pair.manifest, pair.encoded, tier.read(f"{DIRECTORY}/{naming.STATE}"), "2026-01-02T00:00:00Z")
-    stage(tier, store, PLACE, made, CopyControl())
+    stage(store, PLACE, made, CopyControl())
     encoded = manifests.encode(made.manifest)
     commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made.manifest, encoded), over=True)
 
@@ -74,7 +74,7 @@ def thin(tier: PosixTier) -> None:
 def compact(tier: PosixTier) -> None:
     """The same, of one that is stored in fewer bytes."""
     store, pair = PosixStore(tier), opened.open_checkpoint(tier, DIRECTORY)
-    made = stage_compact(tier, store, PLACE, pair, "int8", CopyControl())
+    made = stage_compact(store, PLACE, pair, "int8", CopyControl())
     encoded = manifests.encode(made)
     commit.publish_copy(store, PLACE, encoded, manifests.encode_commit(made, encoded), over=True)
 

@@ -54,7 +54,7 @@ def test_a_fault_at_every_place(world: CopiesWorld, code: int) -> None:
     for number in range(1, 1000):
         run, fault = begin(world, number), PlaceFault(code, tried)
         ledger.tried(LANE)
-        worker = Thinner(world.tier, world.control.store, world.control.thinning)
+        worker = Thinner(world.control.store, world.control.thinning)
         with steered(fault):
             try:
                 worker.run_once(run)

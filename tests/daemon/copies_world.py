@@ -44,17 +44,17 @@ class CopiesWorld:
             self.control.findings.sound(RUN, step)
         self.records = self.control.replicas
         self.replicators: dict[str, Replicator] = {}
-        records = self.control.repairs
-        self.repairer = Repairer(self.tier, self.control, records, lambda: reached(self.replicators))
+        self.repairer = Repairer(self.control, lambda: reached(self.replicators))
         for name in replicas:
             self.add(name, PosixTier(directory / name))
 
     def add(self, name: str, tier: Tier, is_mine: Callable[[], bool] = lambda: True) -> Replicator:
         """A further tier to copy to."""
+        replica = stored_in(tier)
         self.replicators[name] = Replicator(
             name,
             self.tier,
-            lambda: tier,
+            lambda: replica,
             self.records,
             news=lambda seconds: False,
             mend=self.repairer.replica,
@@ -73,7 +73,7 @@ class CopiesWorld:
         assert self.control.rotation.wait_until_applied()
 
     def thinner(self, **parts: Any) -> Thinner:
-        return Thinner(self.tier, self.control.store, self.control.thinning, **parts)
+        return Thinner(self.control.store, self.control.thinning, **parts)
 
     def leftovers(self) -> list[str]:
         return [name for room in (naming.STAGING, naming.TRASH) for name in self.tier.list(f"{RUN}/{room}")]

@@ -45,7 +45,7 @@ def bring(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     tier = PosixTier(daemon.root)
     catalog = Catalog.open(sqlite_url(tmp_path_factory.mktemp("catalog") / "catalog.sqlite"))
     control = Control(stored_in(tier), catalog, None)
-    importer = Importer(tier, control)
+    importer = Importer(control)
     yield lambda source, run, step: importer.bring(PosixTier(source), an_import(run, step), Quiet())
     control.close()
     catalog.close()

@@ -43,7 +43,7 @@ class Pair:
 
     def thinner(self, node: Node, record_queue: Any = None) -> Thinner:
         control = node.control
-        return Thinner(node.tier, control.store, record_queue or control.thinning, node=control.nodes.node)
+        return Thinner(control.store, record_queue or control.thinning, node=control.nodes.node)
 
     def forms(self) -> list[str]:
         """What stands there, every byte proven, and the catalog with both nodes says the same."""

@@ -47,7 +47,6 @@ class Control(CheckpointParts):
         """
         super().__init__(storage, catalog, nodes, usual or RetentionPolicy(), trash_days)
         store, record_queue, events = self.store, self.record_queue, self.events
-        tier = storage.directory("keeping replicas")
         attempts, lineage = self.attempts, self.lineage_index
         known = Known(self.health, self.findings, self.readers, lineage, self.watch.relist, self.absences)
         self.restores = RestoreSelector(store, catalog, attempts, record_queue, events, known, nodes)
@@ -60,8 +59,8 @@ class Control(CheckpointParts):
         self.lives = KnownLifecycles(attempts, catalog, record_queue, events.enqueue, shared=not nodes.alone)
         self.staged_before = RecoveredSaves(store, catalog.rounds, record_queue, self.rounds, events)
         self.imports = Imports(store, catalog, events, self.admission, lineage.rewinds, self.published)
-        self.repairs = RepairRecords(tier, catalog, events, record_queue, nodes)
-        self.replicas = ReplicaRecords(tier, catalog, events)
+        self.repairs = RepairRecords(storage, catalog, events, record_queue, nodes)
+        self.replicas = ReplicaRecords(storage.records, catalog, events)
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""

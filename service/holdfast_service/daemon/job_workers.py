@@ -10,13 +10,11 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.scrub import CheckJobs
-from holdfast_service.storage import Tier
 
 
 class Workers(NamedTuple):
     """What does the jobs of a root. A wing makes handlers of it for the kinds of jobs that it does."""
 
-    tier: Tier
     catalog: Catalog
     control: Control
     checks: CheckJobs

@@ -24,7 +24,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
-from holdfast_service.storage import Tier, lock_root, stored_in, tier_at
+from holdfast_service.storage import RootStorage, lock_root, stored_in, tier_at
 from holdfast_service.wing import OwnJob, RootWork, required
 
 CONVERT = "convert"  # the wing
@@ -52,15 +52,15 @@ def _in_root(work: RootJob, progress: Progress) -> dict[str, Any]:
         if job.arguments.dry_run and kind.foretell is not None:
             return kind.foretell(root, job)
     with _decided(root, listed=not isinstance(job, VerifyJob)) as (control, catalog):
-        done = kind.run(RootWork(control.storage.directory("this job"), control, Path.cwd()), job, progress)
+        done = kind.run(RootWork(control, Path.cwd()), job, progress)
         if isinstance(job, VerifyJob) or not job.arguments.dry_run:
             audit.offline(catalog.database, default_node(), f"checkpoint-{kind.done}", job.run, job.step)
         return done
 
 
-def _repair(replicas: dict[str, Tier]) -> OwnJob:
+def _repair(replicas: dict[str, RootStorage]) -> OwnJob:
     def repair(work: RootWork, job: VerifyJob, progress: Progress) -> dict[str, Any]:
-        return Repairer(work.tier, work.control, work.control.repairs, lambda: replicas).restore(job.run, job.step)
+        return Repairer(work.control, lambda: replicas).restore(job.run, job.step)
 
     return OwnJob(repair, "repaired")
 
@@ -87,7 +87,7 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Control, Catalog]]:
         lock.release()
 
 
-def _root_of(path: Path) -> Tier:
+def _root_of(path: Path) -> RootStorage:
     """The root that a replica, or a single checkpoint's directory in one, belongs to."""
     if not path.is_dir():
         raise InvalidRequest(f"the directory {path} does not exist", hint="pass the directory of a replica")
@@ -96,4 +96,4 @@ def _root_of(path: Path) -> Tier:
         if found.parent.name != naming.CHECKPOINTS:
             raise InvalidRequest(f"{path} is not inside a root", hint="pass the directory that contains RUN/checkpoints/")
         found = found.parents[2]
-    return tier_at(found)
+    return stored_in(tier_at(found))

@@ -346,6 +346,8 @@ class PosixStaged:
         self._tier, self.place = tier, place
         self.path = place.path
         self._directory = StagedDirectory(tier, self.path)
+        # A job never writes to what is there: it may be a second name of a committed file.
+        self._shared = place.round_id and not naming.is_job_place(place)
 
     @property
     def files(self) -> Files:
@@ -353,11 +355,11 @@ class PosixStaged:
 
     def create(self, file: str, size: int) -> FileWriter:
         path = self._path_of(file)
-        return self._tier.join(path, size) if self.place.round_id else self._tier.create(path, size)
+        return self._tier.join(path, size) if self._shared else self._tier.create(path, size)
 
     def put(self, file: str, data: bytes) -> None:
         path = self._path_of(file)
-        if self.place.round_id:
+        if self._shared:
             self._tier.replace(path, data)
         else:
             self._tier.put(path, data)

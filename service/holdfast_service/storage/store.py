@@ -60,7 +60,7 @@ class StagedFiles(Protocol):
 
     @property
     def files(self) -> Files:
-        """Reads the finished ones, as `path`/FILE."""
+        """Reads the finished ones, as `path`/FILE; those of a store read all that its `files` do."""
 
     @property
     def path(self) -> str: ...

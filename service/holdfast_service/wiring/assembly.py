@@ -198,9 +198,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
     checks = CheckJobs(checker, scrub, records)
-    workers = Workers(
-        control.storage.directory("jobs"), control.catalog, control, checks, replication.repairer, config.export_root, trains
-    )
+    workers = Workers(control.catalog, control, checks, replication.repairer, config.export_root, trains)
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
@@ -336,7 +334,6 @@ def _thinner(config: Config, control: Control, saver: Saver) -> Thinner:
     rate = config.scrub_bytes_per_second
     pace = Pace(rate) if rate else None
     thinner = Thinner(
-        control.storage.directory("thinning"),
         control.store,
         control.thinning,
         node=control.nodes.node,

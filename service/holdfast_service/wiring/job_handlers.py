@@ -59,7 +59,7 @@ class Comparison:
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._tier, self._catalog, self._control = workers.tier, workers.catalog, workers.control
+        self._files, self._catalog, self._control = workers.control.store.files, workers.catalog, workers.control
 
     def check(self, wanted: CompareJob) -> None:
         """`InvalidRequest` for an invalid name, `NoSuchCheckpoint` for a checkpoint that does not exist."""
@@ -70,7 +70,7 @@ class Comparison:
         """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
         left, right = sides = self._sides(CompareJob.of(job))
         with self._control.readers.reading(*left), self._control.readers.reading(*right):
-            manifests = [coded.contents(roots.load_manifest(self._tier, *side)) for side in sides]
+            manifests = [coded.contents(roots.load_manifest(self._files, *side)) for side in sides]
             pairs = comparing.pairs(manifests[0], manifests[1])
             total, done = bytes_to_read(pairs), 0
 
@@ -79,7 +79,7 @@ class Comparison:
                 done += size
                 progress.report(done, total)
 
-            differences = list(compare(self._tier, sides, pairs, read))
+            differences = list(compare(self._files, sides, pairs, read))
         differing = [one for one in differences if one.state != "equal"]
         most = sorted(differing, key=lambda one: comparing.largest_first(one, one.relative, comparing.has_nonfinite(one)))
         summary = comparing.summarise(differences)._asdict()

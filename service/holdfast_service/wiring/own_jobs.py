@@ -28,7 +28,7 @@ def own_jobs(node: str, control: Control, trains: Callable[[str], bool]) -> OwnJ
             raise InvalidRequest(f"{request.directory!r} is not an absolute path", hint="use the `holdfast` command")
         kind = required(job.wing, f"a job of kind {job.kind!r}").offline().jobs[job.kind]
         give_way()
-        done = kind.run(RootWork(control.storage.directory("this job"), control, here, trains), job, progress)
+        done = kind.run(RootWork(control, here, trains), job, progress)
         if not done.get("dry_run"):
             audit.offline(control.catalog.database, node, f"checkpoint-{kind.done}", job.run, job.step)
         return done

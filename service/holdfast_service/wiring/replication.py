@@ -22,7 +22,7 @@ from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
-from holdfast_service.storage import RootLock, Tier, lock_root, stored_in, tier_at
+from holdfast_service.storage import RootLock, RootStorage, lock_root, stored_in, tier_at
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class MendedAtStart:
 
     def _mend(self) -> None:
         limit = time.monotonic() + REACH_MAX_S
-        while any(one.tier is None for one in self._replicators.values()) and time.monotonic() < limit:
+        while any(one.replica is None for one in self._replicators.values()) and time.monotonic() < limit:
             if self._closed.wait(REACH_POLL_S):
                 return
         try:
@@ -90,9 +90,9 @@ class RestoreRepair:
         steps_by_tier: dict[str, list[int]] = {}
 
         def look() -> None:
-            for name, tier in reached(self._replication.replicators).items():
+            for name, replica in reached(self._replication.replicators).items():
                 try:
-                    steps_by_tier[name] = roots.committed(stored_in(tier).store, run)
+                    steps_by_tier[name] = roots.committed(replica.store, run)
                 except CheckpointError as error:
                     log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
 
@@ -104,7 +104,7 @@ class RestoreRepair:
     def _await_first_tries(self) -> None:
         limit = time.monotonic() + FIRST_TRY_S
         mine = [one for one in self._replication.replicators.values() if one.is_mine()]
-        while any(one.tier is None and one.problem is None for one in mine) and time.monotonic() < limit:
+        while any(one.replica is None and one.problem is None for one in mine) and time.monotonic() < limit:
             time.sleep(REACH_POLL_S)
 
 
@@ -117,23 +117,23 @@ class Reached:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock: RootLock | None = None
-        self._tier: Tier | None = None
+        self._opened: RootStorage | None = None
         self._at: tuple[int, int] | None = None
 
-    def __call__(self) -> Tier:
-        """The tier; `StorageFailed` if it cannot be reached, `RootBusy` if another daemon has it."""
+    def __call__(self) -> RootStorage:
+        """Its storage; `StorageFailed` if it cannot be reached, `RootBusy` if another daemon has it."""
         at = _identity(self._path)
-        if self._tier is not None and at == self._at:
-            return self._tier
-        if self._tier is not None and not (self._path / naming.LOCK).exists():
+        if self._opened is not None and at == self._at:
+            return self._opened
+        if self._opened is not None and not (self._path / naming.LOCK).exists():
             raise StorageFailed(
                 f"{self._path} is no longer the same directory as when copying started; its disk may be unmounted",
                 hint="mount it again",
             )
         self.close()
         self._lock = lock_root(self._path)
-        self._tier, self._at = tier_at(self._path), _identity(self._path)
-        return self._tier
+        self._opened, self._at = stored_in(tier_at(self._path)), _identity(self._path)
+        return self._opened
 
     def close(self) -> None:
         """Release it."""
@@ -159,15 +159,14 @@ class Replication:
 
     def __init__(self, config: Config, control: Control, lend: Lend) -> None:
         check_apart(config.root, config.replica)
-        tier = control.storage.directory("keeping replicas")
         self.replicators: dict[str, Replicator] = {}
-        self.repairer = Repairer(tier, control, control.repairs, lambda: reached(self.replicators), lend)
+        self.repairer = Repairer(control, lambda: reached(self.replicators), lend)
         self._places: list[Reached] = []
         for name, path in config.replica:
             self._places.append(place := Reached(path))
             self.replicators[name] = Replicator(
                 name,
-                tier,
+                control.records,
                 place,
                 control.replicas,
                 news=control.events.wait,

@@ -85,7 +85,7 @@ def test_a_year_fits(tmp_path: Path, control: Control, shapes: dict[str, tuple[i
     before = size(root)
     control.rotation.set_policy(RUN, RetentionPolicy(keep_full=3), "*")
     assert control.rotation.wait_until_applied()
-    thinner = Thinner(PosixTier(tmp_path / "root"), control.store, control.thinning)
+    thinner = Thinner(control.store, control.thinning)
     assert thinner.run_once(RUN) == list(range(count - 3))
     assert size(root) <= 0.3 * before
     for step in range(count):

@@ -139,7 +139,7 @@ def test_exports_and_merges_have_values(world: CopiesWorld) -> None:
         assert source.equal(same, same) and not source.equal(same, other)
         terms = ExportTerms(form="hf", weights="master", dtype="f32")
         export = foreign_export.plan_export(world.tier, directory, made, terms)
-        foreign_export.write(export, world.tier, "exported", CopyControl())
+        foreign_export.write(export, world.tier, foreign_export.staged_at(world.tier, "exported"), CopyControl())
     loaded = load_file(world.root / "exported" / "model.safetensors")
     for name, saved in trained_arrays()["master"].items():
         assert loaded[name].view(torch.int32).numpy().tobytes() == saved.tobytes(), name
@@ -327,10 +327,10 @@ def test_a_rule_of_before_is_not_done(world: CopiesWorld) -> None:
             return thinning.publish(place, *parts)
 
     slow = Slow()
-    assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5]
+    assert Thinner(world.control.store, slow).run_once(RUN) == [] and slow.tried == [5]
     assert world.leftovers() == []
     slow.after = RetentionPolicy(last=9)
-    assert Thinner(world.tier, world.control.store, slow).run_once(RUN) == [] and slow.tried == [5, 5]
+    assert Thinner(world.control.store, slow).run_once(RUN) == [] and slow.tried == [5, 5]
     world.keep(optim="exact", optim_full=1)
     assert world.thinner().run_once(RUN) == [5, 10]
     world.keep(optim="int8", optim_full=1)

@@ -90,7 +90,7 @@ def _dcp(directory: Path) -> Path:
 @pytest.fixture
 def transfers(tmp_path: Path) -> Iterator[Transfers]:
     with copies_world(tmp_path, replicas=()) as made:
-        yield Transfers(made.tier, made.control, made.repairer)
+        yield Transfers(made.control, made.repairer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -188,7 +188,7 @@ def test_from_slots_that_are_still_held(tmp_path: Path) -> None:
             rank.save(1)
         assert {rank.wait(1).state for rank in ranks} == {"committed"}
         world.checked()  # who reads it back would find the damage too
-        repairer = Repairer(world.tier, world.control, world.control.repairs, dict, world.saver.holds.lend)
+        repairer = Repairer(world.control, dict, world.saver.holds.lend)
         directory = root / naming.checkpoint_path(SAVED, 1)
         before = contents(directory)
         descriptors = open_files()

@@ -22,7 +22,7 @@ from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.storage import MemoryTier, PosixTier
+from holdfast_service.storage import MemoryTier, PosixTier, stored_in
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies, copies_world
 from tests.daemons import wait_until
@@ -123,7 +123,7 @@ def test_copies_outlive_a_lost_disk(world: CopiesWorld, tmp_path: Path) -> None:
     shutil.rmtree(world.root / RUN)
     world.control.recovery.recover()
     assert world.catalog.run(RUN).checkpoints == 0
-    world.replicators["far"]._tier = None  # as after a start
+    world.replicators["far"]._opened = None  # as after a start
     world.copy()
     for step in STEPS:
         verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(RUN, step))
@@ -139,7 +139,7 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     if catalog_lost:
         with world.catalog.database.write() as session:
             session.execute(delete(ReplicaRow))
-        world.records.opened("far", PosixTier(tmp_path / "far"))
+        world.records.opened("far", stored_in(PosixTier(tmp_path / "far")))
     build(world.path(15), varied_arrays(seed=9), run=RUN, step=15)
     made = load_manifest(world.tier, RUN, 15)
     encoded = manifests.encode(msgspec.structs.replace(made, created=utc_now()))
@@ -174,7 +174,7 @@ def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:
     (staging / "half").write_bytes(b"x")
     shutil.copytree(world.path(5), far(tmp_path, 5))  # published, but not recorded before the crash
     inode = os.stat(far(tmp_path, 5) / naming.COMMIT).st_ino
-    world.replicators["far"]._tier = None
+    world.replicators["far"]._opened = None
     world.copy()
     assert not staging.exists()
     assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
@@ -282,11 +282,11 @@ def test_rows_come_from_the_directory(world: CopiesWorld, tmp_path: Path) -> Non
     shutil.rmtree(far(tmp_path, 10))
     with world.catalog.database.write() as session:
         session.execute(delete(ReplicaRow).where(ReplicaRow.step != 10))
-    world.records.opened("far", PosixTier(tmp_path / "far"))
+    world.records.opened("far", stored_in(PosixTier(tmp_path / "far")))
     assert [world.states(step) for step in STEPS] == [{}, {}, {}]
     shutil.rmtree(world.path(15))
     world.control.recovery.recover()
-    world.records.opened("far", PosixTier(tmp_path / "far"))
+    world.records.opened("far", stored_in(PosixTier(tmp_path / "far")))
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
     assert world.records.stale("far", "2000") == (RUN, 15), "nobody knows when it was read last"
     world.copy()
@@ -309,7 +309,7 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
     with copies_world(tmp_path, (5,)) as world:
         mine = [False]
         worker = world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
-        assert not worker.run_once() and worker.tier is None and world.states(5) == {}
+        assert not worker.run_once() and worker.replica is None and world.states(5) == {}
         staged = tmp_path / "far" / RUN / naming.STAGING / naming.staging_directory(5, naming.NO_ATTEMPT)
 
         class Lost(PosixTier):
@@ -335,7 +335,7 @@ def test_a_copy_stays_where_nothing_else_is_left(world: CopiesWorld, tmp_path: P
     forget(world, tmp_path, 10, 15)
     world.control.rotation.remove(RUN, 5)
     lose(world, how)
-    world.replicators["far"]._remove(world.replicators["far"]._open())
+    world.replicators["far"]._remove(world.replicators["far"]._open().store)
     assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
     (told,) = world.events("removal-waits")
     assert told == {"tier": "far"}
@@ -349,7 +349,7 @@ def test_other_copies_are_looked_at_before_one_is_removed_because_of_them(world:
         shutil.rmtree(world.path(step))
         (far(tmp_path, step) / naming.STATE).unlink()
     assert world.states(10) == world.states(15) == {"far": "present"}
-    world.replicators["far"]._remove(world.replicators["far"]._open())
+    world.replicators["far"]._remove(world.replicators["far"]._open().store)
     assert far(tmp_path, 5).exists() and world.states(5) == {"far": "gone"}
 
 
@@ -368,7 +368,7 @@ def test_a_copy_that_retention_removes_stays_until_something_newer_stands(
     forget(world, tmp_path, 15)
     lost = tmp_path / "lost"
     world.path(15).rename(lost)
-    world.replicators["far"]._remove(world.replicators["far"]._open())
+    world.replicators["far"]._remove(world.replicators["far"]._open().store)
     assert far(tmp_path, 10).exists() == (removed_by == "policy")
     lost.rename(world.path(15))
     world.copy()
@@ -382,7 +382,7 @@ def test_a_copy_stays_whole_where_nothing_newer_is_left(world: CopiesWorld, tmp_
     forget(world, tmp_path, 10, 15)
     world.control.rotation.set_policy(RUN, RetentionPolicy(keep_full=1), "*")
     assert world.control.rotation.wait_until_applied()
-    assert 5 in Thinner(world.tier, world.control.store, world.control.thinning).run_once(RUN)
+    assert 5 in Thinner(world.control.store, world.control.thinning).run_once(RUN)
     assert world.control.record_queue.recorded(30)
     lose(world, how)
     assert [one.step for one in world.records.due("far") if one.step == 5] == [5]
@@ -413,6 +413,6 @@ def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, 
     kept = contents(far(tmp_path))
     shard = next((far(tmp_path) if damaged == "replacement" else aside).glob("model*.safetensors"))
     flip(shard, shard.stat().st_size - 1)
-    world.replicators["far"]._tier = None  # as after a start
+    world.replicators["far"]._opened = None  # as after a start
     world.replicators["far"].run_once()
     assert contents(far(tmp_path)) == kept and not aside.exists()

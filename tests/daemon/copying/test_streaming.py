@@ -25,7 +25,8 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.copying import streaming, target_bytes
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped
 from holdfast_service.daemon.copying.finished_files import FinishedFile
-from holdfast_service.storage import MemoryTier, PosixTier, Tier
+from holdfast_service.daemon.copying.streaming import StreamTarget
+from holdfast_service.storage import MemoryTier, PosixTier, StagedDirectory, Tier
 
 RNG = np.random.default_rng(7)
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
@@ -68,6 +69,11 @@ def a_file(name: str, mapped: Mapping[str, MappedTensor], head: bytes = b"head")
 def expected(file: TargetFile, arrays: Mapping[str, NDArray[Any]]) -> bytes:
     data = [arrays[one.mapped.spec.name].tobytes() for one in file.tensors]
     return b"head" + b"".join(part + crc32(part).to_bytes(4, "little") for part in data)
+
+
+def at(tier: Tier) -> StreamTarget:
+    """Where the tests stage files, and the records of these."""
+    return StreamTarget(StagedDirectory(tier, "staging"), tier)
 
 
 def check_digests(tier: Tier, staging: str, made: FinishedFile) -> None:
@@ -137,13 +143,13 @@ def test_files_are_as_planned(model: Model, tmp_path: Path, kind: str, monkeypat
         nonlocal done
         done += count
 
-    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", CopyControl(moved=moved))
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), CopyControl(moved=moved))
     for file, found in zip(files, made, strict=True):
         assert tier.read(f"staging/{file.name}") == expected(file, arrays)
         check_digests(tier, "staging", found)
     assert done == sum(file.bytes for file in files)
     streaming.prove(tier, "staging", made, GOING)
-    streaming.forget(tier, "staging")
+    at(tier).forget()
     assert tier.list("") == ["staging"]
 
 
@@ -168,12 +174,14 @@ class KilledTier(PosixTier):
         self.created.append(path.rpartition("/")[2])
         return super().create(path, size)
 
-    def put(self, path: str, data: bytes) -> None:
+    def replace(self, path: str, data: bytes) -> None:
         self._act()
-        super().put(path, data[: len(data) // 2])  # a note may be cut
-        self._act()
-        super().remove_file(path)
-        super().put(path, data)
+        parent, _, leaf = path.rpartition("/")
+        for size in (len(data) // 2, len(data)):  # a note may be cut, or lack its name
+            super().replace(f"{parent}/.{leaf}.new", data[:size])
+            self._act()
+        super().remove_file(f"{parent}/.{leaf}.new")
+        super().replace(path, data)
 
     def sync_directory(self, path: str) -> None:
         self._act()
@@ -186,13 +194,13 @@ def test_goes_on_after_any_death(model: Model, tmp_path: Path) -> None:
     files = [a_file(f"file-{name}", {name: same(model.tensors[TensorKey("model", name)])}) for name in names]
     source = PosixTier(model.directory)
     whole_run = KilledTier(tmp_path / "whole")
-    streaming.stream(source, model.tensors, files, whole_run, "staging", GOING)
+    streaming.stream(source, model.tensors, files, at(whole_run), GOING)
     for point in range(whole_run.acts):
         tier = KilledTier(tmp_path / f"target-{point}", after=point)
         with pytest.raises(Killed):
-            streaming.stream(source, model.tensors, files, tier, "staging", GOING)
+            streaming.stream(source, model.tensors, files, at(tier), GOING)
         tier.after = None
-        made = streaming.stream(source, model.tensors, files, tier, "staging", GOING)
+        made = streaming.stream(source, model.tensors, files, at(tier), GOING)
         repeated = len(tier.created) - len(set(tier.created))
         assert repeated <= 1 and set(tier.created) == {file.name for file in files}
         for file, found in zip(files, made, strict=True):
@@ -204,11 +212,11 @@ def test_another_job_begins_anew(model: Model, tmp_path: Path) -> None:
     """Where the sources or the plan are not those of the notes, nothing of them is used, and nothing is left."""
     tier, source = KilledTier(tmp_path / "target"), PosixTier(model.directory)
     files, arrays = plan(model)
-    streaming.stream(source, model.tensors, files, tier, "staging", GOING)
-    streaming.stream(source, model.tensors, files[1:], tier, "staging", GOING)
+    streaming.stream(source, model.tensors, files, at(tier), GOING)
+    streaming.stream(source, model.tensors, files[1:], at(tier), GOING)
     assert tier.list("staging") == ["second"]
     os.utime(model.directory / "other", ns=(1, 1))
-    streaming.stream(source, model.tensors, files[1:], tier, "staging", GOING)
+    streaming.stream(source, model.tensors, files[1:], at(tier), GOING)
     assert tier.created == ["first", "second", "second", "second"]
     assert tier.read("staging/second") == expected(files[1], arrays)
 
@@ -249,10 +257,10 @@ def test_a_source_that_changes_ends_it(model: Model, tmp_path: Path, how: str) -
     tier = PosixTier(tmp_path / "target")
     files, _ = plan(model)
     with pytest.raises(CheckpointError, match="other") as caught:
-        streaming.stream(Changing(model.directory, happens), model.tensors, files, tier, "staging", GOING)
+        streaming.stream(Changing(model.directory, happens), model.tensors, files, at(tier), GOING)
     assert isinstance(caught.value, StateMismatch | CorruptManifest) or how == "gone"
     assert tier.list(naming.progress_path("staging")) == []
-    streaming.discard(tier, "staging")
+    at(tier).discard()
     assert tier.list("") == []
 
 
@@ -267,10 +275,10 @@ def test_copies_must_be_equal(model: Model, tmp_path: Path, equal: bool) -> None
     model.tensors[key] = model.tensors[key]._replace(copies=(copy,))
     files, tier = [a_file("file", {"large": same(model.tensors[key])})], MemoryTier()
     if equal:
-        streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+        streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
         return
     with pytest.raises(StateMismatch, match=r"'large'.*other.*third") as caught:
-        streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+        streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
     assert caught.value.members["files"] == ["other", "third"] and not tier.list("staging")
 
 
@@ -279,17 +287,15 @@ def test_a_full_disk_is_named(model: Model) -> None:
     files, _ = plan(model)
     tier = MemoryTier(capacity_bytes=files[0].bytes + files[1].bytes // 2)
     with pytest.raises(NoSpace):
-        streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
-    streaming.discard(tier, "staging")
+        streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
+    at(tier).discard()
     assert tier.list("") == []
 
 
 def test_it_can_be_stopped(model: Model) -> None:
     files, _ = plan(model)
     with pytest.raises(CopyStopped):
-        streaming.stream(
-            PosixTier(model.directory), model.tensors, files, MemoryTier(), "staging", CopyControl(ended=lambda: True)
-        )
+        streaming.stream(PosixTier(model.directory), model.tensors, files, at(MemoryTier()), CopyControl(ended=lambda: True))
 
 
 def test_plans_that_cannot_be_true(model: Model) -> None:
@@ -307,14 +313,14 @@ def test_plans_that_cannot_be_true(model: Model) -> None:
     ):
         tier = MemoryTier()
         with pytest.raises(error):
-            streaming.stream(PosixTier(model.directory), tensors, planned, tier, "staging", GOING)
+            streaming.stream(PosixTier(model.directory), tensors, planned, at(tier), GOING)
         assert tier.list("") == []
 
 
 def test_damage_is_found_when_it_is_read_back(model: Model, tmp_path: Path) -> None:
     tier = PosixTier(tmp_path / "target")
     files, _ = plan(model)
-    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
     with open(tmp_path / "target" / "staging" / "second", "r+b") as out:
         out.seek(12345)
         out.write(b"?")
@@ -337,7 +343,7 @@ def test_many_extents_are_read_back_at_once(model: Model, tmp_path: Path) -> Non
     tier = Counted(tmp_path / "target")
     tier.reads = []
     files, _ = plan(model)
-    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
     extents = sum(len(one.extents) for file in made for one in file.tensors)
     streaming.prove(tier, "staging", made, GOING)
     assert len(tier.reads) == len(files) < extents // 4
@@ -348,12 +354,12 @@ def test_computed_is_what_would_be_noted(model: Model, tmp_path: Path) -> None:
     """Of every file, without writing one."""
     tier = PosixTier(tmp_path / "target")
     files, _ = plan(model)
-    made = streaming.stream(PosixTier(model.directory), model.tensors, files, tier, "staging", GOING)
+    made = streaming.stream(PosixTier(model.directory), model.tensors, files, at(tier), GOING)
     assert streaming.computed(PosixTier(model.directory), model.tensors, files, GOING) == made
-    assert streaming.noted(PosixTier(model.directory), model.tensors, files, tier, "staging") == made
-    assert streaming.noted(PosixTier(model.directory), model.tensors, files[:1], tier, "staging") is None
-    streaming.forget(tier, "staging")
-    assert streaming.noted(PosixTier(model.directory), model.tensors, files, tier, "staging") is None
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files, at(tier)) == made
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files[:1], at(tier)) == ()
+    at(tier).forget()
+    assert streaming.noted(PosixTier(model.directory), model.tensors, files, at(tier)) == ()
     ended = CopyControl(ended=lambda: True)
     with pytest.raises(CopyStopped):
         streaming.computed(PosixTier(model.directory), model.tensors, files, ended)

@@ -105,7 +105,7 @@ def test_marks_and_readers_hold(world: CopiesWorld) -> None:
             rotation.mark(RUN, 10, lambda file: run_files.pinned(file, 10))
             return publish(*parts)
 
-    assert Thinner(world.tier, world.control.store, Late()).run_once(RUN) == []
+    assert Thinner(world.control.store, Late()).run_once(RUN) == []
     assert [groups(world, step) for step in STEPS] == [{"model", "optim", "extra"}] * 3
     assert world.leftovers() == []
 
@@ -227,7 +227,7 @@ def test_a_catalog_that_was_away_is_asked_again(world: CopiesWorld, monkeypatch:
         return due(self, run)
 
     monkeypatch.setattr(Thinning, "due", away)
-    worker = Thinner(world.tier, world.control.store, thinning)
+    worker = Thinner(world.control.store, thinning)
     worker.due(RUN)
     wait_until(lambda: all(world.catalog.checkpoint(RUN, step).thinned is not None for step in (5, 10)))
     worker.close()

@@ -19,7 +19,8 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, StateMism
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.daemon.copying.copies import CopyControl
 from holdfast_service.daemon.copying.progress import Quiet
-from holdfast_service.storage import PosixStore, PosixTier
+from holdfast_service.daemon.copying.streaming import StreamTarget
+from holdfast_service.storage import PosixStore, PosixTier, StagedDirectory
 from holdfast_service.wings.convert import converting, importing
 from holdfast_service.wings.convert import export_jobs as exports
 from holdfast_service.wings.convert.export_jobs import ExportWork
@@ -72,7 +73,7 @@ def world(tmp_path: Path) -> Iterator[CopiesWorld]:
 
 @pytest.fixture
 def transfers(world: CopiesWorld) -> Transfers:
-    return Transfers(world.tier, world.control, world.repairer)
+    return Transfers(world.control, world.repairer)
 
 
 def converted(source: Path, target: Path, terms: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def test_stored_twice_with_different_values(tmp_path: Path) -> None:
         with pytest.raises(type(caught.value)) as other:
             importing.write(
                 importing.plan_import(PosixTier(source), Goal("mine", 0, 0), an_import("mine", 0).arguments),
-                PosixTier(tmp_path / "staged"),
+                StreamTarget(StagedDirectory(PosixTier(tmp_path), "staged")),
                 CopyControl(),
             )
         assert caught.value.detail == other.value.detail and not (tmp_path / "out").exists()

@@ -59,7 +59,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def transfers(world: CopiesWorld, place: Path) -> Transfers:
-    return Transfers(world.tier, world.control, world.repairer, place)
+    return Transfers(world.control, world.repairer, place)
 
 
 def job(tries: int = 1, **arguments: object) -> Job:
@@ -251,7 +251,7 @@ def test_two_exports_to_one_name(transfers: Transfers, place: Path) -> None:
 def test_not_into_a_run(world: CopiesWorld) -> None:
     """Where the directory for exports is above the root, a job could make a directory that looks like a checkpoint."""
     (world.root / naming.LOCK).touch()
-    transfers = Transfers(world.tier, world.control, world.repairer, world.root.parent)
+    transfers = Transfers(world.control, world.repairer, world.root.parent)
     for arguments in ({}, {"as": "hf"}):
         wanted = {"to": f"{world.root.name}/{naming.checkpoint_path(RUN, 9)}", **arguments}
         with pytest.raises(InvalidRequest, match="outside the checkpoint root"):

@@ -55,7 +55,7 @@ world = copies(replicas=())
 
 @pytest.fixture
 def importer(world: CopiesWorld) -> Importer:
-    return Importer(world.tier, world.control)
+    return Importer(world.control)
 
 
 def staged(world: CopiesWorld, run: str = "mine") -> list[str]:

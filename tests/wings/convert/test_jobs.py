@@ -56,7 +56,7 @@ world = copies(replicas=())
 @pytest.fixture
 def transfers(world: CopiesWorld, tmp_path: Path) -> Transfers:
     (tmp_path / "place").mkdir()
-    return Transfers(world.tier, world.control, world.repairer, tmp_path / "place")
+    return Transfers(world.control, world.repairer, tmp_path / "place")
 
 
 def job(kind: str, step: int | None = 5, run: str = RUN, **arguments: object) -> Job:
@@ -270,7 +270,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path:
     source = hugging_face(tmp_path / "place" / "hf", sharded=False)
     wanted = job("import", 9, **{"from": source.name})
     training = {wanted.run}
-    transfers = Transfers(world.tier, world.control, world.repairer, tmp_path / "place", training.__contains__)
+    transfers = Transfers(world.control, world.repairer, tmp_path / "place", training.__contains__)
     for act in (
         lambda: transfers.check(ImportJob(run=wanted.run, step=9, arguments={"from": source.name})),
         lambda: transfers.import_job(wanted, Quiet()),
@@ -285,7 +285,7 @@ def test_nothing_is_brought_into_a_run_that_trains(world: CopiesWorld, tmp_path:
 
 def test_without_a_place_nothing_is_reached(world: CopiesWorld) -> None:
     """A service that was not given one refuses."""
-    nowhere = Transfers(world.tier, world.control, world.repairer)
+    nowhere = Transfers(world.control, world.repairer)
     for work in (
         lambda: nowhere.export_job(job("export", to="x"), Quiet()),
         lambda: nowhere.import_job(job("import", 9, **{"from": "x"}), Quiet()),

@@ -23,7 +23,7 @@ world = copies(replicas=())
 
 def _imported(world: CopiesWorld, name: str) -> Path:
     source = PosixTier(written.GOLDEN / name / "checkpoint-2")
-    Importer(world.tier, world.control).bring(source, an_import("mine", 2), Quiet())
+    Importer(world.control).bring(source, an_import("mine", 2), Quiet())
     verify(world.tier, naming.checkpoint_path("mine", 2))
     return world.root / naming.checkpoint_path("mine", 2)
 

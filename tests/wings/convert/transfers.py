@@ -26,17 +26,16 @@ class Transfers:
 
     def __init__(
         self,
-        tier: Tier,
         control: Control,
         repairer: Repairer,
         place: Path | None = None,
         trains: Callable[[str], bool] = lambda run: False,
     ) -> None:
         checks = cast("CheckJobs", None)  # no job of these wings checks
-        workers = Workers(tier, control.catalog, control, checks, repairer, place, trains)
+        workers = Workers(control.catalog, control, checks, repairer, place, trains)
         self._kinds = convert.jobs(workers) | merge_jobs.jobs(workers)
         self._repairer = repairer
-        self._importer, self._exporter = Importer(tier, control), Exporter(tier, control)
+        self._importer, self._exporter = Importer(control), Exporter(control)
 
     def check(self, wanted: JobRequest) -> None:
         self._kinds[wanted.kind].check(wanted)

@@ -89,8 +89,8 @@ class MergeWorld:
 
     def __init__(self, world: CopiesWorld, place: Path) -> None:
         self.root, self.tier, self.control, self.place = world.root, world.tier, world.control, place
-        self.importer = Importer(world.tier, world.control)
-        self.merger = Merger(world.tier, world.control)
+        self.importer = Importer(world.control)
+        self.merger = Merger(world.control)
         for name, arrays in MODELS.items():
             self.add(name, arrays)
 
@@ -410,7 +410,7 @@ def test_damage_is_not_merged(world: MergeWorld) -> None:
 
 def test_jobs_are_refused_before_they_wait(world: MergeWorld, tmp_path: Path) -> None:
     """What must fail fails at once; models in directories are below the export root only."""
-    transfers = Transfers(world.tier, world.control, None, world.place)  # type: ignore[arg-type]
+    transfers = Transfers(world.control, None, world.place)  # type: ignore[arg-type]
 
     def request(recipe: Any, **arguments: Any) -> MergeJob:
         return MergeJob(run="merged", step=1, arguments={"recipe": recipe, **arguments})

@@ -1,4 +1,4 @@
-"""Replicas in the catalog: what is to be copied to which tier, what exists there, and what must be removed there.
+"""Replicas in the catalog: what is to be copied to which one, what exists there, and what must be removed there.
 
 A copy is removed only after its checkpoint was *removed*: a checkpoint that is missing, because its disk is, keeps
 it. One of a renamed run is removed only after there is one under the new name.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from holdfast_files.opened import read_bounded
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
@@ -31,7 +32,7 @@ from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
 from holdfast_service.control.nodes import Nodes, repairing
-from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.storage import Records, RootStorage, Store
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +41,21 @@ _SETTLED = ("present", "damaged", "gone")
 
 
 class ReplicaRecords:
-    """The replicas of one root. Thread-safe; each tier has one worker."""
+    """The replicas of one root, whose control files are `root`. Thread-safe; each replica has one worker."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
-        self._tier, self._catalog, self._database = tier, catalog, catalog.database
+    def __init__(self, root: Records, catalog: Catalog, events: Events) -> None:
+        self._root, self._catalog, self._database = root, catalog, catalog.database
         self._events = events
-        self._probe = StorageProbe(tier)
+        self._probe = StorageProbe(root)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
 
-    def opened(self, name: str, tier: Tier) -> None:
-        """A tier became reachable: sweep what earlier copies left, and update the catalog from it."""
-        store = PosixStore(tier)
-        store.put_back()
+    def opened(self, name: str, replica: RootStorage) -> None:
+        """A replica became reachable: sweep what earlier copies left, and update the catalog from it."""
+        store = replica.store
+        store.put_back(lambda run: nullcontext())
         for path in store.sweep():
             log.info("swept %s of replica %s", path, name)
-        present = {(run, step) for run in roots.runs(tier) for step in roots.committed(store, run)}
+        present = {(run, step) for run in roots.runs(replica.records) for step in roots.committed(store, run)}
         with self._database.write() as session:
             for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
                 which = (row.run, row.step)
@@ -64,7 +65,7 @@ class ReplicaRecords:
                     session.delete(row)
             known = {(run, step) for run, step in session.execute(select(CheckpointRow.run, CheckpointRow.step))}
         for run, step in sorted(present - known):  # the worker looks at the others itself: they are due
-            self._found(name, tier, run, step)
+            self._found(name, store.files, run, step)
 
     def removals(self, name: str) -> list[tuple[str, int]]:
         """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where
@@ -87,7 +88,7 @@ class ReplicaRecords:
         return [(CheckpointId(run, step), heir) for run, step, heir in rows if heir is not None]
 
     def due(self, name: str) -> list[bodies.CheckpointInfo]:
-        """Verified checkpoints without a copy in this tier, newest first."""
+        """Verified checkpoints without a copy in this replica, newest first."""
         order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
         wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
         with self._database.read() as session:
@@ -108,30 +109,30 @@ class ReplicaRecords:
             row = session.execute(wanted.limit(1)).first()
         return None if row is None else (row[0], row[1])
 
-    def publish(self, tier: Tier, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> None:
+    def publish(self, replica: RootStorage, place: Place, encoded: bytes, commit_bytes: bytes, over: bool = False) -> None:
         """Publish a proven copy and the run's file beside it, so that pins and policy exist when the copy is served.
 
         `over` replaces the existing copy, made before its checkpoint was thinned.
         """
-        manifest = commit.publish_copy(PosixStore(tier), place, encoded, commit_bytes, over)
+        manifest = commit.publish_copy(replica.store, place, encoded, commit_bytes, over)
         path = f"{manifest.run}/{naming.RUN_FILE}"
         try:
-            data = read_bounded(self._tier, path, RUN_FILE_BYTES_MAX)
+            data = read_bounded(self._root, path, RUN_FILE_BYTES_MAX)
         except Damaged as error:  # the copy keeps the last one that could be read
             log.error("%s could not be copied to the replica: %s", path, error.detail)
             return
-        if data is not None and not _holds(tier, path, data):
-            tier.replace(path, data)
+        if data is not None and not _holds(replica.records, path, data):
+            replica.records.replace(path, data)
 
-    def remove(self, name: str, tier: Tier, run: str, step: int) -> bool:
+    def remove(self, name: str, store: Store, run: str, step: int) -> bool:
         """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, because every checkpoint that
         justified the removal is gone.
         """
-        if not self._is_dispensable(name, tier, CheckpointId(run, step)):
+        if not self._is_dispensable(name, store.files, CheckpointId(run, step)):
             self._report_kept(name, CheckpointId(run, step), "stays")
             return False
         try:
-            left = removal.remove_checkpoint(PosixStore(tier), run, step)
+            left = removal.remove_checkpoint(store, run, step)
             if left is not None:
                 log.warning("bytes of %s@%s stay in the trash of replica %s: %s", run, step, name, left.detail)
         except NoSuchCheckpoint:
@@ -141,12 +142,12 @@ class ReplicaRecords:
             _forget_deleted(session, run)
         return True
 
-    def may_follow(self, name: str, tier: Tier, manifest: Manifest, copy: Manifest) -> bool:
+    def may_follow(self, name: str, files: Files, manifest: Manifest, copy: Manifest) -> bool:
         """Whether a copy may be replaced by its thinned checkpoint: a sound, newer or equal one must have the groups that it
         loses.
         """
         which = CheckpointId(manifest.run, manifest.step)
-        if set(copy.groups) <= set(manifest.groups) or self._stands_elsewhere(name, tier, which, copy):
+        if set(copy.groups) <= set(manifest.groups) or self._stands_elsewhere(name, files, which, copy):
             return True
         self._report_kept(name, which, "stays whole")
         return False
@@ -158,7 +159,7 @@ class ReplicaRecords:
             text = f"step {which.step} {how} in replica {name}: {why}"
             self._events.add("removal-waits", text, *which, "error", tier=name)
 
-    def _is_dispensable(self, name: str, tier: Tier, which: CheckpointId) -> bool:
+    def _is_dispensable(self, name: str, files: Files, which: CheckpointId) -> bool:
         """Whether a sound checkpoint with all groups of this copy exists, in the root or here, that is not older unless the
         removal was requested; or its run was deleted.
         """
@@ -171,13 +172,13 @@ class ReplicaRecords:
                 return True
             requested = row is not None and row.requested
         try:
-            copy = roots.load_manifest(tier, run, step)
+            copy = roots.load_manifest(files, run, step)
         except (Damaged, NoSuchCheckpoint):
             return True  # it cannot be restored
-        return self._stands_elsewhere(name, tier, CheckpointId(heir, step), copy, or_older=requested)
+        return self._stands_elsewhere(name, files, CheckpointId(heir, step), copy, or_older=requested)
 
     def _stands_elsewhere(
-        self, name: str, tier: Tier, which: CheckpointId, copy: Manifest, *, or_older: bool = False
+        self, name: str, files: Files, which: CheckpointId, copy: Manifest, *, or_older: bool = False
     ) -> bool:
         """Whether a sound checkpoint of this run with the groups of this copy exists in the root, or another copy of one
         here, that is not older. Not one on a line that training has left.
@@ -189,8 +190,8 @@ class ReplicaRecords:
             others = session.scalars(select(ReplicaRow.step).where(*same).order_by(ReplicaRow.step.desc()))
             copies = [at for at in others if at != which.step]
         in_the_root = (c for c in listed if self._probe.proof(run, c.step))
-        probe = StorageProbe(tier)
-        here = (roots.load_manifest(tier, run, at) for at in copies if probe.proof(run, at))
+        probe = StorageProbe(files)
+        here = (roots.load_manifest(files, run, at) for at in copies if probe.proof(run, at))
         standing: Iterator[bodies.CheckpointInfo | Manifest] = chain(in_the_root, here)
         needed = set(copy.groups)
         return any(
@@ -209,7 +210,7 @@ class ReplicaRecords:
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
 
     def unreached(self, name: str, error: CheckpointError) -> None:
-        """The tier is not writable; one event per problem."""
+        """The replica is not writable; one event per problem."""
         text = f"replica {name} cannot be reached: {error.detail}"
         self._events.add("replica-failed", text, level="error", tier=name, problem=error.problem())
 
@@ -226,10 +227,10 @@ class ReplicaRecords:
                 "replica-failed", text, *which, "error" if damaged else "warning", tier=name, problem=error.problem()
             )
 
-    def _found(self, name: str, tier: Tier, run: str, step: int) -> None:
+    def _found(self, name: str, files: Files, run: str, step: int) -> None:
         """A copy without a checkpoint in the root; when it was last read back is unknown."""
         try:
-            manifest = roots.load_manifest(tier, run, step)
+            manifest = roots.load_manifest(files, run, step)
         except Damaged as error:
             self.failed(name, CheckpointId(run, step), error, damaged=True)
         else:
@@ -262,8 +263,11 @@ class ReplicaRecords:
 class RepairRecords:
     """The catalog's queries and records for repairs."""
 
-    def __init__(self, tier: Tier, catalog: Catalog, events: Events, record_queue: RecordQueue, nodes: Nodes) -> None:
-        self._tier, self._catalog, self._events, self._record_queue, self._nodes = tier, catalog, events, record_queue, nodes
+    def __init__(
+        self, storage: RootStorage, catalog: Catalog, events: Events, record_queue: RecordQueue, nodes: Nodes
+    ) -> None:
+        self._storage, self._catalog, self._events = storage, catalog, events
+        self._record_queue, self._nodes = record_queue, nodes
 
     @contextmanager
     def repairing(self, run: str, step: int) -> Iterator[None]:
@@ -290,7 +294,7 @@ class RepairRecords:
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(CheckpointRow.damage.is_not(None))
         with self._catalog.database.read() as session:
             damaged = [(run, step) for run, step in session.execute(wanted.order_by(CheckpointRow.step.desc()))]
-        return damaged + roots.unlisted(PosixStore(self._tier), self._catalog)
+        return damaged + roots.unlisted(self._storage.store, self._catalog)
 
     def repaired(self, run: str, step: int, detail: dict[str, Any]) -> None:
         """A file of a checkpoint, or of its replica, was made again."""
@@ -316,14 +320,14 @@ class RepairRecords:
                 "train under another run name",
             )
 
-    def bring(self, source: Tier, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
+    def bring(self, source: Files, label: str, place: Place, encoded: bytes, commit_bytes: bytes) -> None:
         """Publish a staged and proven checkpoint that was gone; with the run's file, if that is gone too."""
         path = f"{place.run}/{naming.RUN_FILE}"
-        if self._tier.size(path) is None:
+        if self._storage.records.size(path) is None:
             data = read_bounded(source, path, RUN_FILE_BYTES_MAX)
             if data is not None:
-                self._tier.replace(path, data)
-        manifest = commit.publish_copy(PosixStore(self._tier), place, encoded, commit_bytes)
+                self._storage.records.replace(path, data)
+        manifest = commit.publish_copy(self._storage.store, place, encoded, commit_bytes)
         self._catalog.record_checkpoint(bodies.describe(manifest))
         detail: dict[str, Any] = {"file": naming.COMMIT, "source": label}
         text = f"step {manifest.step} was gone, and was copied back from {label}"
@@ -336,11 +340,11 @@ class RepairRecords:
         """A checkpoint was read back whole: list it as verified and clear its damage."""
         known = self.known(run, step)
         if known is None or roots.was_unreadable(known):  # its row was a guess without the manifest
-            self._catalog.record_checkpoint(bodies.describe(roots.load_manifest(self._tier, run, step)))
+            self._catalog.record_checkpoint(bodies.describe(roots.load_manifest(self._storage.store.files, run, step)))
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)
             sound = update(CheckpointRow).where(*where)
-            proven = StorageProbe(self._tier).proof(run, step)
+            proven = StorageProbe(self._storage.store.files).proof(run, step)
             session.execute(sound.values(verified=True, damage=None, checked=self._events.now(), proven=proven))
 
 
@@ -359,7 +363,7 @@ def listed(database: Database, run: str, step: int) -> list[Replica]:
 
 
 def removed(database: Database, run: str, step: int, requested: bool = False) -> None:
-    """A checkpoint was removed: mark its copies for removal when their tiers are reachable."""
+    """A checkpoint was removed: mark its copies for removal when their replicas are reachable."""
     gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step)
     with database.write() as session:
         session.execute(gone.values(state="gone", requested=requested))
@@ -382,9 +386,9 @@ def _forget_deleted(session: Session, run: str) -> None:
         session.delete(row)
 
 
-def _holds(tier: Tier, path: str, data: bytes) -> bool:
+def _holds(records: Records, path: str, data: bytes) -> bool:
     try:
-        return read_bounded(tier, path, RUN_FILE_BYTES_MAX) == data
+        return read_bounded(records, path, RUN_FILE_BYTES_MAX) == data
     except Damaged:
         return False
 
@@ -394,7 +398,7 @@ def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
 
 
 def _awaits(name: str) -> ColumnElement[bool]:
-    """That the checkpoint exists under another name, without a copy in this tier."""
+    """That the checkpoint exists under another name, without a copy in this replica."""
     listed = select(CheckpointRow.run).where(CheckpointRow.run == ReplicaRow.heir, CheckpointRow.step == ReplicaRow.step)
     other = aliased(ReplicaRow)
     copied = select(other.run).where(

@@ -1,5 +1,5 @@
-"""Stages a checkpoint in fewer bytes: examines the rule's candidates, writes codes beside hard links of what stays, and
-decodes the written bytes before they become visible.
+"""Stages a checkpoint in fewer bytes: examines the rule's candidates, writes codes beside what stays, which is not copied,
+and decodes the written bytes before they become visible.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.mapping.listing import ForeignTensor, TensorKey
 from holdfast_formats.mapping.reading import fetched
 from holdfast_formats.mapping.target_files import LiteralBytes, StreamedTensor, TargetFile
-from holdfast_formats.naming import Place
+from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.daemon.copying import hard_links, streaming
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.finished_files import FinishedFile
+from holdfast_service.daemon.copying.streaming import StreamTarget
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Store, Tier
+from holdfast_service.storage import StagedCheckpoint, Store
 
 ERROR_MAX = 0.05  # of a tensor's norm; one that would differ by more stays as it was saved
 OFF_SHARE = 32  # if more than one value in so many is off by more than half of itself, the coding does not fit this tensor
@@ -62,35 +63,33 @@ class _Looked(NamedTuple):
     ties: NDArray[np.uint64]
 
 
-def stage_compact(
-    tier: Tier, store: Store, place: Place, pair: CommittedManifest, rule: str, going: CopyControl
-) -> Manifest:
-    """Stage the checkpoint of `tier` that `pair` describes by a rule, durably; returns its manifest.
+def stage_compact(store: Store, place: Place, pair: CommittedManifest, rule: str, going: CopyControl) -> Manifest:
+    """Stage the checkpoint that `pair` describes by a rule, durably; returns its manifest.
 
     Raises `StateMismatch` if that saves nothing, `NoSpace`, `Damaged` for bytes that fail their digest or were not written
     correctly, `CopyStopped`, and what `hard_links` raises.
     """
     full, directory = pair.manifest, naming.checkpoint_path(place.run, place.step)
-    source = CommittedFiles(tier, full, directory)
+    source = CommittedFiles(store.files, full, directory)
     stored = tensors_of(full)
     chosen = list(compacting.candidates(full, rule))
-    _refuse_full(tier, full, compacting.least_new_bytes(full, chosen))  # before all of it is read
+    _refuse_full(store, full, compacting.least_new_bytes(full, chosen))  # before all of it is read
     looked = [_look(full, source, stored, one, going) for one in chosen]
     planned = compacting.plan(full, pair.encoded, rule, compacting.together([one.encoded for one in looked]), utc_now())
-    _refuse_full(tier, full, sum(file.bytes for file in planned.files))
-    hard_links.prove(tier, place, planned.proof, going)
-    streaming.forget(tier, place.path)  # notes of an earlier start: all is written again
-    staged = store.begin(place)
-    compact = _write(tier, place, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
-    hard_links.take(tier, staged, place, planned.proof, going)
-    read_back(tier, place.path, compact, going)
-    _prove(tier, place, compact, planned, _Source(source, stored), going)
+    _refuse_full(store, full, sum(file.bytes for file in planned.files))
+    which = CheckpointId(place.run, place.step)
+    hard_links.prove(store.files, which, planned.proof, going)
+    staged = hard_links.begin_empty(store, place)
+    compact = _write(staged, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
+    hard_links.take(staged, which, planned.proof, going)
+    read_back(store.files, staged.path, compact, going)
+    _prove(staged, compact, planned, _Source(source, stored), going)
     return compact
 
 
-def _refuse_full(tier: Tier, full: Manifest, new: int) -> None:
-    needed, free = new + SPARE_BYTES, tier.free_bytes()
-    if needed > free:
+def _refuse_full(store: Store, full: Manifest, new: int) -> None:
+    needed, free = new + SPARE_BYTES, store.free_bytes()
+    if free is not None and needed > free:
         raise NoSpace(
             f"{full.run}@{full.step} needs {needed} bytes of temporary space to be compacted, but only {free} are free",
             hint="free space; until then it stays as it is",
@@ -207,8 +206,8 @@ def _parts(planned: CompactPlan, stored: Stored, looked: list[_Looked]) -> dict[
     return parts
 
 
-def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, going: CopyControl) -> Manifest:
-    """Write new files beside those that stay; the manifest of both."""
+def _write(staged: StagedCheckpoint, planned: CompactPlan, source: _Source, going: CopyControl) -> Manifest:
+    """Stage the new files; the manifest of them and of those that stay."""
     targets = []
     for file in planned.files:
         streamed = tuple(
@@ -216,11 +215,10 @@ def _write(tier: Tier, place: Place, planned: CompactPlan, source: _Source, goin
             for spec, start in file.tensors
         )
         targets.append(TargetFile(file.name, file.bytes, (LiteralBytes(0, file.header),), streamed))
-    finished = streaming.stream(WatchedSource(source.files), source.tensors, targets, tier, place.path, going)
-    streaming.forget(tier, place.path)
+    finished = streaming.stream(WatchedSource(source.files), source.tensors, targets, StreamTarget(staged), going)
     entries = [FileEntry(file.name, file.bytes, len(file.header), digest(file.header)) for file in planned.files]
     for name, data in compacting.indexes(planned).items():
-        tier.put(f"{place.path}/{name}", data)
+        staged.put(name, data)
         entries.append(FileEntry(name, len(data), 0, digest(data)))
     return compacting.finish(planned, entries, _entries(planned, finished))
 
@@ -237,21 +235,21 @@ def _entries(planned: CompactPlan, finished: tuple[FinishedFile, ...]) -> dict[s
     return entries
 
 
-def _prove(tier: Tier, place: Place, manifest: Manifest, planned: CompactPlan, source: _Source, going: CopyControl) -> None:
+def _prove(staged: StagedCheckpoint, manifest: Manifest, planned: CompactPlan, source: _Source, going: CopyControl) -> None:
     """Decode what is staged, and compare it with the saved values: masters bit for bit, others by the stated error."""
-    staged = CommittedFiles(tier, manifest, place.path)
+    files = CommittedFiles(staged.files, manifest, staged.path)
     decoded = tensors_of(manifest)
     for one in planned.coded.values():
         key, apart, same = TensorKey(one.candidate.group, one.candidate.name), _Apart(), True
         for slab, values in _slabs(source.files, source.tensors[key], going):
-            array = fetched(staged, decoded[key], slab)
+            array = fetched(files, decoded[key], slab)
             same = same and bool(np.array_equal(array.view(np.uint32), values.view(np.uint32)))
             if one.candidate.coding not in codings.LOSSLESS:
                 apart.add(values, array)
         sound = same if one.candidate.coding in codings.LOSSLESS else abs(apart.error - one.error) <= 1e-9 * one.error
         if not sound:
             raise CorruptExtent(
-                f"{key.group}/{key.name} of {place.run}@{place.step} was compacted incorrectly",
+                f"{key.group}/{key.name} of {manifest.run}@{manifest.step} was compacted incorrectly",
                 hint="the checkpoint is unchanged; check the machine's memory",
                 tensor=key.name,
             )

@@ -1,4 +1,4 @@
-"""Copies a checkpoint's files from one tier to another: every byte is verified on the way and at the target."""
+"""Copies a checkpoint's files from one storage to another: every byte is verified on the way and at the target."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from holdfast_files.verifying import ReadControl, StoredCheckpoint, copy_files, 
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.files import Files
-from holdfast_service.storage import Tier
+from holdfast_service.storage import StagedFiles
 from holdfast_service.storage.pacing import Pace
 
 
 class CopyStopped(Exception):
-    """The copy was stopped; its staging directory can be deleted."""
+    """The copy was stopped; what it has staged can be removed."""
 
 
 class CopyControl(NamedTuple):
@@ -43,23 +43,22 @@ class CopyControl(NamedTuple):
         return ReadControl(heed=self.heed, moved=self.moved, alignment=ALIGNMENT_MAX)
 
 
-def carry(source: Files, here: str, target: Tier, text: str, manifest: Manifest, going: CopyControl) -> None:
-    """Copy every file in the manifest from `here` into a staging directory, durably, and read it back `text` (I7).
+def carry(source: Files, here: str, staged: StagedFiles, manifest: Manifest, going: CopyControl) -> None:
+    """Stage a copy of every file in the manifest from the directory `here`, durably, and read it back (I7).
 
     Raises `Damaged`, with file, tensor and range, for bytes that fail their digest on either side; `CopyStopped`;
-    and errors of the two tiers. The caller removes what was written by then.
+    and errors of both sides. The caller removes what was written by then.
     """
     _check_sizes(source, here, manifest)
-    from_here = StoredCheckpoint(source, here, manifest)
-    copy_files(from_here, manifest, manifest.files, lambda name, size: target.create(f"{text}/{name}", size), going.control)
-    read_back(target, text, manifest, going)
+    copy_files(StoredCheckpoint(source, here, manifest), manifest, manifest.files, staged.create, going.control)
+    read_back(staged.files, staged.path, manifest, going)
 
 
-def read_back(tier: Tier, directory: str, manifest: Manifest, going: CopyControl) -> None:
+def read_back(files: Files, directory: str, manifest: Manifest, going: CopyControl) -> None:
     """Verify every byte of a checkpoint's stored files; raises like `carry`."""
-    _check_sizes(tier, directory, manifest)
+    _check_sizes(files, directory, manifest)
     listed = (piece for pieces in verification.pieces(manifest).values() for piece in pieces)
-    read_verified(StoredCheckpoint(tier, directory, manifest), listed, control=going.control)
+    read_verified(StoredCheckpoint(files, directory, manifest), listed, control=going.control)
 
 
 def _check_sizes(files: Files, directory: str, made: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""Puts copies in their places in a tier, where another copy, or another node, may be."""
+"""Puts copies in their places in a replica, where another copy, or another node, may be."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifests, thinning, verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch
+from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
 from holdfast_service.daemon.copying.hard_links import stage_again
-from holdfast_service.storage import PosixStore, Tier
+from holdfast_service.storage import RootStorage, StagedCheckpoint, Store
 
 
 class CopyPublisher:
@@ -26,7 +27,7 @@ class CopyPublisher:
     def __init__(
         self,
         name: str,
-        source: Tier,
+        source: Files,
         records: ReplicaRecords,
         is_mine: Callable[[], bool],
         going: Callable[[], CopyControl],
@@ -37,61 +38,55 @@ class CopyPublisher:
         self._name, self._source, self._records = name, source, records
         self._is_mine, self._going = is_mine, going
 
-    def copy(self, tier: Tier, pair: CommittedManifest) -> None:
-        """Copy a checkpoint of the source that the tier does not have."""
+    def copy(self, replica: RootStorage, pair: CommittedManifest) -> None:
+        """Copy a checkpoint of the source that the replica does not have."""
         manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        self.publish(tier, pair, lambda place: carry(self._source, directory, tier, place.path, manifest, self._going()))
+        self.publish(replica, pair, lambda staged: carry(self._source, directory, staged, manifest, self._going()))
 
-    def publish(self, tier: Tier, pair: CommittedManifest, stage: Callable[[Place], None]) -> None:
-        """Publish the files that `stage` puts into a place, as this checkpoint."""
+    def publish(self, replica: RootStorage, pair: CommittedManifest, stage: Callable[[StagedCheckpoint], None]) -> None:
+        """Publish the files that `stage` stages, as this checkpoint."""
         place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
-        staging = place.path
-        tier.remove_tree(staging)
         try:
-            stage(place)
+            stage(replica.store.begin(place))
             self._check_mine()
-            self._records.publish(tier, place, pair.encoded, pair.commit)
+            self._records.publish(replica, place, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 if self._is_mine():  # else it is the other node's
-                    tier.remove_tree(staging)
+                    replica.store.discard(place)
             raise
 
-    def follow(self, tier: Tier, pair: CommittedManifest) -> bool:
+    def follow(self, replica: RootStorage, pair: CommittedManifest) -> bool:
         """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
         the copy stays, because no other checkpoint has what it would lose.
         """
         manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        whole = open_checkpoint(tier, directory).manifest
-        if not self._records.may_follow(self._name, tier, manifest, whole):
+        whole = open_checkpoint(replica.store.files, directory).manifest
+        if not self._records.may_follow(self._name, replica.store.files, manifest, whole):
             return False
         here, theirs = (verification.tensors_by_file(one) for one in (manifest, whole))
         names = {
             file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
         }
         proof, rest = _only(whole, names, True), _only(manifest, names, False)
-        place, store = (
-            naming.job_place(manifest.run, manifest.step, digest(f"follow {self._name}".encode())),
-            PosixStore(tier),
-        )
+        place = naming.job_place(manifest.run, manifest.step, digest(f"follow {self._name}".encode()))
         going = self._going()
         try:
-            stage_again(tier, store, place, proof, going)
-            carry(self._source, directory, tier, place.path, rest, going)
+            staged = stage_again(replica.store, place, proof, going)
+            carry(self._source, directory, staged, rest, going)
             self._check_mine()
-            self._records.publish(tier, place, pair.encoded, pair.commit, over=True)
+            self._records.publish(replica, place, pair.encoded, pair.commit, over=True)
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
-                store.discard(place)
-        self.settle(tier, (manifest.run,))
+                replica.store.discard(place)
+        self.settle(replica.store, (manifest.run,))
         return True
 
-    def settle(self, tier: Tier, runs: Iterable[str]) -> None:
+    def settle(self, store: Store, runs: Iterable[str]) -> None:
         """Of a copy and the one that it replaced, keep the sound one; the newer one if both are."""
-        store = PosixStore(tier)
         for run in runs:
             for place in store.replaced(run):
-                gone = store.take_back(place) if self._is_replaced_by_damage(tier, place) else store.release(place)
+                gone = store.take_back(place) if self._is_replaced_by_damage(store.files, place) else store.release(place)
                 if gone is not None:
                     store.free(gone)
 
@@ -101,23 +96,23 @@ class CopyPublisher:
                 f"another node now copies to replica {self._name}", hint="nothing to do: that node continues"
             )
 
-    def _is_replaced_by_damage(self, tier: Tier, place: Place) -> bool:
+    def _is_replaced_by_damage(self, files: Files, place: Place) -> bool:
         """Whether the published copy is damaged, and the one that it replaced is sound; reads every byte."""
         for directory, stands in ((naming.checkpoint_path(place.run, place.step), False), (place.path, True)):
             try:
-                read_back(tier, directory, open_checkpoint(tier, directory).manifest, self._going())
+                read_back(files, directory, open_checkpoint(files, directory).manifest, self._going())
             except (Damaged, NotFound):
                 continue
             return stands
         return False
 
-    def refuse_another(self, tier: Tier, pair: CommittedManifest) -> bool:
+    def refuse_another(self, files: Files, pair: CommittedManifest) -> bool:
         """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
         thinning or compaction.
         """
         manifest = pair.manifest
         try:
-            other = open_checkpoint(tier, naming.checkpoint_path(manifest.run, manifest.step))
+            other = open_checkpoint(files, naming.checkpoint_path(manifest.run, manifest.step))
         except Damaged:
             return False  # the repair shows what it is
         origins = [thinning.origin_sha256(one.manifest, manifests.stated_sha256(one.commit)) for one in (pair, other)]

@@ -1,7 +1,7 @@
 """Rebuilds a damaged file from verified pieces, and replaces the damaged one (I4).
 
-Files under checkpoints/ are never modified: the new file is written in staging, made durable, verified there, and renamed
-over the damaged one. Readers see the damaged file or the sound one, nothing in between.
+Committed files are never modified: the new file is staged, made durable, verified there, and put in the damaged one's place
+by the store. Readers see the damaged file or the sound one, nothing in between.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from holdfast_files.opened import CommittedManifest
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
+from holdfast_formats.files import Files
+from holdfast_formats.naming import Place
 from holdfast_service.daemon.copying.repair_sources import Directory, RepairSource
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Store
 
 
 class FileRepair(NamedTuple):
@@ -26,22 +28,23 @@ class FileRepair(NamedTuple):
     labels: tuple[str, ...]
 
 
-def mend_file(tier: Tier, manifest: Manifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
-    """Repair one file of a checkpoint; the manifest must be trusted.
+def mend_file(store: Store, pair: CommittedManifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
+    """Repair one file of the checkpoint that was committed with `pair`.
 
     Raises `CorruptExtent` for the first damaged piece that no source has, and then changes nothing; and errors of
-    the tier, after which the old file or the new one exists.
+    the store, after which the old file or the new one exists.
     """
-    directory, staging = _places(manifest)
+    manifest, place = pair.manifest, _place(pair)
+    directory = naming.checkpoint_path(place.run, place.step)
     entry = manifest.file(file)
     if entry is None:
         raise CorruptManifest(f"{directory} has no file {file!r}", file=file)
-    itself = Directory("itself", tier, directory)
+    itself = Directory("itself", store.files, directory)
     listed = verification.pieces(manifest)[file]
     damaged: list[Piece] = []
     labels: list[str] = []
-    tier.remove_tree(staging)
-    writer = tier.create(f"{staging}/{file}", entry.bytes)
+    staged = store.begin(place)
+    writer = staged.create(file, entry.bytes)
     try:
         for piece in listed:
             data = itself.piece(piece)
@@ -53,34 +56,26 @@ def mend_file(tier: Tier, manifest: Manifest, file: str, sources: Sequence[Repai
             else:
                 writer.write(piece.start, [data])
         writer.finish()
-        _prove_again(tier, f"{staging}/{file}", listed)
-        tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
+        _prove_again(store.files, f"{staged.path}/{file}", listed)
+        store.mend(place, pair.encoded, pair.commit)
     finally:
         writer.discard()
-        tier.remove_tree(staging)
+        store.discard(place)
     return FileRepair(file, tuple(damaged), tuple(dict.fromkeys(labels)))
 
 
-def mend_small(tier: Tier, manifest: Manifest, file: str, data: bytes, label: str) -> FileRepair:
-    """Replace the manifest or COMMIT by these bytes, which the caller has verified."""
-    directory, staging = _places(manifest)
-    tier.remove_tree(staging)
+def mend_pair(store: Store, pair: CommittedManifest) -> None:
+    """Make the checkpoint's manifest and COMMIT these, which the caller has verified."""
+    place = _place(pair)
+    store.begin(place)
     try:
-        tier.put(f"{staging}/{file}", data)
-        if tier.read(f"{staging}/{file}") != data:
-            raise CorruptManifest(
-                f"{staging}/{file} reads back differently from what was just written", hint="check the disk", file=file
-            )
-        tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
+        store.mend(place, pair.encoded, pair.commit)
     finally:
-        tier.remove_tree(staging)
-    return FileRepair(file, (), (label,))
+        store.discard(place)
 
 
-def _places(manifest: Manifest) -> tuple[str, str]:
-    return naming.checkpoint_path(manifest.run, manifest.step), naming.staging_path(
-        manifest.run, manifest.step, naming.NO_ATTEMPT
-    )
+def _place(pair: CommittedManifest) -> Place:
+    return Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
 
 
 def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | bytearray]:
@@ -99,7 +94,7 @@ def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | b
     )
 
 
-def _prove_again(tier: Tier, path: str, listed: Sequence[Piece]) -> None:
+def _prove_again(files: Files, path: str, listed: Sequence[Piece]) -> None:
     """Verify the stored new file before it replaces anything."""
     for piece in listed:
-        verification.check(piece, tier.read(path, piece.start, piece.length))
+        verification.check(piece, files.read(path, piece.start, piece.length))

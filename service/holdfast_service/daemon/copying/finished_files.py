@@ -1,4 +1,4 @@
-"""Records of finished files, durable beside their staging directory, from which killed work continues."""
+"""Records of finished files, durable beside where these are staged, from which killed work continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast_formats.disk.manifests import Extent
 from holdfast_formats.mapping.listing import Decoder, ForeignTensor, TensorKey
 from holdfast_formats.mapping.target_files import TargetFile
 from holdfast_service.daemon.copying.member_sums import MemberPlace
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Records, StagedFiles
 
 NOTE_BYTES_MAX = 2**28
 
@@ -44,55 +44,53 @@ _decode = decoding.decoder(_Note)
 
 
 class FinishedFiles:
-    """The records of one job in the directory `naming.progress_path(staging)`."""
+    """The records of one job's `staged` files, at `naming.progress_path(staged.path)`."""
 
-    def __init__(self, target: Tier, staging: str, job: str) -> None:
-        self._target, self._staging, self._job = target, staging, job
-        self._there = naming.progress_path(staging)
+    def __init__(self, records: Records, staged: StagedFiles, job: str) -> None:
+        self._records, self._staged, self._job = records, staged, job
+        self._there = naming.progress_path(staged.path)
 
     def found(self, files: Sequence[TargetFile]) -> dict[str, FinishedFile]:
         """The finished files, by name. Another job's files and records are removed."""
         notes = self._notes()
         if not notes or any(note.job != self._job for note in notes):
-            self._target.remove_tree(self._staging)
-            self._target.remove_tree(self._there)
+            self.remove()
+            self._staged.clear()
             return {}
         by_name = {note.file.name: note.file for note in notes}
         sizes = {file.name: file.bytes for file in files}
         return {
             name: file
             for name, file in by_name.items()
-            if file.bytes == sizes.get(name) == self._target.size(f"{self._staging}/{name}")
+            if file.bytes == sizes.get(name) == self._staged.files.size(f"{self._staged.path}/{name}")
         }
 
-    def complete(self, files: Sequence[TargetFile]) -> tuple[FinishedFile, ...] | None:
-        """The notes of all files, if all are there and of this job; None otherwise. Nothing is removed."""
+    def noted(self, files: Sequence[TargetFile]) -> tuple[FinishedFile, ...]:
+        """The notes of this job's files that are there, none if any is another job's. Nothing is removed."""
         notes = self._notes()
-        by_name = {note.file.name: note.file for note in notes if note.job == self._job}
-        if not notes or len(by_name) != len(notes) or by_name.keys() != {file.name for file in files}:
-            return None
-        return tuple(by_name[file.name] for file in files)
+        if any(note.job != self._job for note in notes):
+            return ()
+        by_name = {note.file.name: note.file for note in notes}
+        return tuple(by_name[file.name] for file in files if file.name in by_name)
 
     def add(self, number: int, file: FinishedFile) -> None:
         """Record a durable file; the record is durable when this returns."""
-        path = f"{self._there}/{number:06}.json"
-        if self._target.size(path) is not None:  # of a file that was lost
-            self._target.remove_file(path)
-        self._target.sync_directory(f"{self._staging}/{file.name}".rpartition("/")[0])
-        self._target.put(path, msgspec.json.encode(_Note(self._job, file)))
-        self._target.sync_directory(self._there)
+        self._staged.sync(file.name)
+        self._records.replace(f"{self._there}/{number:06}.json", msgspec.json.encode(_Note(self._job, file)))
 
     def remove(self) -> None:
-        self._target.remove_tree(self._there)
+        for name in self._records.list(self._there):
+            self._records.remove_file(f"{self._there}/{name}")
+        self._records.remove_empty(self._there)
 
     def _notes(self) -> list[_Note]:
         """All records; an incomplete one, from a crash, is removed."""
         notes_read = []
-        for name in self._target.list(self._there):
+        for name in self._records.list(self._there):
             try:
-                notes_read.append(_decode(self._target.read(f"{self._there}/{name}", 0, NOTE_BYTES_MAX)))
+                notes_read.append(_decode(self._records.read(f"{self._there}/{name}", 0, NOTE_BYTES_MAX)))
             except (msgspec.DecodeError, ValueError, RecursionError):
-                self._target.remove_file(f"{self._there}/{name}")
+                self._records.remove_file(f"{self._there}/{name}")
         return notes_read
 
 

@@ -16,10 +16,10 @@ from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import manifests, thinning, verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.repair_sources import Directory
-from holdfast_service.storage import Tier
 
 PROVEN_MIN = 0.1  # of the tensors' bytes
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -27,19 +27,18 @@ _decode = decoder(Manifest)
 
 
 def trusted_pair(
-    tier: Tier, which: CheckpointId, others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
+    files: Files, which: CheckpointId, others: Mapping[str, Files], known: bodies.CheckpointInfo | None
 ) -> tuple[CommittedManifest, str | None]:
     """The pair with which this checkpoint was committed, and its source: None if the pair here is sound.
 
-    `others` are other tiers that may have the checkpoint, by label. Raises `Damaged` for the pair here if no other one can
-    be trusted.
+    `others` may have the checkpoint, too, by label. Raises `Damaged` for the pair here if no other one can be trusted.
     """
     directory = naming.checkpoint_path(*which)
     try:
-        return _of(open_checkpoint(tier, directory), which), None
+        return _of(open_checkpoint(files, directory), which), None
     except Damaged as error:
         damage = error
-    commit, encoded = (stored(tier, f"{directory}/{name}") for name in (naming.COMMIT, naming.MANIFEST))
+    commit, encoded = (stored(files, f"{directory}/{name}") for name in (naming.COMMIT, naming.MANIFEST))
     own = _from_manifest(commit, encoded, which)
     if own is not None:
         return own, "manifest"
@@ -47,13 +46,13 @@ def trusted_pair(
         if commit == pair.commit or encoded == pair.encoded:
             return pair, label
         described = known is not None and bodies.as_committed(known) == bodies.as_committed(bodies.describe(pair.manifest))
-        if described and _proves_some(tier, directory, pair):
+        if described and _proves_some(files, directory, pair):
             return pair, label
     raise damage
 
 
-def same_pairs(others: Mapping[str, Tier], pair: CommittedManifest) -> list[str]:
-    """The labels of tiers with this very checkpoint, first those with the same manifest, byte for byte; others have it
+def same_pairs(others: Mapping[str, Files], pair: CommittedManifest) -> list[str]:
+    """The labels of those with this very checkpoint, first those with the same manifest, byte for byte; others have it
     before or after thinning or compaction, and so the files that stayed.
     """
     pairs_found = list(_pairs(others, CheckpointId(pair.manifest.run, pair.manifest.step)))
@@ -72,18 +71,18 @@ def _of(pair: CommittedManifest, which: CheckpointId) -> CommittedManifest:
     return pair
 
 
-def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[str, CommittedManifest]]:
-    for label, tier in others.items():
+def _pairs(others: Mapping[str, Files], which: CheckpointId) -> Iterator[tuple[str, CommittedManifest]]:
+    for label, files in others.items():
         try:
-            yield label, _of(open_checkpoint(tier, naming.checkpoint_path(*which)), which)
+            yield label, _of(open_checkpoint(files, naming.checkpoint_path(*which)), which)
         except CheckpointError:
             continue
 
 
-def stored(tier: Tier, path: str) -> bytes:
+def stored(files: Files, path: str) -> bytes:
     """The present content of COMMIT or a manifest; empty if it cannot be read, or is too long to be one."""
     try:
-        return read_bounded(tier, path, manifests.MANIFEST_BYTES_MAX) or b""
+        return read_bounded(files, path, manifests.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
         return b""
 
@@ -100,12 +99,12 @@ def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> Commit
         return None
 
 
-def _proves_some(tier: Tier, directory: str, pair: CommittedManifest) -> bool:
+def _proves_some(files: Files, directory: str, pair: CommittedManifest) -> bool:
     """Whether many tensors here match the digests of this pair's manifest.
 
     Headers do not count: those of another step's are the same.
     """
-    itself = Directory("itself", tier, directory)
+    itself = Directory("itself", files, directory)
     listed = verification.pieces(pair.manifest).values()
     pieces = [piece for of_file in listed for piece in of_file if piece.tensor is not None]
     whole = sum(piece.length for piece in pieces)

@@ -18,6 +18,7 @@ from holdfast_formats.disk.packing import FORMAT_METADATA, FilePlan
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.files import Files
 from holdfast_formats.naming import STATE, index_file_name
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.holdings import gather
@@ -28,7 +29,6 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.writing.gathering import ExtentSlice, FileBytes
-from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ def proves(piece: Piece, data: bytes | bytearray) -> bool:
 
 
 class Directory:
-    """A checkpoint's files in a tier: the damaged one itself, whose other pieces are sound, or a replica."""
+    """A checkpoint's stored files: the damaged one itself, whose other pieces are sound, or a replica."""
 
-    def __init__(self, label: str, tier: Tier, directory: str) -> None:
-        self.label, self._tier, self._directory = label, tier, directory
+    def __init__(self, label: str, files: Files, directory: str) -> None:
+        self.label, self._files, self._directory = label, files, directory
 
     def piece(self, piece: Piece) -> bytearray | None:
         data = bytearray(piece.length)
         try:
-            got = self._tier.read_into(f"{self._directory}/{piece.file}", piece.start, data)
+            got = self._files.read_into(f"{self._directory}/{piece.file}", piece.start, data)
         except CheckpointError as error:
             log.debug("%s has no intact copy of %s at %d: %s", self.label, piece.file, piece.start, error.detail)
             return None

@@ -1,6 +1,6 @@
-"""Copies checkpoints to other tiers in the background: newest first, verified, at idle priority.
+"""Copies checkpoints to replicas in the background: newest first, verified, at idle priority.
 
-Each tier has its own worker, so one that hangs or is full delays neither the others nor saves.
+Each replica has its own worker, so one that hangs or is full delays neither the others nor saves.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from holdfast_formats.errors import (
     NoSuchCheckpoint,
     Unavailable,
 )
+from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
@@ -27,12 +28,12 @@ from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Tier
+from holdfast_service.storage import RootStorage, Store
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
-RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a failing tier is tried again after so long, doubled each time
+RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a failing replica is tried again after so long, doubled each time
 SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so long
 LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
@@ -43,13 +44,13 @@ Mend = Callable[[str, str, int, CheckpointError], object]
 
 
 class Replicator:
-    """The worker of one tier. `open_tier` opens it, or raises a named error while it cannot be reached."""
+    """The worker of one replica. `open_replica` opens it, or raises a named error while it cannot be reached."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
         name: str,
-        source: Tier,
-        open_tier: Callable[[], Tier],
+        source: Files,
+        open_replica: Callable[[], RootStorage],
         records: ReplicaRecords,
         *,
         news: Callable[[float], bool],
@@ -62,10 +63,10 @@ class Replicator:
         """
         self.is_mine = is_mine
         self.name = name
-        self._source, self._open, self._records = source, open_tier, records
+        self._source, self._open, self._records = source, open_replica, records
         self._news, self._mend = news, mend
         self._pace = pace
-        self._tier: Tier | None = None
+        self._opened: RootStorage | None = None
         self._closed, self._again = threading.Event(), threading.Event()
         self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
@@ -73,9 +74,9 @@ class Replicator:
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
 
     @property
-    def tier(self) -> Tier | None:
-        """The tier; None while it cannot be reached."""
-        return self._tier
+    def replica(self) -> RootStorage | None:
+        """The replica's storage; None while it cannot be reached."""
+        return self._opened
 
     @property
     def said(self) -> str | None:
@@ -104,29 +105,29 @@ class Replicator:
             self._thread.join(CLOSE_S)
 
     def run_once(self) -> bool:
-        """Open the tier if need be, remove and copy what is due; returns whether anything was done.
+        """Open the replica if need be, remove and copy what is due; returns whether anything was done.
 
-        Raises errors of the tier, which is then left alone for a while.
+        Raises errors of its storage, which is then left alone for a while.
         """
         if not self.is_mine():
-            self._tier = None  # another disk may be mounted there, or the contents may change
+            self._opened = None  # another disk may be mounted there, or the contents may change
             return False
-        tier = self._reached()
-        if tier is not self._tier:
-            self._records.opened(self.name, tier)
-            self._publisher.settle(tier, filter(naming.is_run_name, tier.list("")))
-            self._tier = tier
-        if self._rename(self._tier):
+        replica = self._reached()
+        if replica is not self._opened:
+            self._records.opened(self.name, replica)
+            self._publisher.settle(replica.store, filter(naming.is_run_name, replica.records.list("")))
+            self._opened = replica
+        if self._rename(replica):
             return True
-        done = self._remove(self._tier)
+        done = self._remove(replica.store)
         now = time.monotonic()
         due = [c for c in self._records.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
         if due:
-            self._copy(self._tier, due[0])
+            self._copy(replica, due[0])
             return True
         return done or self._check_oldest()
 
-    def _reached(self) -> Tier:
+    def _reached(self) -> RootStorage:
         try:
             return self._open()
         except CheckpointError as error:
@@ -136,45 +137,44 @@ class Replicator:
 
     def check(self, run: str, step: int) -> CheckpointError | None:
         """Verify a copy, and have it repaired if it is damaged; returns remaining damage."""
-        tier, which = self._tier, CheckpointId(run, step)
-        if tier is None:
+        which = CheckpointId(run, step)
+        if self._opened is None:
             return self.problem
-        directory = naming.checkpoint_path(run, step)
-        going = self._going()
+        files, directory = self._opened.store.files, naming.checkpoint_path(run, step)
         try:
-            manifest = open_checkpoint(tier, directory).manifest
-            read_back(tier, directory, manifest, going)
+            manifest = open_checkpoint(files, directory).manifest
+            read_back(files, directory, manifest, self._going())
         except Damaged as error:
             log.error("%s@%s in replica %s is damaged: %s", run, step, self.name, error.detail)
             self._records.failed(self.name, which, error, damaged=True)
-            return self._mended(tier, which, error)
+            return self._mended(files, which, error)
         self._records.present(self.name, which, manifest.bytes)
         return None
 
-    def _mended(self, tier: Tier, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
+    def _mended(self, files: Files, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
         if self._mend is None:
             return error
         with suppress(NoSuchCheckpoint):  # of a lost primary, say, nothing can be had
             self._mend(self.name, *which, error)
         directory = naming.checkpoint_path(*which)
         try:
-            manifest = open_checkpoint(tier, directory).manifest
-            read_back(tier, directory, manifest, self._going())
+            manifest = open_checkpoint(files, directory).manifest
+            read_back(files, directory, manifest, self._going())
         except Damaged as left:
             return left
         self._records.present(self.name, which, manifest.bytes)
         return None
 
-    def _rename(self, tier: Tier) -> bool:
+    def _rename(self, replica: RootStorage) -> bool:
         """Give a copy of a renamed run its new name; the old one is removed afterwards. If that is impossible, it is copied
         again, as everything that is due.
         """
         now = time.monotonic()
         for which, run in self._records.renames(self.name):
-            if self._skipped.get(which, 0.0) > now or tier.list(naming.checkpoint_path(run, which.step)):
+            if self._skipped.get(which, 0.0) > now or replica.store.files.list(naming.checkpoint_path(run, which.step)):
                 continue
             try:
-                if self._renamed(tier, which, run):
+                if self._renamed(replica, which, run):
                     return True
             except Unavailable:
                 raise
@@ -183,37 +183,38 @@ class Replicator:
             self._skip(which)
         return False
 
-    def _renamed(self, tier: Tier, which: CheckpointId, run: str) -> bool:
-        pair = renamed_copies.renamed(tier, which, run)
+    def _renamed(self, replica: RootStorage, which: CheckpointId, run: str) -> bool:
+        pair = renamed_copies.renamed(replica.store.files, which, run)
         if renamed_copies.is_another(self._source, pair):
             return False
-        self._publisher.publish(tier, pair, lambda place: renamed_copies.stage(tier, which, place, pair, self._going()))
+        self._publisher.publish(replica, pair, lambda staged: renamed_copies.stage(staged, which, pair, self._going()))
         self._records.present(self.name, CheckpointId(run, which.step), pair.manifest.bytes)
         log.info("%s@%s in replica %s was renamed to %s@%s", *which, self.name, run, which.step)
         return True
 
-    def _remove(self, tier: Tier) -> bool:
+    def _remove(self, store: Store) -> bool:
         removed = False
         for run, step in self._records.removals(self.name):
-            if self._records.remove(self.name, tier, run, step):
+            if self._records.remove(self.name, store, run, step):
                 removed = True
                 log.info("removed %s@%s from replica %s, because it was removed from the root", run, step, self.name)
         return removed
 
-    def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
+    def _copy(self, replica: RootStorage, checkpoint: bodies.CheckpointInfo) -> None:
         """Copy one checkpoint, without protecting it: a hanging disk must not delay its removal."""
         run, step = which = CheckpointId(checkpoint.run, checkpoint.step)
         directory = naming.checkpoint_path(run, step)
         self._records.copying(self.name, checkpoint)
         try:
             pair = open_checkpoint(self._source, directory)
-            if tier.list(directory):
-                if self._publisher.refuse_another(tier, pair) and not self._publisher.follow(tier, pair):
+            if replica.store.files.list(directory):
+                another = self._publisher.refuse_another(replica.store.files, pair)
+                if another and not self._publisher.follow(replica, pair):
                     self._skip(which)
                     return
                 self.check(run, step)
                 return
-            self._publisher.copy(tier, pair)
+            self._publisher.copy(replica, pair)
             self._records.present(self.name, which, pair.manifest.bytes)
             log.info("copied %s@%s to replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
@@ -282,5 +283,5 @@ class Replicator:
                 return
 
 
-def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:
-    return {name: one.tier for name, one in replicators.items() if one.tier is not None}
+def reached(replicators: Mapping[str, Replicator]) -> dict[str, RootStorage]:
+    return {name: one.replica for name, one in replicators.items() if one.replica is not None}

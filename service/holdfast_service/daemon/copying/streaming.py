@@ -1,8 +1,7 @@
 """The executor of imports, exports and conversions: mapped tensors of a source, streamed into target files one by one.
 
 Memory is bounded for any model: a few windows, and a band of a computed tensor. While a window is written, the next one is
-read. Each finished file is durable and recorded beside the staging directory (`finished_files`), so a killed job repeats one
-file at most.
+read. Each finished file is durable and recorded (`finished_files`), so a killed job repeats one file at most.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +39,37 @@ from holdfast_service.daemon.copying.member_sums import MemberPlace
 from holdfast_service.daemon.copying.target_bytes import TargetBytes, TargetCut, Tensors
 from holdfast_service.daemon.copying.watched_source import WatchedSource
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import FileWriter, Tier
+from holdfast_service.storage import FileWriter, Records, StagedFiles
 
 WINDOWS = 2  # one is read while the other is written
 
 
+class StreamTarget(NamedTuple):
+    """Where the files of a job are staged, and the records of those that are finished; without `records` all files are
+    written, to where nothing is staged yet.
+    """
+
+    staged: StagedFiles
+    records: Records | None = None
+
+    def notes(self, job: str = "") -> FinishedFiles | None:
+        return None if self.records is None else FinishedFiles(self.records, self.staged, job)
+
+    def forget(self) -> None:
+        """Remove the records of published files."""
+        if (notes := self.notes()) is not None:
+            notes.remove()
+
+    def discard(self) -> None:
+        """Remove staged files and their records."""
+        self.forget()
+        self.staged.clear()
+
+
 def stream(
-    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str, going: CopyControl
+    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: StreamTarget, going: CopyControl
 ) -> tuple[FinishedFile, ...]:
-    """Write target files into a staging directory, durably; files finished by an earlier start of the same job stay.
+    """Stage target files, durably; files finished by an earlier start of the same job stay.
 
     Raises `StateMismatch` for a source file that changes meanwhile, a tensor that is not filled exactly, or a copy that
     differs from its tensor; `InvalidRequest` for files with gaps; `CopyStopped`; errors of both sides. The caller removes
@@ -55,30 +77,27 @@ def stream(
     """
     _check(tensors, files)
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
-    job = digest_of(watched, tensors, files)
-    notes = FinishedFiles(target, staging, job)
-    finished = notes.found(files)
-    work = _Streaming(watched, tensors, files, target, going)
+    notes = target.notes(digest_of(watched, tensors, files))
+    finished = {} if notes is None else notes.found(files)
+    work = _Streaming(watched, tensors, files, target.staged, going)
     with _one_thread() as writing, _one_thread() as ahead:
         for number, file in enumerate(files):
             if file.name in finished:
                 going.moved(file.bytes)
                 continue
-            path = f"{staging}/{file.name}"
-            if target.size(path) is not None:  # what a killed start had not finished
-                target.remove_file(path)
-            finished[file.name] = work.write(file, path, writing, ahead)
-            notes.add(number, finished[file.name])
+            target.staged.drop(file.name)  # what a killed start had not finished
+            finished[file.name] = work.write(file, writing, ahead)
+            if notes is not None:
+                notes.add(number, finished[file.name])
     watched.check_unchanged(_used(tensors, files))
     return tuple(finished[file.name] for file in files)
 
 
-def noted(
-    source: Files, tensors: Tensors, files: Sequence[TargetFile], target: Tier, staging: str
-) -> tuple[FinishedFile, ...] | None:
-    """The records of an earlier start of the same job, if it had finished all files; None otherwise. Changes nothing."""
+def noted(source: Files, tensors: Tensors, files: Sequence[TargetFile], target: StreamTarget) -> tuple[FinishedFile, ...]:
+    """The records of an earlier start of the same job: all of them, fewer while it was taking them away, or none."""
     watched = source if isinstance(source, WatchedSource) else WatchedSource(source)
-    return FinishedFiles(target, staging, digest_of(watched, tensors, files)).complete(files)
+    notes = target.notes(digest_of(watched, tensors, files))
+    return () if notes is None else notes.noted(files)
 
 
 def computed(source: Files, tensors: Tensors, files: Sequence[TargetFile], going: CopyControl) -> tuple[FinishedFile, ...]:
@@ -99,18 +118,7 @@ def digest_of(source: WatchedSource, tensors: Tensors, files: Sequence[TargetFil
     return job_digest(files, tensors, {name: source.stamp(name) for name in _used(tensors, files)})
 
 
-def forget(target: Tier, staging: str) -> None:
-    """Remove the records of published files."""
-    FinishedFiles(target, staging, "").remove()
-
-
-def discard(target: Tier, staging: str) -> None:
-    """Remove staged files and their records."""
-    forget(target, staging)
-    target.remove_tree(staging)
-
-
-def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: CopyControl) -> None:
+def prove(target: Files, directory: str, files: Sequence[FinishedFile], going: CopyControl) -> None:
     """Verify the files' stored bytes, past any cache; `CorruptExtent` by file."""
 
     def refuse(piece: Piece, error: CheckpointError) -> None:
@@ -125,14 +133,14 @@ def prove(target: Tier, staging: str, files: Sequence[FinishedFile], going: Copy
         )
 
     pieces = (piece for file in files for piece in _pieces(file))
-    read_verified(StoredCheckpoint(target, staging, None), pieces, on_damage=refuse, control=going.control)
+    read_verified(StoredCheckpoint(target, directory, None), pieces, on_damage=refuse, control=going.control)
 
 
 class _Streaming:
     def __init__(
-        self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], target: Tier, going: CopyControl
+        self, source: WatchedSource, tensors: Tensors, files: Sequence[TargetFile], staged: StagedFiles, going: CopyControl
     ) -> None:
-        self._source, self._tensors, self._target, self._going = source, tensors, target, going
+        self._source, self._tensors, self._staged, self._going = source, tensors, staged, going
         self._extent_bytes = _extent_bytes(files)
         self._windows = BufferPool(WINDOWS)
         self._compared: set[TensorKey] = set()
@@ -140,11 +148,11 @@ class _Streaming:
         # next start writes that file, and reads all of the member again.
         self._last_users = {place: file.name for file in files for place in self._members_of(file)}
 
-    def write(self, file: TargetFile, path: str, writing: Executor, ahead: Executor) -> FinishedFile:
+    def write(self, file: TargetFile, writing: Executor, ahead: Executor) -> FinishedFile:
         self._source.watch(self._members_of(file))
         self._compare_copies(file)
         content = TargetBytes(self._source, self._tensors, file, self._extent_bytes, ahead)
-        writer = self._target.create(path, file.bytes)
+        writer = self._staged.create(file.name, file.bytes)
         pending: list[Future[None]] = []
         try:
             self._windows_of(content, writer, writing, pending)

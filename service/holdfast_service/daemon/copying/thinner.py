@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 
@@ -34,12 +33,11 @@ from holdfast_formats.errors import (
 from holdfast_formats.naming import Place
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.retention.thinning import Thinning
-from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.compactor import stage_compact
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.hard_links import stage_again
 from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.storage import Store, Tier
+from holdfast_service.storage import Store
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -54,7 +52,6 @@ class Thinner:
 
     def __init__(
         self,
-        tier: Tier,
         store: Store,
         records: Thinning,
         *,
@@ -63,7 +60,7 @@ class Thinner:
         suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None,
     ) -> None:
         """`suspect` is called with a damaged checkpoint, which was not thinned. `node` distinguishes nodes of a root."""
-        self._tier, self._store, self._records = tier, store, records
+        self._store, self._records = store, records
         self._node, self._pace, self._suspect = node, pace, suspect
         self._changed = threading.Condition()
         self._due: dict[str, None] = {}
@@ -143,7 +140,7 @@ class Thinner:
 
     def _act(self, run: str, step: int, small: OptimRule | None) -> bool:
         """Thin one checkpoint, or store it in fewer bytes; returns whether that was done."""
-        pair = open_checkpoint(self._tier, naming.checkpoint_path(run, step))
+        pair = open_checkpoint(self._store.files, naming.checkpoint_path(run, step))
         act = f"{self._node} {small or 'thin'} {manifests.stated_sha256(pair.commit)}"
         done = pair.manifest.thinned is not None or (small is not None and pair.manifest.compacted is not None)
         if done:  # by a node that was lost before the catalog heard of it, else it would not be due
@@ -158,17 +155,14 @@ class Thinner:
             self._records.publish(place, encoded, manifests.encode_commit(manifest_small, encoded), pair.commit, small)
         except CheckpointError as error:
             if error.members.get("outcome") != "unknown":  # else a power cut may bring the whole one back from there
-                self._clear(place)
+                self._records.clear(place)
             if not isinstance(error, StateMismatch):
                 raise
             log.warning("%s@%s is not %s: %s", run, step, "compacted" if small else "thinned", error.detail)
             self._refused.add(act)
             return False
-        except CopyStopped:
-            self._clear(place)
-            raise
-        except Exception:  # of ours: what it has staged takes room
-            self._clear(place)
+        except Exception:  # it was stopped, or this is a bug: what is staged takes room
+            self._records.clear(place)
             raise
         kind = "thinned to its weights" if small is None else f"stored in fewer bytes ({small})"
         before = pair.manifest.bytes
@@ -179,17 +173,11 @@ class Thinner:
         """Stage the checkpoint's replacement; its manifest."""
         going = CopyControl(self._pace, self._closed.is_set)
         if small is not None:
-            return stage_compact(self._tier, self._store, place, pair, small, going)
-        state = self._tier.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
+            return stage_compact(self._store, place, pair, small, going)
+        state = self._store.files.read(f"{naming.checkpoint_path(place.run, place.step)}/{naming.STATE}")
         thin = thinning.thin(pair.manifest, pair.encoded, state, utc_now())
-        stage(self._tier, self._store, place, thin, going)
+        stage(self._store, place, thin, going)
         return thin.manifest
-
-    def _clear(self, place: Place) -> None:
-        """Remove staged files and records."""
-        with suppress(CheckpointError):  # the next sweep removes them
-            streaming.forget(self._tier, place.path)
-        self._records.clear(place)
 
     def _loop(self) -> None:
         give_way()
@@ -225,9 +213,8 @@ class Thinner:
             return run
 
 
-def stage(tier: Tier, store: Store, place: Place, thin: ThinCheckpoint, going: CopyControl) -> None:
-    """Stage the weights that stay of a checkpoint of `tier`; raises what `stage_again` raises."""
-    stage_again(tier, store, place, thin.proof, going)
-    tier.put(f"{place.path}/{naming.STATE}", thin.state)
+def stage(store: Store, place: Place, thin: ThinCheckpoint, going: CopyControl) -> None:
+    """Stage the weights that stay of a checkpoint; raises what `stage_again` raises."""
+    stage_again(store, place, thin.proof, going).put(naming.STATE, thin.state)
     state = tuple(entry for entry in thin.manifest.files if entry.name == naming.STATE)
-    read_back(tier, place.path, msgspec.structs.replace(thin.manifest, files=state, tensors={}, aliases={}), going)
+    read_back(store.files, place.path, msgspec.structs.replace(thin.manifest, files=state, tensors={}, aliases={}), going)

@@ -13,7 +13,6 @@ from holdfast_formats.rest.jobs import ExportJob, ExportTerms
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
-from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.progress import Progress, going
 from holdfast_service.storage import Tier
 from holdfast_service.wings.convert import converting, exporting, foreign_export
@@ -24,8 +23,8 @@ from holdfast_service.wings.convert.foreign_export import PlannedExport
 class Exporter:
     """Brings checkpoints of one root out of it."""
 
-    def __init__(self, tier: Tier, control: Control) -> None:
-        self._tier, self._control = tier, control
+    def __init__(self, control: Control) -> None:
+        self._files, self._control = control.store.files, control
 
     def export(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Copy a checkpoint out, or export it for another program; it gets its name only when it is complete.
@@ -38,16 +37,16 @@ class Exporter:
     def _copy(self, place: Tier, wanted: ExportJob, progress: Progress, again: bool) -> dict[str, Any]:
         target = wanted.arguments.to
         with self._control.readers.reading(wanted.run, wanted.step):
-            size = open_checkpoint(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
+            size = open_checkpoint(self._files, naming.checkpoint_path(wanted.run, wanted.step)).manifest.bytes
             ahead = going(progress, 2 * size)
             with exporting.alone(place, target) as staging:
                 export = None
                 if exporting.is_taken(place, target):
-                    export = exporting.stands(self._tier, place, wanted, ahead) if again else None
+                    export = exporting.stands(self._files, place, wanted, ahead) if again else None
                     if export is None:
                         raise exporting.taken(target)
                 if export is None:
-                    export = exporting.stage(self._tier, place, staging, wanted, ahead)
+                    export = exporting.stage(self._files, place, staging, wanted, ahead)
                     _publish(place, staging, target)
         committed = not wanted.arguments.model_only
         return {"to": target, "files": len(export.files), "bytes": export.bytes, "committed": committed}
@@ -56,7 +55,7 @@ class Exporter:
         """Export for another program. An interrupted job reuses its finished files."""
         with self._control.readers.reading(wanted.run, wanted.step):
             work = ExportWork(place, wanted.arguments.to, progress, again)
-            return converted(self._tier, naming.checkpoint_path(wanted.run, wanted.step), wanted.arguments, work)
+            return converted(self._files, naming.checkpoint_path(wanted.run, wanted.step), wanted.arguments, work)
 
 
 class ExportWork(NamedTuple):
@@ -71,9 +70,9 @@ class ExportWork(NamedTuple):
     again: bool = False
 
 
-def converted(tier: Files, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
-    """Export the checkpoint in a directory of `tier`; the report."""
-    planned = foreign_export.plan_export(tier, directory, open_checkpoint(tier, directory).manifest, terms)
+def converted(files: Files, directory: str, terms: ExportTerms, work: ExportWork) -> dict[str, Any]:
+    """Export the checkpoint in a directory of `files`; the report."""
+    planned = foreign_export.plan_export(files, directory, open_checkpoint(files, directory).manifest, terms)
     _written(planned, work, lambda: None)
     return {"to": work.target, **foreign_export.report(planned)}
 
@@ -88,26 +87,27 @@ def _written(planned: PlannedExport, work: ExportWork, check_source: Callable[[]
     """Stage the files, verify them, and give them their name; resumes an interrupted start of the same work."""
     place, ahead = work.place, going(work.progress, 2 * planned.bytes)
     with exporting.alone(place, work.target) as staging:
+        target = foreign_export.staged_at(place, staging)
         if exporting.is_taken(place, work.target):
             if not foreign_export.stands(planned, place, work.target, work.again, ahead):
                 raise exporting.taken(work.target)
-            streaming.forget(place, staging)  # a killed start had done it all, but for saying so
+            target.forget()  # a killed start had done it all, but for saying so
             return
         try:
-            foreign_export.write(planned, place, staging, ahead)
+            foreign_export.write(planned, place, target, ahead)
             check_source()
         except Interrupted:
             raise  # the job goes on from what is staged
         except BaseException:
-            streaming.discard(place, staging)
+            target.discard()
             raise
         _publish(place, staging, work.target)
-        streaming.forget(place, staging)
+        target.forget()
 
 
 def _publish(place: Tier, staging: str, target: str) -> None:
     try:
         commit.publish_export(place, staging, target)
     except AlreadyCommitted:
-        streaming.discard(place, staging)
+        foreign_export.staged_at(place, staging).discard()
         raise

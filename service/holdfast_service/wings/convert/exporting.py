@@ -11,23 +11,24 @@ from holdfast_files.opened import CommittedManifest, open_checkpoint, read_bound
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, Damaged, InvalidRequest, NoSuchResource
-from holdfast_formats.files import split_leaf
+from holdfast_formats.files import Files, split_leaf
 from holdfast_formats.rest.jobs import ExportJob
-from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
-from holdfast_service.storage import Tier
+from holdfast_service.daemon.copying.streaming import StreamTarget
+from holdfast_service.storage import StagedDirectory, Tier
 
 GROUP = "model"
 
 
-def stage(source: Tier, target: Tier, staging: str, wanted: ExportJob, going: CopyControl) -> Manifest:
+def stage(source: Files, target: Tier, staging: str, wanted: ExportJob, going: CopyControl) -> Manifest:
     """Put the copy, durable, at `staging`; returns its manifest. `Damaged` for bytes that fail their digest."""
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = open_checkpoint(source, directory)
     manifest = only_model(pair.manifest) if wanted.arguments.model_only else pair.manifest
-    streaming.discard(target, staging)
+    staged = StagedDirectory(target, staging)
+    StreamTarget(staged, target).discard()
     try:
-        carry(source, directory, target, staging, manifest, going)
+        carry(source, directory, staged, manifest, going)
         if not wanted.arguments.model_only:
             _vouch(target, staging, pair)
         target.sync_directory(staging)
@@ -37,7 +38,7 @@ def stage(source: Tier, target: Tier, staging: str, wanted: ExportJob, going: Co
     return manifest
 
 
-def stands(source: Tier, target: Tier, wanted: ExportJob, going: CopyControl) -> Manifest | None:
+def stands(source: Files, target: Tier, wanted: ExportJob, going: CopyControl) -> Manifest | None:
     """The manifest of the target, if it is this very copy, with every byte verified: a job that was killed before it
     reported success finds it so.
     """

@@ -12,7 +12,8 @@ from holdfast_formats.mapping.committed_files import CommittedFiles
 from holdfast_formats.rest.jobs import ExportTerms
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import CopyControl
-from holdfast_service.storage import Tier, read_once
+from holdfast_service.daemon.copying.streaming import StreamTarget
+from holdfast_service.storage import StagedDirectory, Tier, read_once
 from holdfast_service.wings.convert.exports import kinds, ordered_tensors, plan
 from holdfast_service.wings.convert.exports.plan import ExportOptions, ExportPlan
 from holdfast_service.wings.convert.exports.source import ExportSource, of_committed
@@ -61,27 +62,34 @@ def planned_of(source: ExportSource, files: Files, terms: ExportTerms) -> Planne
     return PlannedExport(source, files, kind.plan(source, options), kind.name)
 
 
-def write(planned: PlannedExport, target: Tier, staging: str, going: CopyControl) -> None:
-    """Write all files into a staging directory, durably, and verify them; continues an earlier start of the same work.
+def write(planned: PlannedExport, place: Tier, target: StreamTarget, going: CopyControl) -> None:
+    """Stage all files in `place`, durably, and verify them; continues an earlier start of the same work.
 
     Raises `NoSpace` before anything is written, `Damaged` for bytes of the checkpoint, or of the copy, that do not match
     their digest; `CopyStopped`; errors of both sides.
     """
-    files, written = planned.plan.files, sum(target.size(f"{staging}/{file.name}") or 0 for file in planned.plan.files)
-    if planned.bytes - written > target.free_bytes():
+    files, staging = planned.plan.files, target.staged.path
+    written = sum(place.size(f"{staging}/{file.name}") or 0 for file in files)
+    if planned.bytes - written > place.free_bytes():
         raise NoSpace(
-            f"the export needs {planned.bytes} bytes, but only {target.free_bytes()} are free",
+            f"the export needs {planned.bytes} bytes, but only {place.free_bytes()} are free",
             hint="free some space, or export to another disk",
         )
-    finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, staging, going)
-    streaming.prove(target, staging, finished, going)
-    target.sync_directory(staging)
+    finished = streaming.stream(planned.files, planned.source.listing.tensors, files, target, going)
+    streaming.prove(place, staging, finished, going)
+    place.sync_directory(staging)
+
+
+def staged_at(place: Tier, staging: str) -> StreamTarget:
+    """An export's staging directory in `place`, and the records beside it."""
+    return StreamTarget(StagedDirectory(place, staging), place)
 
 
 def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: CopyControl) -> bool:
     """Whether the directory `name` is this very export, made by a start that was killed before it reported success.
 
-    The records list its files. Without them, and `again`, the files are computed once more, for their digests.
+    The records list its files. If some are gone, or all are and it is done `again`, the files are computed once more, for
+    their digests.
     """
     files = planned.plan.files
     if not all(target.size(f"{name}/{file.name}") == file.bytes for file in files):
@@ -91,11 +99,11 @@ def stands(planned: PlannedExport, target: Tier, name: str, again: bool, going: 
     parent, _, leaf = name.rpartition("/")
     staging = f"{parent}/{naming.export_staging(leaf)}" if parent else naming.export_staging(leaf)
     tensors = planned.source.listing.tensors
-    finished = streaming.noted(planned.files, tensors, files, target, staging)
-    if finished is None and again:
+    finished = streaming.noted(planned.files, tensors, files, staged_at(target, staging))
+    if len(finished) < len(files):
+        if not finished and not again:
+            return False
         finished = streaming.computed(planned.files, tensors, files, going)
-    if finished is None:
-        return False
     try:
         streaming.prove(target, name, finished, going)
     except CorruptExtent:

@@ -16,10 +16,10 @@ from holdfast_formats.rest.jobs import ImportJob, MergeJob
 from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import read_back
+from holdfast_service.daemon.copying.hard_links import begin_empty
 from holdfast_service.daemon.copying.progress import Progress, going
-from holdfast_service.storage import Tier
+from holdfast_service.daemon.copying.streaming import StreamTarget
 from holdfast_service.wings.convert import import_report, importing
 from holdfast_service.wings.convert.importing import Goal, PlannedImport
 
@@ -30,8 +30,8 @@ _OF_OURS: dict[str, Any] = {"kind": importing.OURS, "files": [], "notes": []}
 class Importer:
     """Makes checkpoints of one root."""
 
-    def __init__(self, tier: Tier, control: Control) -> None:
-        self._tier, self._control = tier, control
+    def __init__(self, control: Control) -> None:
+        self._control, self._store = control, control.store
 
     def bring(self, source: Files, wanted: ImportJob, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Make a checkpoint from `source`, or report a dry run; it is verified.
@@ -59,33 +59,34 @@ class Importer:
             return {**import_report.report(planned, import_report.source_of(planned, read=False)), **_dry(planned)}
         planned = planned._replace(node=self._control.nodes.node)
         with self._control.imports.alone(planned.place):
+            target = self._target(planned)
             try:
-                return self._made(planned, progress)
+                return self._made(planned, target, progress)
             except Interrupted:
                 raise  # the job goes on from what is staged
             except BaseException:
-                streaming.discard(self._tier, planned.place.path)
+                target.discard()
                 raise
 
-    def _made(self, planned: PlannedImport, progress: Progress) -> dict[str, Any]:
-        imports, staging = self._control.imports, planned.place.path
-        imports.admit(importing.left_of(planned, self._tier))
+    def _target(self, planned: PlannedImport) -> StreamTarget:
+        return StreamTarget(self._store.begin(planned.place), self._control.records)
+
+    def _made(self, planned: PlannedImport, target: StreamTarget, progress: Progress) -> dict[str, Any]:
+        imports, staged = self._control.imports, target.staged
+        imports.admit(importing.left_of(planned, staged))
         ahead = going(progress, 2 * planned.bytes)
-        receipt = importing.write(planned, self._tier, ahead)
+        receipt = importing.write(planned, target, ahead)
         source = import_report.source_of(planned)
         plan = planned.plan._replace(state=state_json.with_source(planned.plan.state, source))
         vouched = imports.vouch(plan, receipt)
-        for name in (naming.MANIFEST, naming.COMMIT):  # of a start that was killed while it committed
-            if self._tier.size(f"{staging}/{name}") is not None:
-                self._tier.remove_file(f"{staging}/{name}")
         for name, data in vouched.small.items():
-            importing.put_again(self._tier, f"{staging}/{name}", data)
-        read_back(self._tier, staging, vouched.made, ahead)
+            importing.put_again(staged, name, data)
+        read_back(staged.files, staged.path, vouched.made, ahead)
         manifest = imports.publish(planned.place, vouched.encoded, vouched.commit, planned.made_how)
         return self._done(planned, source, manifest)
 
     def _done(self, planned: PlannedImport, source: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-        streaming.forget(self._tier, planned.place.path)
+        self._target(planned).forget()
         self._control.findings.sound(manifest.run, manifest.step, made=manifest)
         return {**import_report.report(planned, source), **_counts(manifest)}
 
@@ -96,7 +97,7 @@ class Importer:
         )
         path = naming.checkpoint_path(wanted.run, wanted.step)
         try:
-            source = state_json.source_of(self._tier.read(f"{path}/{naming.STATE}"))
+            source = state_json.source_of(self._store.files.read(f"{path}/{naming.STATE}"))
         except (Damaged, NotFound):
             raise taken from None
         if source is None:
@@ -112,25 +113,25 @@ class Importer:
         pair = open_checkpoint(source, "")
         # A node that has lost its lease may still write, and must not meet the one that has taken its job.
         place = naming.job_place(run, step, digest(f"{self._control.nodes.node} ".encode() + pair.commit))
-        goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), place.path, imports.way(run))
+        goal = Goal(run, step, imports.attempt(run, step, pair.manifest.attempt), imports.way(run))
         plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))
         with imports.alone(place):
-            self._tier.remove_tree(place.path)
+            staged = begin_empty(self._store, place)
             try:
                 ahead = going(progress, 2 * plan.bytes)
-                copied = importing.copy_in(source, self._tier, goal, ahead)
-                read_back(self._tier, place.path, copied.manifest, ahead)
+                copied = importing.copy_in(source, staged, goal, ahead)
+                read_back(staged.files, staged.path, copied.manifest, ahead)
                 manifest = imports.publish(place, copied.encoded, copied.commit)
             except BaseException:
-                self._tier.remove_tree(place.path)
+                staged.clear()
                 raise
         self._control.findings.sound(run, step, made=manifest)
         return {"run": run, "step": step, "source": _OF_OURS, **_counts(manifest)}
 
     def _verified(self, run: str, step: int) -> Manifest:
         with self._control.readers.reading(run, step):
-            return verify(self._tier, naming.checkpoint_path(run, step))
+            return verify(self._store.files, naming.checkpoint_path(run, step))
 
 
 def foretold(source: Files, wanted: ImportJob) -> dict[str, Any]:

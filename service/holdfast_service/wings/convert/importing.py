@@ -1,4 +1,4 @@
-"""Imports a checkpoint into staging: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
+"""Stages an imported checkpoint: one of another program is mapped and streamed, a Holdfast checkpoint is copied.
 
 The source is not trusted: unknown content is refused, links are not followed, and digests are computed while writing.
 """
@@ -31,8 +31,9 @@ from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTens
 from holdfast_formats.staging.slot_table import Blob
 from holdfast_service.daemon.copying import streaming
 from holdfast_service.daemon.copying.copies import CopyControl, carry
+from holdfast_service.daemon.copying.streaming import StreamTarget
 from holdfast_service.daemon.copying.watched_source import WatchedSource
-from holdfast_service.storage import Tier, read_once
+from holdfast_service.storage import StagedFiles, read_once
 from holdfast_service.wings.convert import mapping
 from holdfast_service.wings.convert.foreign import hugging_face
 from holdfast_service.wings.convert.foreign.kinds import choose
@@ -45,12 +46,11 @@ _BESIDE = "extra"  # the group of a trainer's other state, which it expects to e
 
 
 class Goal(NamedTuple):
-    """The imported checkpoint: its run, step and attempt, its staging directory, and its rewinds."""
+    """The imported checkpoint: its run, step and attempt, and its rewinds."""
 
     run: str
     step: int
     attempt: int
-    staging: str = ""
     rewinds: Way = ()
 
 
@@ -165,25 +165,25 @@ def _refuse_unread(targets: Mapping[TensorKey, MappedTensor]) -> None:
             )
 
 
-def left_of(planned: PlannedImport, target: Tier) -> WritePlan:
+def left_of(planned: PlannedImport, staged: StagedFiles) -> WritePlan:
     """The plan of what an earlier start of the same import has not staged yet, for the check of free space."""
-    sizes = {name: target.size(f"{planned.place.path}/{name}") for name in target.list(planned.place.path)}
+    sizes = {name: staged.files.size(f"{staged.path}/{name}") for name in staged.files.list(staged.path)}
     files = tuple(file for file in planned.plan.files if sizes.get(file.layout.name) != file.layout.bytes)
     return planned.plan._replace(files=files)
 
 
-def write(planned: PlannedImport, target: Tier, going: CopyControl) -> Receipt:
+def write(planned: PlannedImport, target: StreamTarget, going: CopyControl) -> Receipt:
     """Stage all files and assets, durably; `CopyStopped`, and what `streaming.stream` raises."""
-    staging, plan = planned.place.path, planned.plan
+    plan, staged = planned.plan, target.staged
     _check_assumed(planned, going)
-    finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, staging, going)
+    finished = streaming.stream(planned.source, planned.listing.tensors, planned.files, target, going)
     entries = [_entry(file.layout) for file in plan.files]
     for asset in plan.assets:
         asset_bytes = planned.listing.made_assets.get(asset.blob.name)
         if asset_bytes is None:
-            entries.append(_put_asset(planned, target, asset.blob, going))
+            entries.append(_put_asset(planned, staged, asset.blob, going))
             continue
-        put_again(target, f"{staging}/{asset.blob.name}", asset_bytes)
+        put_again(staged, asset.blob.name, asset_bytes)
         entries.append(FileEntry(asset.blob.name, len(asset_bytes), 0, digest(asset_bytes)))
     planned.source.check_unchanged([use.file for use in planned.listing.files if use.use != "unused"])
     planned.source.check_names()
@@ -204,18 +204,16 @@ def _check_assumed(planned: PlannedImport, going: CopyControl) -> None:
         )
 
 
-def put_again(target: Tier, path: str, data: bytes) -> None:
+def put_again(staged: StagedFiles, file: str, data: bytes) -> None:
     """Write a small file, of which a killed start may have left a part."""
-    if target.size(path) is not None:
-        target.remove_file(path)
-    target.put(path, data)
+    staged.drop(file)
+    staged.put(file, data)
 
 
-def _put_asset(planned: PlannedImport, target: Tier, blob: Blob, going: CopyControl) -> FileEntry:
-    path, running_digest = f"{planned.place.path}/{blob.name}", running()
-    if target.size(path) is not None:
-        target.remove_file(path)
-    writer = target.create(path, blob.length)
+def _put_asset(planned: PlannedImport, staged: StagedFiles, blob: Blob, going: CopyControl) -> FileEntry:
+    running_digest = running()
+    staged.drop(blob.name)
+    writer = staged.create(blob.name, blob.length)
     try:
         for at in range(0, blob.length, EXTENT_BYTES_MAX):
             going.check()
@@ -249,17 +247,16 @@ def _entry(layout: FilePlan) -> FileEntry:
     return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
 
 
-def copy_in(source: Files, target: Tier, goal: Goal, going: CopyControl) -> CommittedManifest:
-    """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
+def copy_in(source: Files, staged: StagedFiles, goal: Goal, going: CopyControl) -> CommittedManifest:
+    """Stage a copy of a Holdfast checkpoint, verify every byte, and return COMMIT and manifest under its new name.
     `Damaged` if the source does not match its digests.
     """
     pair = open_checkpoint(source, "")
     manifest_copied, state = _renamed(pair.manifest, source.read(naming.STATE), goal)
-    carry(source, "", target, goal.staging, pair.manifest, going)
+    carry(source, "", staged, pair.manifest, going)
     if manifest_copied == pair.manifest:
         return pair
-    target.remove_file(f"{goal.staging}/{naming.STATE}")
-    target.put(f"{goal.staging}/{naming.STATE}", state)
+    put_again(staged, naming.STATE, state)
     encoded = manifests.encode(manifest_copied)
     return CommittedManifest(manifests.encode_commit(manifest_copied, encoded), encoded, manifest_copied)
 

@@ -27,8 +27,8 @@ from holdfast_service.wings.convert.importing import OURS
 
 def jobs(workers: Workers) -> dict[str, JobKind]:
     """The kinds of jobs that this wing does."""
-    tier, control, place = workers.tier, workers.control, JobDirectories(workers.place)
-    importer, exporter = Importer(tier, control), Exporter(tier, control)
+    control, place = workers.control, JobDirectories(workers.place)
+    importer, exporter = Importer(control), Exporter(control)
 
     def check_import(wanted: ImportJob) -> None:
         place.reach(wanted.arguments.source)
@@ -46,7 +46,7 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
         place.target(wanted.arguments.to)
         if wanted.arguments.form is not None:
             check_terms(wanted.arguments)
-        if not tier.list(naming.checkpoint_path(wanted.run, wanted.step)):
+        if not control.store.files.list(naming.checkpoint_path(wanted.run, wanted.step)):
             hint = f"list its checkpoints with `holdfast ls {wanted.run}`"
             raise NoSuchCheckpoint(f"{wanted.run} has no checkpoint of step {wanted.step}", hint=hint)
 

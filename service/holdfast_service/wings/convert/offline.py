@@ -22,7 +22,7 @@ from holdfast_service.wings.convert.jobs import check_directory, check_idle, ope
 def bring(work: RootWork, job: ImportJob, progress: Progress) -> dict[str, Any]:
     """Import any directory; the report."""
     check_idle(work.trains, job)
-    return Importer(work.tier, work.control).bring(open_source(work.here / job.arguments.source), job, progress)
+    return Importer(work.control).bring(open_source(work.here / job.arguments.source), job, progress)
 
 
 def export(work: RootWork, job: ExportJob, progress: Progress) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def export(work: RootWork, job: ExportJob, progress: Progress) -> dict[str, Any]
     if job.arguments.form is not None:
         check_terms(job.arguments)
     named = job.model_copy(update={"arguments": job.arguments.model_copy(update={"to": target.name})})
-    done = Exporter(work.tier, work.control).export(_place(target), named, progress)
+    done = Exporter(work.control).export(_place(target), named, progress)
     return {**done, "to": job.arguments.to}
 
 

@@ -17,7 +17,6 @@ from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import JobKind
 from holdfast_service.daemon.copying.progress import Progress
 from holdfast_service.daemon.job_workers import Workers
-from holdfast_service.storage import Tier
 from holdfast_service.wing import RootWork
 from holdfast_service.wings.convert.import_jobs import Importer
 from holdfast_service.wings.convert.jobs import JobDirectories, check_idle, check_new, open_source
@@ -29,7 +28,7 @@ from holdfast_service.wings.merge.sources import ModelPlace, read_sources
 def jobs(workers: Workers) -> dict[str, JobKind]:
     """The kind of job that this wing does."""
     place = JobDirectories(workers.place)
-    merger = Merger(workers.tier, workers.control)
+    merger = Merger(workers.control)
 
     def model(path: str) -> Files:
         return place.source(str(PurePosixPath(path)))
@@ -50,7 +49,7 @@ def jobs(workers: Workers) -> dict[str, JobKind]:
 def own_merge(work: RootWork, job: MergeJob, progress: Progress) -> dict[str, Any]:
     """Merge models of the root and of any directory; the report."""
     check_idle(work.trains, job)
-    return Merger(work.tier, work.control).merge(job, lambda path: open_source(work.here / path), progress, again=True)
+    return Merger(work.control).merge(job, lambda path: open_source(work.here / path), progress, again=True)
 
 
 OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe names by its path
@@ -59,8 +58,8 @@ OpenDirectory = Callable[[str], Files]  # the directory of a model that a recipe
 class Merger:
     """Merges checkpoints into one root."""
 
-    def __init__(self, tier: Tier, control: Control) -> None:
-        self._tier, self._control, self._importer = tier, control, Importer(tier, control)
+    def __init__(self, control: Control) -> None:
+        self._files, self._control, self._importer = control.store.files, control, Importer(control)
 
     def merge(self, wanted: MergeJob, directory: OpenDirectory, progress: Progress, again: bool = False) -> dict[str, Any]:
         """Merge by a recipe, or report a dry run; the result is verified."""
@@ -85,13 +84,13 @@ class Merger:
         if checkpoint_id is None:
             return ModelPlace(name, directory(name))
         path = naming.checkpoint_path(*checkpoint_id)
-        if self._tier.size(f"{path}/{naming.COMMIT}") is None:
+        if self._files.size(f"{path}/{naming.COMMIT}") is None:
             raise NoSuchCheckpoint(
                 f"there is no checkpoint {name}",
                 hint=f"list them with `holdfast ls {checkpoint_id.run}`; write a directory with a /",
             )
         held.enter_context(self._control.readers.reading(*checkpoint_id))
-        return ModelPlace(name, self._tier, path)
+        return ModelPlace(name, self._files, path)
 
 
 def checkpoint_named(name: str) -> CheckpointId | None:
