@@ -143,6 +143,7 @@ PARSED = {
 # Snippets that no test runs, by the words in them: they are parsed, and so is every `holdfast` command with its options.
 NOT_RUN = {
     "torchrun": "needs eight ranks, and a script of the reader",
+    "s3://": "needs a bucket, and is run by tests/client/commands/test_bucket.py",
     "make ": "is a target of the Makefile, with tests of its own in tests/demo",
 }
 

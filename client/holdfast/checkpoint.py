@@ -27,6 +27,7 @@ from holdfast.read.names import LATEST, LATEST_HEALTHY
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest.api import Api, Step
+from holdfast_files.objects import address
 from holdfast_formats import naming
 from holdfast_formats.disk import coded, read_planner
 from holdfast_formats.disk.manifests import Manifest
@@ -301,8 +302,8 @@ def open(where: str | Path, *, root: str | Path | None = None, url: str | None =
 
     Args:
         where: A directory; RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best or RUN; or a URL:
-            http://host:port/v1/runs/RUN/checkpoints/STEP.
-        root: The directory in which the run is looked up.
+            http://host:port/v1/runs/RUN/checkpoints/STEP, s3://bucket/prefix/RUN@STEP or s3://bucket/prefix/RUN@latest.
+        root: The directory or the bucket, as s3://bucket/prefix, in which the run is looked up.
         url: The service at which it is looked up. Without `root` and `url`, it is looked up where the command line would
             look.
 
@@ -320,7 +321,7 @@ def open(where: str | Path, *, root: str | Path | None = None, url: str | None =
         ('model', 'optim', 'extra')
     """
     cleanup = ExitStack()
-    if isinstance(where, str) and "://" in where:
+    if isinstance(where, str) and "://" in where and not address.is_address(where):
         return Checkpoint(_addressed(where), cleanup)
     target = parse_target(str(where) if "/" in str(where) or isinstance(where, str) else f"./{where}")
     return Checkpoint(cleanup.enter_context(open_source(target, None if root is None else root_of(root), url)), cleanup)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import Built, build
+from tests.kit.bucket_roots import upload
 from tests.kit.commands import no_service
+from tests.kit.objects import TestBucket
 from tests.serving import served
 
 __all__ = ["no_service"]
@@ -27,10 +29,25 @@ def built(tmp_path: Path) -> Built:
 
 
 @pytest.fixture(params=["root", "url"])
-def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
-    """The options for reading a file's `root` by either way."""
+def live_place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
+    """The options for reading a file's `root` by either way, with what the test makes of it."""
     if request.param == "root":
         yield ["--root", str(root)]
         return
     with served(root) as running:
         yield ["--url", running.url]
+
+
+@pytest.fixture(params=["root", "url", "bucket"])
+def place(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The options for reading a file's `root`, or a copy of it in a bucket."""
+    if request.param == "root":
+        yield ["--root", str(root)]
+    elif request.param == "url":
+        with served(root) as running:
+            yield ["--url", running.url]
+    else:
+        bucket: TestBucket = request.getfixturevalue("moto_bucket")
+        for name, value in bucket.server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield ["--root", upload(root, bucket, "team/checkpoints")]

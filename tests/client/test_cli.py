@@ -153,17 +153,17 @@ def test_verify_intact(place: list[str]) -> None:
     assert checked["bytes"] > 10_000
 
 
-def test_verify_damaged(place: list[str], root: Path) -> None:
+def test_verify_damaged(live_place: list[str], root: Path) -> None:
     """Damage ends with 5, and every finding names file and tensor."""
     path = shard(root, "optim")
     flip(path, path.stat().st_size - 1)
     flip(step_5(root) / "config.json", 0)
-    result = call("verify", "tiny@5", *place)
+    result = call("verify", "tiny@5", *live_place)
     assert result.exit_code == 5
     assert path.name in result.stdout
     assert "config.json" in result.stdout
     assert "`holdfast repair" in result.stdout, "what to do next"
-    told = call_json("verify", "tiny@5", *place)
+    told = call_json("verify", "tiny@5", *live_place)
     damages = told["damages"]
     assert "repair" in told["hint"]
     assert [damage["file"] for damage in damages] == ["config.json", path.name]
@@ -185,10 +185,10 @@ def test_verify_says_what_was_repaired(service: Served) -> None:
 
 
 @pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST])
-def test_verify_without_commit_or_manifest(place: list[str], root: Path, name: str) -> None:
+def test_verify_without_commit_or_manifest(live_place: list[str], root: Path, name: str) -> None:
     """A checkpoint without COMMIT or manifest is damaged, and the file is named."""
     (step_5(root) / name).unlink()
-    result = call("verify", "tiny@5", *place)
+    result = call("verify", "tiny@5", *live_place)
     assert result.exit_code == 5
     assert name in result.stdout
 
@@ -230,17 +230,17 @@ def test_restore_groups(place: list[str], root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_restore_hands_nothing_over_when_damaged(place: list[str], root: Path, tmp_path: Path) -> None:
+def test_restore_hands_nothing_over_when_damaged(live_place: list[str], root: Path, tmp_path: Path) -> None:
     """When anything is damaged, restore ends with 5, names it, and leaves nothing behind."""
     path = shard(root, "optim")
     flip(path, path.stat().st_size - 1)
     out = tmp_path / "copy"
-    result = call("restore", "tiny@5", "--out", out, *place)
+    result = call("restore", "tiny@5", "--out", out, *live_place)
     assert result.exit_code == 5
     assert path.name in result.stderr
     assert not out.exists()
     out.mkdir()
-    assert call("restore", "tiny@5", "--out", out, *place).exit_code == 5
+    assert call("restore", "tiny@5", "--out", out, *live_place).exit_code == 5
     assert list(out.iterdir()) == []
 
 

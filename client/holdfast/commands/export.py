@@ -156,8 +156,9 @@ def _converted(
 ) -> dict[str, Any]:
     """Run it in a program of the service, on this machine if the checkpoint is here, else as a job."""
     from holdfast.commands.jobs import finished
-    from holdfast.read.sources import DirectorySource
+    from holdfast.read.sources import DirectorySource, HttpSource
     from holdfast.rest import service_jobs
+    from holdfast_formats.errors import InvalidRequest
     from holdfast_formats.rest.jobs import ConvertArguments, ExportJob
     from holdfast_formats.rest.offline import DirectoryConversion
 
@@ -167,6 +168,11 @@ def _converted(
         with console.told("exporting", shown=not as_json) as on_bytes:
             done = service_jobs.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
         return {name: value for name, value in done.items() if name not in ("source", "written")}
+    if not isinstance(source, HttpSource):
+        raise InvalidRequest(
+            "--as needs the checkpoint on this machine, or its service",
+            hint="export it without --as, and pass that directory to `holdfast convert`",
+        )
     wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
     return finished(wanted, None, url, None if as_json else "exporting")
 

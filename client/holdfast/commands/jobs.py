@@ -13,7 +13,7 @@ from rich.text import Text
 from holdfast.config import default_url
 from holdfast.link import roots
 from holdfast.link.own_daemon import OwnDaemon
-from holdfast.read.checkpoint_index import answers, parse_target, step_of
+from holdfast.read.checkpoint_index import answers, of_service, step_of
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
@@ -111,7 +111,7 @@ def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> J
     given = dict(text.partition("=")[::2] for text in arguments)
     run, step = None, None
     if target is not None:
-        named = parse_target(target)
+        named = of_service(target)
         run, step = named.run, named.step
         if step is None and "@" in target:
             step = step_of(api, named)

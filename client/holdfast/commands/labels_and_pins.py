@@ -8,7 +8,7 @@ import typer
 
 from holdfast.commands.runs.trash import remove_run
 from holdfast.config import default_url
-from holdfast.read.checkpoint_index import parse_target
+from holdfast.read.checkpoint_index import of_service
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
@@ -62,7 +62,7 @@ def label(checkpoint: Checkpoint, label: Label, remove: Remove = False, url: Url
 
 def named(checkpoint: str) -> tuple[str, int]:
     """Parse RUN@STEP; `InvalidRequest` if the step is not a number."""
-    target = parse_target(checkpoint)
+    target = of_service(checkpoint)
     if target.step is None:
         raise InvalidRequest(
             f"{checkpoint!r} has no step number", hint="write RUN@STEP with a step number; selectors are not allowed here"

@@ -27,7 +27,11 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
 
     with console.reporting(as_json):
         target = parse_target(checkpoint)
-        metadata = None if "@" in checkpoint or target.directory is not None else _remembered(target.run, root, url)
+        metadata = (
+            None
+            if "@" in checkpoint or target.directory is not None or target.root is not None
+            else _remembered(target.run, root, url)
+        )
         if metadata is not None and not as_json:
             console.out().print(*about.lines(metadata), sep="\n")
         try:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from holdfast.config import default_url
-from holdfast.read.checkpoint_index import parse_target, step_of
+from holdfast.read.checkpoint_index import of_service, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import SELECTED, AsJson, Url
@@ -53,9 +53,7 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     checkpoint.
     """
     with console.reporting(as_json):
-        target = parse_target(checkpoint)
-        if target.directory is not None:
-            raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="pass RUN@STEP")
+        target = of_service(checkpoint)
         if minus is not None and histogram is None:
             raise InvalidRequest("--minus needs --histogram", hint="pass --histogram TENSOR")
         with Api(url or default_url()) as api:

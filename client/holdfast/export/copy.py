@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.verified_load import READERS_WAITING
+from holdfast.read.verified_load import windows
 from holdfast_files.held_names import held
 from holdfast_files.verifying import ReadControl
 from holdfast_formats import naming
@@ -40,7 +40,7 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     written: list[Path] = []
     try:
         create = partial(_Output, out, written)
-        control = ReadControl(READERS_WAITING, moved=on_bytes)
+        control = ReadControl(windows(reader.source), moved=on_bytes)
         reader.copy(files, create, control)
         if not groups:
             for name, data in ((naming.MANIFEST, reader.manifest_bytes), (naming.COMMIT, reader.commit_bytes)):

@@ -16,6 +16,7 @@ from holdfast.config import DEFAULT_ROOT, default_url, given_url
 from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.read.names import BEST, LATEST, LATEST_HEALTHY
 from holdfast.rest.filters import NO_FILTER, Filter
+from holdfast_files.objects import address
 from holdfast_formats import naming
 from holdfast_formats.errors import (
     CheckpointError,
@@ -43,7 +44,7 @@ class ByMetric(NamedTuple):
 
 
 class CheckpointTarget(NamedTuple):
-    """A parsed RUN@STEP, RUN@latest, RUN or directory path.
+    """A parsed RUN@STEP, RUN@latest, RUN, directory path, or any but the last below the address of a `root`.
 
     `step` is None for the newest, the newest `healthy`, and the `best`.
     """
@@ -53,6 +54,7 @@ class CheckpointTarget(NamedTuple):
     directory: Path | None = None
     healthy: bool = False
     best: ByMetric | None = None
+    root: CheckpointRoot | None = None
 
 
 class RunListing(NamedTuple):
@@ -117,11 +119,13 @@ class ServiceIndex:
 
 
 def parse_target(text: str) -> CheckpointTarget:
-    """Parse RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a
-    directory.
+    """Parse RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, a directory, or
+    s3://BUCKET/PREFIX/ with one of the former.
 
     Raises `InvalidRequest` for anything else.
     """
+    if address.is_address(text):
+        return _below_address(text)
     path = Path(text)
     if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
         if not path.is_dir():
@@ -139,6 +143,24 @@ def parse_target(text: str) -> CheckpointTarget:
         hint = "pass RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
         raise InvalidRequest(f"{text!r} does not name a checkpoint", hint=hint)
     return CheckpointTarget(run, naming.check_step(int(step)))
+
+
+def _below_address(text: str) -> CheckpointTarget:
+    place, _, named = text.rpartition("/")
+    root = root_of(place if place.count("/") > 1 else text)
+    if "@" not in named:
+        hint = "write s3://BUCKET/PREFIX/RUN@STEP or RUN@latest; `holdfast ls --root s3://BUCKET/PREFIX` lists the runs"
+        raise InvalidRequest(f"{text} does not name a checkpoint", hint=hint)
+    return parse_target(named)._replace(root=root)
+
+
+def of_service(text: str) -> CheckpointTarget:
+    """`parse_target` for what only a service can do; `InvalidRequest` for the place of a checkpoint."""
+    target = parse_target(text)
+    if target.directory is not None or target.root is not None:
+        place = "a directory" if target.root is None else "in a bucket"
+        raise InvalidRequest(f"{text} is {place}, and this needs a service", hint="pass RUN@STEP, and --url for its service")
+    return target
 
 
 def step_of(api: Api, target: CheckpointTarget) -> int:
@@ -203,6 +225,12 @@ def open_source(target: CheckpointTarget, root: CheckpointRoot | None, url: str 
         with DirectorySource(target.directory) as directory:
             yield directory
         return
+    if target.root is not None:
+        if root is not None or url is not None:
+            raise InvalidRequest(
+                "a checkpoint's address cannot be combined with --root or --url", hint="leave the option out"
+            )
+        root = target.root
     with closing(open_library(root, url)) as library:
         step = library.judged(target) if target.healthy or target.best is not None else target.step
         with closing(library.source(target.run, step)) as source:

@@ -27,14 +27,11 @@ class CheckpointRoot(Protocol):
     def label(self) -> str:
         """The place, as messages name it."""
 
-    def check(self) -> None:
-        """Raise `StorageFailed` if there is no root."""
-
     def runs(self) -> list[str]:
-        """The runs, by name."""
+        """The runs, by name; `StorageFailed` if there is no root."""
 
     def steps(self, run: str) -> list[int]:
-        """The steps of a run, newest first, readable or not; `NoSuchRun`."""
+        """The steps of a run, newest first, readable or not; `NoSuchRun`, or `StorageFailed` if there is no root."""
 
     def committed_steps(self, run: str) -> list[int]:
         """The committed steps, newest first; empty if the run does not exist."""
@@ -42,14 +39,24 @@ class CheckpointRoot(Protocol):
     def source(self, run: str, step: int) -> Source:
         """The files of a checkpoint, which may not exist."""
 
+    def close(self) -> None:
+        """End connections; the root can still be used, and opens them again."""
+
 
 def root_of(given: str | os.PathLike[str]) -> CheckpointRoot:
-    """The root that an option or an argument names; `InvalidRequest` for a URL that is none."""
+    """The root that an option or an argument names; `InvalidRequest` for an address of no root, which is not shown where it
+    has a password in it.
+    """
+    from holdfast.read.bucket_root import BucketRoot
     from holdfast.read.directory_root import DirectoryRoot
+    from holdfast_files.objects import address
     from holdfast_formats.root_files import check_local  # pydantic, which completion does not wait for
 
-    check_local(given if isinstance(given, str) else Path(given))
-    return DirectoryRoot(Path(given))
+    text = os.fspath(given)
+    if address.is_address(text):
+        return BucketRoot(address.parse(text))
+    check_local(text)
+    return DirectoryRoot(Path(text))
 
 
 def mapped(root: CheckpointRoot, act: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:

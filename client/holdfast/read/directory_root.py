@@ -26,11 +26,9 @@ class DirectoryRoot(CheckpointRoot):
     def label(self) -> str:
         return str(self.path)
 
-    def check(self) -> None:
+    def runs(self) -> list[str]:
         if not self.path.is_dir():
             raise StorageFailed(f"the directory {self.path} does not exist", hint="pass the daemon's directory as --root")
-
-    def runs(self) -> list[str]:
         names = sorted(path.parent.name for path in self.path.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
         return [name for name in names if naming.is_run_name(name)]
 
@@ -50,6 +48,9 @@ class DirectoryRoot(CheckpointRoot):
         from holdfast.read.sources import DirectorySource  # with numpy, which completion does not wait for
 
         return DirectorySource(self.path / naming.checkpoint_path(run, step))
+
+    def close(self) -> None:
+        return None  # nothing is open
 
 
 def committed_steps(root: Path, run: str) -> list[int]:

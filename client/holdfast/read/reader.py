@@ -289,7 +289,7 @@ class CheckpointReader:
         Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number of bytes
         read.
         """
-        control = ReadControl(verified_load.READERS_WAITING, moved=on_bytes or _ignore)
+        control = ReadControl(verified_load.windows(self.source), moved=on_bytes or _ignore)
         with self._as_it_stands():
             read_verified(StoredCheckpoint(self.source, "", self.manifest), pieces, take, on_damage, control)
 

@@ -78,6 +78,8 @@ def listed_steps(root: Path | None, url: str | None, run: str, served: str = "")
 def living_steps(root: CheckpointRoot, run: str, among: Sequence[int] | None = None) -> list[int]:
     """The steps of `committed_steps`, or of `among`, that training has not abandoned by continuing from an older one."""
     steps = root.committed_steps(run) if among is None else among
+    if len(steps) < 2:
+        return list(steps)
     placed = mapped(root, lambda step: _placement(root, run, step), steps)
     left = lineage.abandoned([placement for placement in placed if placement is not None])
     return [step for step in steps if step not in left]

@@ -17,7 +17,6 @@ class RootIndex:
     """Reads a root directly (I5). It knows only committed checkpoints, and no retention."""
 
     def __init__(self, root: CheckpointRoot) -> None:
-        root.check()
         self.root = root
 
     @property
@@ -40,22 +39,23 @@ class RootIndex:
         return RunListing([checkpoint for checkpoint in placed if wanted.lets_through(checkpoint)], unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
+        living = living_steps(self.root, run) if step is None else []
+        if living:
+            return self.root.source(run, living[0])
         steps = self.root.steps(run)
         if not steps or (step is not None and step not in steps):
             wanted = run if step is None else f"{run}@{step}"
             raise NoSuchCheckpoint(
                 f"{self.root.label} has no checkpoint {wanted}", hint="`holdfast ls` lists the available checkpoints"
             )
-        if step is None:
-            step = next(iter(living_steps(self.root, run)), steps[0])
-        return self.root.source(run, step)
+        return self.root.source(run, steps[0] if step is None else step)
 
     def judged(self, target: CheckpointTarget) -> int:
         hint = "pass --url, or give the step number"
         raise InvalidRequest(f"the newest healthy checkpoint of {target.run} is known only to a running service", hint=hint)
 
     def close(self) -> None:
-        """Does nothing."""
+        self.root.close()
 
     def _described(self, run: str, step: int) -> bodies.CheckpointInfo | CheckpointError:
         try:

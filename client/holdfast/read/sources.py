@@ -33,6 +33,8 @@ class Source(Files, Protocol):
     """The files of one checkpoint, by plain name, and what a fast load asks of them. The best read size is `chunk_bytes`."""
 
     chunk_bytes: int
+    gap_bytes: int = 0  # between wanted bytes, which are read along to save a request
+    buffers_bytes_max: int = 128 * 2**20  # of all threads that read
 
     def close(self) -> None: ...
 
@@ -110,7 +112,7 @@ class DirectorySource(Source):
         return done
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        return _read(self, os.fstat(self._descriptor(name)).st_size, name, offset, length)
+        return read_part(self, os.fstat(self._descriptor(name)).st_size, name, offset, length)
 
     def stamp(self, name: str) -> str:
         with suppress(NoSuchResource), self._translated(name):
@@ -258,7 +260,7 @@ class HttpSource(Source):
         return self._api.file_range(self._run, self._step, name, offset, buffer)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        return _read(self, self.size(name), name, offset, length)
+        return read_part(self, self.size(name), name, offset, length)
 
     def beside(self, run: str, step: int) -> AbstractContextManager[Source | None]:
         return nullcontext(HttpSource(self._api, run, step))  # not closed: that would close the connection of both
@@ -267,7 +269,8 @@ class HttpSource(Source):
         self._api.close()
 
 
-def _read(source: Source, size: int | None, name: str, offset: int, length: int | None) -> bytes:
+def read_part(source: Source, size: int | None, name: str, offset: int, length: int | None) -> bytes:
+    """`Files.read` of a file of this size, by `read_into`; None if it does not exist."""
     if size is None:
         raise NoSuchResource(f"{source.label} has no file {name!r}", file=name)
     there = max(size - offset, 0)

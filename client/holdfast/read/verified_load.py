@@ -22,7 +22,7 @@ from holdfast.read.sources import Source
 from holdfast_files import direct
 from holdfast_formats import digest
 from holdfast_formats.disk import verification
-from holdfast_formats.disk.manifests import Extent
+from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.verification import Piece
 
 # A reader of a disk or network keeps several requests in flight, long ones past the page cache: eight of 4 MiB take an
@@ -31,7 +31,6 @@ from holdfast_formats.disk.verification import Piece
 # rounds.)
 READERS_WAITING = 8
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
-BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
 STRAIGHT_BYTES = 2**22  # of extents that one call reads to their places: it digests each while a core's cache has it
 COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
 PROBES = 64  # places sampled to decide
@@ -44,6 +43,8 @@ class Manner(NamedTuple):
     chunk_bytes: int
     past_cache: direct.Reader | None = None
     straight: bool = False  # nothing is waited for, and one call brings many extents to their places and proves them
+    gap_bytes: int = 0  # that one read may have between extents
+    buffers_bytes_max: int = 0
 
     @property
     def straight_bytes(self) -> int:
@@ -60,7 +61,12 @@ class ReadPart(NamedTuple):
     stop: int
 
 
-Job = Sequence[ReadPart]  # they follow each other in the file
+Job = Sequence[ReadPart]  # they follow each other in the file, with small gaps where a source reads those along
+
+
+def windows(source: Source) -> int:
+    """How many threads read whole pieces of files in a row, each into a buffer of its own."""
+    return min(READERS_WAITING, max(source.buffers_bytes_max // EXTENT_BYTES_MAX, 1))
 
 
 def check(source: Source, pieces: Iterable[Piece]) -> None:
@@ -89,19 +95,21 @@ def hand_over(
     _on_threads(runs, manner, lambda: _Giver(source, manner).take, moved)
 
 
-def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
-    """Group adjacent extents of a file, so that small ones cost one read.
+def _jobs(runs: Sequence[ExtentRun], manner: Manner) -> deque[Job]:
+    """Group extents of a file that are no further apart than a gap, so that small ones cost one read.
 
-    A large run that can be read in place has its own jobs of up to `straight_bytes_max`, if `bytes_max` has room for one of
-    its extents.
+    A large run that can be read in place has its own jobs of up to `straight_bytes`, if a chunk has room for one of its
+    extents.
     """
+    bytes_max, gap_bytes = manner.chunk_bytes, manner.gap_bytes
     jobs: deque[Job] = deque()
     job: list[ReadPart] = []
     for run in runs:
         alone = run.octets is not None and len(run.octets) >= bytes_max
         long = alone and run.entry.extents[run.first].length <= bytes_max
-        for part in _parts(run, straight_bytes_max if long else bytes_max):
-            follows = job and not alone and job[-1].stop == part.start and job[-1].run.entry.file == run.entry.file
+        for part in _parts(run, manner.straight_bytes if long else bytes_max):
+            follows = job and not alone and job[-1].run.entry.file == run.entry.file
+            follows = follows and 0 <= part.start - job[-1].stop <= gap_bytes
             if follows and part.stop - job[0].start <= bytes_max:
                 job.append(part)
             else:
@@ -136,11 +144,11 @@ def _on_threads(
     moved: Callable[[int], None] = unnoticed,
 ) -> None:
     """Run all jobs, each thread with its own worker; the first error stops them and is raised."""
-    jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
+    jobs = _jobs(runs, manner)
     if not jobs:
         return
     largest = max(max(job[-1].stop - job[0].start for job in jobs), manner.chunk_bytes)
-    count = min(manner.readers, max(BUFFERS_BYTES_MAX // largest, 1), len(jobs))
+    count = min(manner.readers, max(manner.buffers_bytes_max // largest, 1), len(jobs))
 
     def drain() -> None:
         act = worker()
@@ -171,12 +179,26 @@ def _on_threads(
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
     """The fastest way to read these runs. Runs read `again`, here or by others, go through the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
+    limits = (source.gap_bytes, source.buffers_bytes_max)
     if not any(waiting):
-        return Manner(cores, source.chunk_bytes, straight=native_copy.can_verify())
+        return Manner(cores, source.chunk_bytes, None, native_copy.can_verify(), *limits)
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
-        return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
-    return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES))
+        return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache, False, *limits)
+    return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES), None, False, *limits)
+
+
+def _adjacent(job: Job, gap_bytes: int) -> Iterator[Job]:
+    """The parts of a job between its gaps, if it may have any."""
+    begin = 0
+    if not gap_bytes:
+        yield job
+        return
+    for at in range(1, len(job)):
+        if job[at].start != job[at - 1].stop:
+            yield job[begin:at]
+            begin = at
+    yield job[begin:]
 
 
 def _places(runs: Sequence[ExtentRun]) -> Iterator[tuple[str, int]]:
@@ -232,7 +254,7 @@ class _Reading:
 class _Prover:
     def __init__(self, source: Source, manner: Manner) -> None:
         self._reading = _Reading(source, manner)
-        self._chunk_bytes = manner.chunk_bytes
+        self._chunk_bytes, self._gap_bytes = manner.chunk_bytes, manner.gap_bytes
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
@@ -240,10 +262,12 @@ class _Prover:
             self._reading.check(_piece(first, first.extents[0]))
             return
         data = self._reading.all(first.run.entry.file, start, stop - start)
-        if native_copy.can_verify() and _extents(job, proven_only=True).take(data):
-            return
-        for part in job:
-            _check(part, data[part.start - start : part.stop - start])
+        for parts in _adjacent(job, self._gap_bytes):
+            mine = data[parts[0].start - start : parts[-1].stop - start]
+            if native_copy.can_verify() and _extents(parts, proven_only=True).take(mine):
+                continue
+            for part in parts:
+                _check(part, data[part.start - start : part.stop - start])
 
 
 class _Giver:
@@ -259,8 +283,13 @@ class _Giver:
                 self._straight(first, first.run.octets)
                 return
             data = self._reading.read(first.run.entry.file, start, stop - start)
-        taken = native_copy.can_verify() and _extents(job).take(data)
-        for part in job:
+        for parts in _adjacent(job, self._manner.gap_bytes):
+            self._give(parts, data[parts[0].start - start : parts[-1].stop - start])
+
+    def _give(self, parts: Job, data: memoryview) -> None:
+        """Check the bytes of parts that follow each other, and hand them over."""
+        taken, start = native_copy.can_verify() and _extents(parts).take(data), parts[0].start
+        for part in parts:
             mine = data[part.start - start : part.stop - start]
             if not taken:
                 _check(part, mine, part.run.octets)

@@ -39,7 +39,12 @@ def one_place(root: Path | None, url: str | None) -> None:
 
 Root = Annotated[
     CheckpointRoot | None,
-    typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", parser=_root),
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="Read this directory, or s3://BUCKET/PREFIX, directly, without a service.",
+        parser=_root,
+    ),
 ]
 LocalRoot = Annotated[
     Path | None,

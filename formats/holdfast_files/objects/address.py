@@ -46,9 +46,9 @@ def parse(text: str) -> BucketAddress:
         raise _refused(visible(text), "is not an address of object storage")
     scheme, rest = found[1], text[found.end() :]
     bucket, _, prefix = rest.removeprefix("//").partition("/")
-    if "@" in bucket or re.search(r":[^/@]*@", rest):
+    if "@" in rest or (":" in bucket and not bucket.lower().startswith("arn:")):  # a secret may have slashes in it
         raise InvalidRequest(
-            "an address of object storage has a name or a password in it",
+            "an address of object storage has @ or : in it, and is not shown, as it may have a password in it",
             hint="write s3://BUCKET/PREFIX, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
         )
     shown = visible(text)

@@ -1,13 +1,15 @@
-"""Both sources hand over the same bytes of the same files, and translate what goes wrong."""
+"""All sources hand over the same bytes of the same files, and translate what goes wrong."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from holdfast.read.object_source import ObjectSource
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.sources import DirectorySource, HttpSource, Source
@@ -16,6 +18,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.region import whole
 from tests.checkpoints import Built, build_root, flip
+from tests.kit.bucket_roots import upload_checkpoint
+from tests.kit.memory_bucket import MemoryBucket
 from tests.serving import served
 
 
@@ -24,37 +28,54 @@ def built(tmp_path: Path) -> Built:
     return build_root(tmp_path, {"tiny": (5,)})["tiny", 5]
 
 
-@pytest.fixture(params=["directory", "http"])
-def source(request: pytest.FixtureRequest, built: Built, tmp_path: Path) -> Iterator[Source]:
-    """The checkpoint by both ways."""
-    if request.param == "directory":
+@contextmanager
+def _opened(kind: str, built: Built, root: Path) -> Iterator[Source]:
+    if kind == "directory":
         with DirectorySource(built.path) as directory:
             yield directory
-        return
-    with served(tmp_path) as running, Api(running.url) as api:
-        yield HttpSource(api, "tiny", 5)
+    elif kind == "http":
+        with served(root) as running, Api(running.url) as api:
+            yield HttpSource(api, "tiny", 5)
+    else:
+        bucket = MemoryBucket()
+        upload_checkpoint(built.path, bucket)
+        yield ObjectSource(bucket, "tiny", 5)
 
 
-def test_reads(source: Source, built: Built) -> None:
+@pytest.fixture(params=["directory", "http", "bucket"])
+def copied_source(request: pytest.FixtureRequest, built: Built, tmp_path: Path) -> Iterator[Source]:
+    """The checkpoint by all ways; in the bucket is a copy of it."""
+    with _opened(request.param, built, tmp_path) as source:
+        yield source
+
+
+@pytest.fixture(params=["directory", "http"])
+def source(request: pytest.FixtureRequest, built: Built, tmp_path: Path) -> Iterator[Source]:
+    """The checkpoint by the ways that see what a test makes of it."""
+    with _opened(request.param, built, tmp_path) as source:
+        yield source
+
+
+def test_reads(copied_source: Source, built: Built) -> None:
     """Sizes, whole files, and parts; a part that reaches over the end is cut there."""
     for name in (naming.COMMIT, naming.MANIFEST, "config.json", "empty.txt", "optim.safetensors.index.json"):
         data = (built.path / name).read_bytes()
-        assert source.size(name) == len(data)
-        assert source.read(name) == data
-        assert source.read(name, 3, 5) == data[3:8]
-        assert source.read(name, 3) == data[3:]
+        assert copied_source.size(name) == len(data)
+        assert copied_source.read(name) == data
+        assert copied_source.read(name, 3, 5) == data[3:8]
+        assert copied_source.read(name, 3) == data[3:]
         buffer = bytearray(len(data) + 10)
-        assert source.read_into(name, 0, memoryview(buffer)) == len(data)
+        assert copied_source.read_into(name, 0, memoryview(buffer)) == len(data)
         assert buffer[: len(data)] == data
-    assert source.size("nope.json") is None
+    assert copied_source.size("nope.json") is None
     for name in ("nope.json", "nope.safetensors"):
         with pytest.raises(NoSuchResource):
-            source.read(name)
+            copied_source.read(name)
 
 
-def test_a_reader_over_any_source(source: Source, built: Built) -> None:
+def test_a_reader_over_any_source(copied_source: Source, built: Built) -> None:
     """Every tensor reads back and the whole checkpoint verifies."""
-    reader = CheckpointReader.open(source)
+    reader = CheckpointReader.open(copied_source)
     for group, named in built.arrays.items():
         for name, array in named.items():
             assert reader.read(group, name).tobytes() == array.tobytes()

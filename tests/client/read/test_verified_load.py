@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.read import verified_load
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.sources import DirectorySource
@@ -194,7 +193,7 @@ def test_threads_keep_to_the_cores_and_to_their_memory(shared: Built, monkeypatc
             used.add(threading.get_ident())
             return super().read_into(name, offset, buffer)
 
-    monkeypatch.setattr(verified_load, "BUFFERS_BYTES_MAX", 5000)  # of extents of 1000
+    monkeypatch.setattr(DirectorySource, "buffers_bytes_max", 5000)  # of extents of 1000
     array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
     wanted = want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)
     with CheckpointReader.open(Watched(shared.path)) as reader:
