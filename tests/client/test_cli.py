@@ -301,13 +301,16 @@ def test_both_places_at_once(root: Path) -> None:
 
 def test_targets(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RUN@STEP, RUN@latest, RUN and directories; anything else is refused."""
-    assert parse_target("tiny@5") == ("tiny", 5, None, False, None)
-    assert parse_target("tiny@latest") == parse_target("tiny") == ("tiny", None, None, False, None)
-    assert parse_target("tiny@latest-healthy") == ("tiny", None, None, True, None)
-    assert parse_target("tiny@best") == ("tiny", None, None, False, (None, "min"))
-    assert parse_target("tiny@best:loss") == ("tiny", None, None, False, ("loss", "min"))
+    assert parse_target("tiny@5") == ("tiny", 5, None, False, None, None)
+    assert parse_target("tiny@latest") == parse_target("tiny") == ("tiny", None, None, False, None, None)
+    assert parse_target("tiny@latest-healthy") == ("tiny", None, None, True, None, None)
+    assert parse_target("tiny@best") == ("tiny", None, None, False, (None, "min"), None)
+    assert parse_target("tiny@best:loss") == ("tiny", None, None, False, ("loss", "min"), None)
     assert parse_target("tiny@best:eval:acc:max").best == ("eval:acc", "max")
     assert parse_target(str(step_5(root))).directory == step_5(root)
+    below = parse_target("s3://bucket/team/tiny@5")
+    assert below[:2] == ("tiny", 5) and below.root is not None and below.root.label == "s3://bucket/team"
+    assert parse_target("s3://bucket/tiny@latest").root is not None
     monkeypatch.chdir(step_5(root).parent)
     assert parse_target("step-00000005").directory == Path("step-00000005")
     for wrong in ("tiny@", "tiny@x", "@5", "tiny@5@6", "tiny@-1", "tiny@best:", "tiny@bestloss"):
