@@ -46,7 +46,7 @@ def parse(text: str) -> BucketAddress:
         raise _refused(visible(text), "is not an address of object storage")
     scheme, rest = found[1], text[found.end() :]
     bucket, _, prefix = rest.removeprefix("//").partition("/")
-    if "@" in rest or (":" in bucket and not bucket.lower().startswith("arn:")):  # a secret may have slashes in it
+    if _has_password(rest):
         raise InvalidRequest(
             "an address of object storage has @ or : in it, and is not shown, as it may have a password in it",
             hint="write s3://BUCKET/PREFIX, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
@@ -60,6 +60,14 @@ def parse(text: str) -> BucketAddress:
     prefix = prefix.removesuffix("/")
     _check_prefix(prefix, shown)
     return BucketAddress(bucket, prefix)
+
+
+def _has_password(rest: str) -> bool:
+    """Whether there may be one, in which there may be slashes. A port is none."""
+    first = rest.lstrip("/").partition("/")[0]
+    if "@" in rest or first.lower().startswith("arn:"):
+        return "@" in rest
+    return ":" in first and not first.rpartition(":")[2].isdecimal()
 
 
 def _form(rest: str) -> str:

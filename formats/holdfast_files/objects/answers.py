@@ -115,6 +115,14 @@ def uploads(root: Element) -> list[PendingUpload]:
         raise Malformed(f"a list with a wrong time: {error}") from error
 
 
+def upload_marker(root: Element) -> list[tuple[str, str]]:
+    """What the next page of uploads begins after, empty if there is none."""
+    if text(root, "IsTruncated") != "true":
+        return []
+    key = key_of(text(root, "NextKeyMarker"), is_url_encoded(root))
+    return [("key-marker", key), ("upload-id-marker", text(root, "NextUploadIdMarker"))]
+
+
 def iso_s(written: str) -> float:
     """Seconds since 1970 of a time in a list."""
     when = datetime.fromisoformat(written.strip().replace("Z", "+00:00"))

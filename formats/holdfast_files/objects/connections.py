@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import ssl
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedReader
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 CONNECT_S = 10.0
 IDLE_S = 20.0  # a connection that was not used for longer is not used again: servers and balancers close them
 IDLE_MAX = 32
 PIECE_BYTES = 2**20  # of a body between two looks for an early answer
+READ_BUFFER_BYTES = 2**16
 DRAIN_BYTES_MAX = 2**16  # of an answer that is not wanted, rather than a new connection
 
 T = TypeVar("T")
@@ -131,10 +134,13 @@ class Connections:
         first = proxy if proxy.hostname else url
         host, port = first.hostname or "", first.port
         if self._tls is None:
-            return HTTPConnection(host, port or 80, timeout=CONNECT_S)
+            plain = HTTPConnection(host, port or 80, timeout=CONNECT_S)
+            plain.response_class = _WholeHead
+            return plain
         # The way to a proxy is not encrypted, what goes through it is.
         default = 443 if first is url else 80
         connection = HTTPSConnection(host, port or default, timeout=CONNECT_S, context=self._tls)
+        connection.response_class = _WholeHead
         if first is proxy:
             connection.set_tunnel(url.hostname or "", url.port or 443, _proxy_headers(proxy))
         return connection
@@ -144,6 +150,29 @@ class Connections:
         if self._tls is not None or not self._proxy.hostname:
             return _Line(target, {})
         return _Line(f"http://{self._url.netloc}{target}", _proxy_headers(self._proxy))
+
+
+class _Lines(BufferedReader):
+    """Remembers the last line that was read."""
+
+    last = b""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self.last = super().readline(size)
+        return self.last
+
+
+class _WholeHead(HTTPResponse):
+    """http.client takes a head that was cut for one that is whole: a length that lacks digits, a success without a body."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self._lines = self.fp = _Lines(self.fp.detach(), READ_BUFFER_BYTES)
+
+    def begin(self) -> None:
+        super().begin()
+        if self._lines.last not in (b"\r\n", b"\n"):
+            raise Incomplete("the answer's head is cut")
 
 
 class _Idle(NamedTuple):
@@ -204,15 +233,16 @@ def _send_view(connection: HTTPConnection, view: memoryview) -> bool:
 
 
 def _is_drained(response: HTTPResponse) -> bool:
-    """Whether nothing of the answer is left in the connection."""
-    if not response.isclosed():
-        response.read(DRAIN_BYTES_MAX)
+    """Whether nothing of the answer is left in the connection. What is long or never comes is not waited for."""
+    if not response.isclosed() and response.length is not None and response.length <= DRAIN_BYTES_MAX:
+        with suppress(OSError, HTTPException):
+            response.read(response.length + 1)
     return response.isclosed()
 
 
 def read_whole(response: HTTPResponse, bytes_max: int) -> bytes | None:
     """The body, None if it has more than `bytes_max` bytes; it is then not read. `Incomplete` if it ends too early."""
-    length = response.length
+    length = _length(response)
     if length is not None and length > bytes_max:
         return None
     data = response.read(bytes_max + 1 if length is None else length)
@@ -223,7 +253,7 @@ def read_whole(response: HTTPResponse, bytes_max: int) -> bytes | None:
 
 def read_first(response: HTTPResponse, bytes_max: int) -> bytes:
     """The first `bytes_max` bytes of the body, fewer if it is shorter; `Incomplete` if it ends before its stated length."""
-    length = response.length
+    length = _length(response)
     wanted = bytes_max if length is None else min(length, bytes_max)
     data = response.read(wanted)
     if length is not None and len(data) < wanted:
@@ -234,7 +264,7 @@ def read_first(response: HTTPResponse, bytes_max: int) -> bytes:
 def read_into(response: HTTPResponse, buffer: memoryview) -> int:
     """Fill the buffer from the body, as far as it goes; `Incomplete` if it ends before its stated length."""
     count = 0
-    length = response.length
+    length = _length(response)
     wanted = buffer.nbytes if length is None else min(length, buffer.nbytes)
     while count < wanted:
         read = response.readinto(buffer[count:wanted])
@@ -244,3 +274,12 @@ def read_into(response: HTTPResponse, buffer: memoryview) -> int:
             break
         count += read
     return count
+
+
+def _length(response: HTTPResponse) -> int | None:
+    """The stated length of what follows, None for pieces that end by themselves. `Incomplete` if the end could not be told
+    from a broken connection.
+    """
+    if response.length is None and not response.chunked:
+        raise Incomplete("the answer has no length")
+    return response.length

@@ -58,6 +58,15 @@ class Refusal(NamedTuple):
         return self.status in TRANSIENT_STATUSES or self.code in TRANSIENT_CODES
 
     @property
+    def is_unsettled(self) -> bool:
+        """Whether what was asked may have been done all the same, or may be done yet."""
+        return (
+            (self.status >= 500 and self.status not in (501, 507))
+            or self.status == 409
+            or (self.status == 200 and self.is_transient)
+        )
+
+    @property
     def shown(self) -> str:
         return f"{self.status} {self.code}".strip()
 

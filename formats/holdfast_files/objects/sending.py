@@ -56,6 +56,7 @@ class Sender:
         self.settings, self.keys, self._bucket = settings, keys, bucket
         self._connections = Connections(settings.endpoint)
         self._closed = Event()
+        self.bare_tags = Event()  # set where the server knows tags in conditions without their quotes only
 
     def close(self) -> None:
         """End waits between repetitions, and close connections."""
@@ -66,12 +67,17 @@ class Sender:
         return f"{self.settings.endpoint.url}{self._target(key, query)}"
 
     def ask(
-        self, request: ObjectRequest, take: Callable[[HTTPResponse], T], patience: Patience, label: str, once: bool = False
+        self,
+        request: ObjectRequest,
+        take: Callable[[HTTPResponse], T | Refusal],
+        patience: Patience,
+        label: str,
+        once: bool = False,
     ) -> T | Refusal:
         """What `take` makes of an answer 2xx, or the refusal. What failed in passing is repeated while patience lasts.
 
-        With `once`, a request that may have been carried out is not repeated, but raises `Unsettled`, as does an answer 5xx
-        or 409. `StorageFailed` if nothing answers, or not as S3 does.
+        With `once`, a request that may have been carried out is not repeated, but raises `Unsettled`, as it does for an
+        answer that settles nothing. `StorageFailed` if nothing answers, or not as S3 does.
         """
         end = time.monotonic() + patience.retry_s
         tries = 0
@@ -81,6 +87,8 @@ class Sender:
             try:
                 answer = self._once(request, take, patience, tries > 0)
             except Malformed as error:
+                if once:
+                    raise Unsettled(f"a strange answer: {error}") from error
                 raise refusals.strange(str(error), self.asked(request, label)) from error
             except LostAnswer as cut:
                 if once and cut.body_sent:
@@ -89,11 +97,10 @@ class Sender:
             else:
                 if not isinstance(answer, Refusal):
                     return answer
-                if once and (answer.status >= 500 or answer.status == 409):
+                if once and answer.is_unsettled:
                     raise Unsettled(answer.shown)
-                if answer.code in refusals.ENDED_KEYS:
-                    self.keys.reload()
-                if not answer.is_transient:
+                has_new_keys = answer.code in refusals.ENDED_KEYS and self.keys.reload()
+                if not answer.is_transient and not has_new_keys:
                     return answer
                 failed, failure = answer, refusals.error(answer, self.asked(request, label))
             tries += 1
@@ -111,7 +118,7 @@ class Sender:
             raise failure
 
     def _once(
-        self, request: ObjectRequest, take: Callable[[HTTPResponse], T], patience: Patience, again: bool
+        self, request: ObjectRequest, take: Callable[[HTTPResponse], T | Refusal], patience: Patience, again: bool
     ) -> T | Refusal:
         received = 0
 

@@ -7,6 +7,7 @@ botocore is imported when the first bucket is opened: few trainers need it.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -46,7 +47,7 @@ class Keys:
     """Signs requests. Keys that end are replaced by those that botocore finds then. Safe for threads."""
 
     def __init__(self, session: Session, settings: BucketSettings) -> None:
-        self._lock, self._session, self._region = Lock(), session, settings.region
+        self._lock, self._region = Lock(), settings.region
         self._found, self._since = self._look(session), monotonic()
 
     def signed(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
@@ -71,15 +72,15 @@ class Keys:
         S3SigV4QueryAuth(self._frozen(), "s3", self._region, expires=seconds).add_auth(request)
         return str(request.url)
 
-    def reload(self) -> None:
-        """Look for other keys, such as in a file that was written again; not more often than each `RELOAD_S`."""
+    def reload(self) -> bool:
+        """Look for other keys, such as in a file that was written again, each `RELOAD_S` at most; whether there are any."""
         with self._lock:
             if monotonic() - self._since < RELOAD_S:
-                return
+                return False
             self._since = monotonic()
-            session = _session()
-            session.set_config_variable("profile", self._session.profile)
-            self._found = self._look(session)
+            before = self._frozen()
+            self._found = self._look(_session())
+            return self._frozen() != before
 
     def _look(self, session: Session) -> Any:
         with _translated():
@@ -180,6 +181,8 @@ def _translated() -> Iterator[None]:
     except CredentialRetrievalError as error:
         raise StorageFailed(f"the keys for object storage cannot be had: {error}", hint=_KEYS) from error
     except (BotoCoreError, ValueError) as error:
+        why = re.sub(r"//[^/\s]*@", "//", str(error))  # a password in an endpoint
         raise InvalidRequest(
-            f"the settings of object storage cannot be used: {error}", hint="check the AWS_ variables and ~/.aws/config"
+            f"the settings of object storage cannot be used: {why}",
+            hint="check AWS_ENDPOINT_URL_S3, AWS_REGION and ~/.aws/config",
         ) from error

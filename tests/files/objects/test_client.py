@@ -1,13 +1,17 @@
-"""RequestCount to a bucket, against moto: what each does, and what its answer is as a value."""
+"""RequestCount to a bucket, on each server: what each does, and what its answer is as a value."""
 
 from __future__ import annotations
+
+import base64
+import urllib.request
 
 import pytest
 
 from holdfast_files.objects import client
-from holdfast_files.objects.client import Bucket
+from holdfast_files.objects.client import Bucket, Checksum
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats.errors import LimitExceeded, NoSuchResource, StorageFailed
+from tests.kit.objects import BucketServer, TestBucket
 
 ODD = "run-1_a.B/commits/step-0000000005@3~x"
 
@@ -51,20 +55,15 @@ def test_what_is_not_there(bucket: Bucket) -> None:
     bucket.delete(["absent", "also-absent"])
 
 
-def test_an_absent_bucket_is_no_absent_object(moto: str, s3_settings: pytest.MonkeyPatch) -> None:
+def test_an_absent_bucket_is_no_absent_object(bucket_server: BucketServer, s3_settings: pytest.MonkeyPatch) -> None:
     """Otherwise all that it held would be taken for removed."""
-    s3_settings.setenv("AWS_ENDPOINT_URL_S3", moto)
+    s3_settings.setenv("AWS_ENDPOINT_URL_S3", bucket_server.endpoint)
     gone = client.opened("s3://no-such-bucket/p")
-    for ask in (
-        lambda: gone.head("key"),
-        lambda: gone.read("key"),
-        lambda: gone.put("key", b""),
-        lambda: list(gone.pages("")),
-        lambda: gone.delete(["a", "b"]),
-    ):
+    for ask in (lambda: gone.head("key"), lambda: gone.read("key"), lambda: list(gone.pages(""))):
         with pytest.raises(StorageFailed, match="there is no bucket no-such-bucket") as refused:
             ask()
         assert refused.value.members["answer"] == "404 NoSuchBucket"
+    gone.close()
 
 
 def test_conditions(bucket: Bucket) -> None:
@@ -135,7 +134,7 @@ def test_an_object_of_parts(bucket: Bucket) -> None:
     assert written.outcome == "done"
     assert bucket.read("big") == first + second
     found = bucket.head("big")
-    assert found is not None and found.etag == written.etag
+    assert found is not None and found.size == len(first + second) and written.etag in ("", found.etag)  # radosgw says none
 
 
 def test_an_upload_that_is_given_up(bucket: Bucket) -> None:
@@ -154,3 +153,81 @@ def test_requests_are_counted(bucket: Bucket) -> None:
     counted.read("key")
     counted.read("key", 5)
     assert traffic.by_kind() == {"put": RequestCount(1, 0, 10, 0), "get": RequestCount(2, 0, 0, 15)}
+
+
+def test_copies(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the server, whole or by parts; a source that is not there is named."""
+    data = bytes(range(256)) * 2**12 * 11  # over two parts of the least size that servers take
+    bucket.put(ODD, data)
+    bucket.copy(ODD, "whole", len(data))
+    assert bucket.read("whole") == data
+    monkeypatch.setattr(client, "COPY_BYTES_MAX", 5 * 2**20)
+    monkeypatch.setattr(client, "COPY_PART_BYTES", 5 * 2**20)
+    traffic = Traffic()
+    bucket.using(traffic=traffic).copy(ODD, "parts", len(data))
+    assert bucket.read("parts") == data
+    assert traffic.by_kind()["copy"].sent == 3
+    with pytest.raises(NoSuchResource):
+        bucket.copy("absent", "copied", 10)
+    assert bucket.head("copied") is None
+    assert not list(bucket.uploads(""))
+
+
+def test_uploads_that_were_begun(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are listed by prefix and over several pages until they are completed or given up."""
+    monkeypatch.setattr(client, "KEYS_MAX", 2)
+    begun = {(key, bucket.begin_upload(key)) for key in ("run/a", "run/b", "run/c@1", "run/d", "run/e", "other")}
+    assert {(one.key, one.id) for one in bucket.uploads("")} == begun
+    assert {(one.key, one.id) for one in bucket.uploads("run/")} == {one for one in begun if one[0] != "other"}
+    assert all(one.begun > 0 for one in bucket.uploads(""))
+    for key, upload in begun:
+        bucket.abort(key, upload)
+    assert not list(bucket.uploads(""))
+
+
+def test_a_link_to_read_by(bucket: Bucket) -> None:
+    """Anybody can read the object by it, and a range of it."""
+    bucket.put(ODD, b"0123456789")
+    link = bucket.presign(ODD, 60)
+    with urllib.request.urlopen(link) as answer:
+        assert answer.read() == b"0123456789"
+    with urllib.request.urlopen(urllib.request.Request(link, headers={"Range": "bytes=2-4"})) as answer:
+        assert answer.read() == b"234"
+
+
+@pytest.mark.parametrize("checksum", ["md5", "crc32", "none"])
+def test_checksums(bucket: Bucket, checksum: Checksum) -> None:
+    """Objects and parts are stored with each kind of checksum."""
+    checked = bucket.using(checksum=checksum)
+    checked.put("key", b"bytes")
+    upload = checked.begin_upload("big")
+    parts = [(number, checked.put_part("big", upload, number, [memoryview(bytes(5 * 2**20))])) for number in (1, 2)]
+    assert checked.complete("big", upload, parts).outcome == "done"
+    assert bucket.read("key") == b"bytes" and bucket.read("big") == bytes(10 * 2**20)
+
+
+def test_bytes_that_change_on_their_way(
+    bucket: Bucket, bucket_server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server refuses them, by the checksum that all servers know."""
+    if bucket_server.kind == "moto":
+        pytest.skip("moto checks no checksum")
+    upload = bucket.begin_upload("big")
+    monkeypatch.setattr(client, "_md5", lambda views: base64.b64encode(bytes(16)).decode())
+    for ask in (
+        lambda: bucket.put("key", b"bytes"),
+        lambda: bucket.put_part("big", upload, 1, [memoryview(b"bytes")]),
+    ):
+        with pytest.raises(StorageFailed, match="400 BadDigest"):
+            ask()
+    assert bucket.head("key") is None
+
+
+def test_it_sees_what_others_store(bucket: Bucket, stored: TestBucket) -> None:
+    """And others see what it stores, by the same keys."""
+    stored.put(f"team/checkpoints/{ODD}", b"theirs")
+    assert bucket.read(ODD) == b"theirs"
+    (page,) = bucket.pages("")
+    assert [(one.key, one.size) for one in page.objects] == [(ODD, 6)]
+    bucket.put("own", b"own")
+    assert stored.sizes() == {f"team/checkpoints/{ODD}": 6, "team/checkpoints/own": 3}
