@@ -211,13 +211,15 @@ def index_file_name(group: str) -> str:
     return f"{check_group(group)}.safetensors.index.json"
 
 
-def job_place(run: str, step: int, digest: str) -> Place:
-    """Where a job stages a checkpoint that it makes of other files; `digest` identifies the job's work."""
-    return Place(run, step, NO_ATTEMPT, int(digest, 16) % ROUND_ID_MAX + 1)
+def job_place(run: str, step: int, digest: str = "") -> Place:
+    """Where a job stages a checkpoint that it makes of other files. `digest` identifies the work of a job that can be
+    resumed; without one the place is like no other.
+    """
+    return Place(run, step, NO_ATTEMPT, int(digest or uuid.uuid4().hex, 16) % ROUND_ID_MAX + 1)
 
 
 def is_job_place(place: Place | StagingName) -> bool:
-    """Whether a job stages there, which can be resumed."""
+    """Whether a job stages there, which may be one that can be resumed."""
     return place.attempt == NO_ATTEMPT and place.round_id > 0
 
 

@@ -307,6 +307,53 @@ class StoreSuite:
         assert storage.used() == empty and store.files.list(place.path) == []
         assert save(store, place, FIRST).outcome == "published" and standing(store) is FIRST
 
+    @pytest.mark.parametrize("place", [JOINT, JOB], ids=["several", "job"])
+    def test_what_was_published_is_not_cleared(self, storage: Storage, place: Place) -> None:
+        """A job that fails behind its commit clears its place, and discards it: its checkpoint stays."""
+        store = storage.open()
+        staged = stage(store, place, FIRST)
+        assert store.commit(place, FIRST.contents()).outcome == "published"
+        for each in (staged, storage.open().begin(place)):
+            each.clear()
+            assert standing(store) is FIRST
+        for at in (store, storage.open()):
+            at.discard(place)
+            assert standing(at) is FIRST
+
+    def test_a_job_makes_again_what_was_removed(self, storage: Storage) -> None:
+        """In the same place, before the bytes of the removed one are freed: these are not the new one's."""
+        store = storage.open()
+        assert save(store, JOB, FIRST).outcome == "published"
+        removed = store.remove(RUN, STEP)
+        staged = store.begin(JOB)
+        staged.clear()
+        assert save(store, JOB, FIRST).outcome == "published"
+        store.free(removed)
+        store.sweep()
+        assert standing(storage.open()) is FIRST
+
+    def test_a_job_that_died_in_its_commit_commits_again(self, fresh: Callable[[], Storage]) -> None:
+        """With another manifest, whose time is the new one, if the first one was not published."""
+        earlier = FIRST.contents()._replace(manifest=SECOND.manifest, commit=SECOND.commit)
+        for at in range(1, CALLS_MAX):
+            storage = fresh()
+            store = storage.open()
+            stage(store, JOB, FIRST)
+            fault = Fault(at, "dies")
+            with storage.failing(fault), suppress(Died):
+                store.commit(JOB, earlier)
+            after = storage.open()
+            done = after.commit(JOB, FIRST.contents())
+            if after.files.read(path(naming.COMMIT)) == FIRST.commit:
+                assert done.outcome == "published" and standing(after) is FIRST, at
+            else:
+                assert done.outcome in ("taken", "gone"), at
+                assert after.files.read(path(naming.MANIFEST)) == SECOND.manifest
+            if not fault.hit:
+                assert at > 3 and done.outcome == "taken"
+                return
+        raise AssertionError("the calls of a commit did not end")
+
     def test_a_file_that_was_taken_is_written_again(self, storage: Storage) -> None:
         """Dropped first, it has nothing to do with the checkpoint any more that it was taken from."""
         store = storage.open()

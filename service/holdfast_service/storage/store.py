@@ -80,7 +80,7 @@ class StagedFiles(Protocol):
         """Remove a file, finished or not, so that it can be written again; a missing one is fine."""
 
     def clear(self) -> None:
-        """Remove all files."""
+        """Remove all files; what was published from here stays."""
 
     def sync(self, file: str) -> None:
         """Make the name of a finished file durable now, for a record that says it is there; a commit does it for all."""
@@ -140,7 +140,7 @@ class Store(Protocol):
         """
 
     def discard(self, place: Place) -> None:
-        """Abandon what is staged at a place: it can no longer be committed."""
+        """Abandon what is staged at a place: it can no longer be committed. What was published from there stays."""
 
     def replaced(self, run: str) -> list[Place]:
         """Places of checkpoints that were, or are being, replaced by others of their steps."""
@@ -160,7 +160,9 @@ class Store(Protocol):
         """Undo a `remove` whose bytes still exist; False if another checkpoint has taken its place."""
 
     def free(self, removed: str) -> None:
-        """Free the bytes of what `remove`, `release` or `take_back` has returned."""
+        """Free the bytes of what `remove`, `release` or `take_back` has returned, but not those of a checkpoint that was
+        published from the same place since.
+        """
 
     def put_away(self, run: str, entry: str) -> None:
         """Move a whole run, with its control files, into the root's trash under this name, durably. At every moment it is

@@ -79,7 +79,7 @@ def stage_compact(store: Store, place: Place, pair: CommittedManifest, rule: str
     _refuse_full(store, full, sum(file.bytes for file in planned.files))
     which = CheckpointId(place.run, place.step)
     hard_links.prove(store.files, which, planned.proof, going)
-    staged = hard_links.begin_empty(store, place)
+    staged = store.begin(place)
     compact = _write(staged, planned, _Source(source, {**stored, **_parts(planned, stored, looked)}), going)
     hard_links.take(staged, which, planned.proof, going)
     read_back(store.files, staged.path, compact, going)

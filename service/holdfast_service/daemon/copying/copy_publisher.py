@@ -9,7 +9,6 @@ import msgspec
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifests, thinning, verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch
@@ -69,7 +68,7 @@ class CopyPublisher:
             file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
         }
         proof, rest = _only(whole, names, True), _only(manifest, names, False)
-        place = naming.job_place(manifest.run, manifest.step, digest(f"follow {self._name}".encode()))
+        place = naming.job_place(manifest.run, manifest.step)
         going = self._going()
         try:
             staged = stage_again(replica.store, place, proof, going)

@@ -18,15 +18,8 @@ def stage_again(store: Store, place: Place, proof: Manifest, going: CopyControl)
     `CopyStopped`.
     """
     prove(store.files, CheckpointId(place.run, place.step), proof, going)
-    staged = begin_empty(store, place)
-    take(staged, CheckpointId(place.run, place.step), proof, going)
-    return staged
-
-
-def begin_empty(store: Store, place: Place) -> StagedCheckpoint:
-    """Begin at a place, without what an earlier start has left there."""
     staged = store.begin(place)
-    staged.clear()
+    take(staged, CheckpointId(place.run, place.step), proof, going)
     return staged
 
 

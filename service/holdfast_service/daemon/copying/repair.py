@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.files import Files
@@ -25,7 +24,6 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_pair
-from holdfast_service.daemon.copying.hard_links import begin_empty
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
 from holdfast_service.daemon.copying.repair_sources import DerivedPieces, Directory, HeldSlotSource, RepairSource, held_slots
 from holdfast_service.storage import RootStorage, Store
@@ -169,14 +167,14 @@ def bring_back(store: Store, which: CheckpointId, others: Mapping[str, Files], r
     for label, source in others.items():
         if label.removeprefix("replica ") in removed or not source.list(directory):
             continue
-        place = naming.job_place(*which, digest(f"bring back {label}".encode()))
+        place = naming.job_place(*which)
         try:
             pair = open_checkpoint(source, directory)
             found = CheckpointId(pair.manifest.run, pair.manifest.step)
             if found != which:
                 raise CorruptManifest(f"{label} has {found.run}@{found.step} in {directory}", file=naming.MANIFEST)
             records.admit(pair.manifest)
-            carry(source, directory, begin_empty(store, place), pair.manifest, CopyControl())
+            carry(source, directory, store.begin(place), pair.manifest, CopyControl())
             records.bring(source, label, place, pair.encoded, pair.commit)
         except CheckpointError as error:
             log.error("cannot copy %s@%s back from %s: %s", *which, label, error.detail)

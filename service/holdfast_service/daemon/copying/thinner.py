@@ -15,7 +15,6 @@ import msgspec
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint
 from holdfast_formats import naming
-from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifests, thinning
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.disk.manifests import Manifest
@@ -148,7 +147,7 @@ class Thinner:
             return False
         if act in self._refused:
             return False
-        place = naming.job_place(run, step, digest(act.encode()))
+        place = naming.job_place(run, step)
         try:
             manifest_small = self._staged(place, pair, small)
             encoded = manifests.encode(manifest_small)

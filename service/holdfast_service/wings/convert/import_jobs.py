@@ -17,7 +17,6 @@ from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import read_back
-from holdfast_service.daemon.copying.hard_links import begin_empty
 from holdfast_service.daemon.copying.progress import Progress, going
 from holdfast_service.daemon.copying.streaming import StreamTarget
 from holdfast_service.wings.convert import import_report, importing
@@ -65,7 +64,8 @@ class Importer:
             except Interrupted:
                 raise  # the job goes on from what is staged
             except BaseException:
-                target.discard()
+                target.forget()
+                self._store.discard(planned.place)
                 raise
 
     def _target(self, planned: PlannedImport) -> StreamTarget:
@@ -117,14 +117,15 @@ class Importer:
         plan = importing.counted(pair.manifest)
         imports.admit(plan._replace(run=run, step=step))
         with imports.alone(place):
-            staged = begin_empty(self._store, place)
+            staged = self._store.begin(place)
             try:
+                staged.clear()  # an earlier start's
                 ahead = going(progress, 2 * plan.bytes)
                 copied = importing.copy_in(source, staged, goal, ahead)
                 read_back(staged.files, staged.path, copied.manifest, ahead)
                 manifest = imports.publish(place, copied.encoded, copied.commit)
             except BaseException:
-                staged.clear()
+                self._store.discard(place)
                 raise
         self._control.findings.sound(run, step, made=manifest)
         return {"run": run, "step": step, "source": _OF_OURS, **_counts(manifest)}
