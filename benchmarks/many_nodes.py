@@ -109,7 +109,7 @@ class ManyNode:
         self.exchange = ExchangeServer("127.0.0.1", secrets=lambda: ("benchmark",))
         self.cluster.membership.about = lambda: {"exchange": self.exchange.url}
         self._open: SaveRound | None = None
-        self._pending: SaveRound | None = None
+        self._queued: SaveRound | None = None  # sealed, and not written yet
         self.ended = threading.Event()
         self.result: Result = None
 
@@ -127,7 +127,10 @@ class ManyNode:
         party = JointParty(rendezvous, self.exchange, self.cluster.node_ranks.of)
         history = SaveHistory(shared.control)
         writer = ShareWriter(shared.control, self.cluster.node, rendezvous, self.exchange, history)
-        host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
+        host = Host(
+            *(self._ready, self._may_give_way, self._sealed, self._writes),
+            *(lambda: None, self._given_up, self._ended),
+        )
         self.joint = JointSaves(party, shared.control, self.cluster.node, writer, host=host, history=history)
 
     def save(self, table: SlotTable, slot: memoryview) -> None:
@@ -143,19 +146,23 @@ class ManyNode:
     def _ready(self) -> list[SaveRound]:
         return [] if self._open is None else [self._open]
 
-    def _is_open(self, current: SaveRound) -> bool:
-        return self._open is current
+    def _may_give_way(self, current: SaveRound) -> bool:
+        return self._open is current or self._queued is current
 
     def _sealed(self, current: SaveRound) -> bool:
-        self._pending, self._open = self._open, None
+        self._queued, self._open = self._open, None
         self._shared.counted.sealed()
         return True
+
+    def _writes(self, current: SaveRound) -> bool:
+        queued, self._queued = self._queued is current, None
+        return queued
 
     def _given_up(self, current: SaveRound, error: CheckpointError) -> None:
         self._ended(current, error, None, ())
 
     def _ended(self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan]) -> None:
-        self._open = self._pending = None
+        self._open = self._queued = None
         self.result = result
         self.ended.set()
 

@@ -230,7 +230,11 @@ class MeetingNode:
         writer = ShareWriter(cast(Any, self.control), self.name, cast(Any, self.rendezvous), self.exchange, history)
         self._open: dict[RoundKey, SaveRound] = {}
         self._pending: dict[RoundKey, SaveRound] = {}
-        host = Host(self._ready, self._is_open, self._sealed, lambda: None, self._given_up, self._ended)
+        self._queued: list[SaveRound] = []
+        host = Host(
+            *(self._ready, self._may_give_way, self._sealed, self._writes),
+            *(lambda: None, self._given_up, self._ended),
+        )
         self.joint = JointSaves(party, cast(Any, self.control), self.name, writer, host=host, history=history)
         self.later = Later()
         self.joint._pool.shutdown()
@@ -271,8 +275,9 @@ class MeetingNode:
 
     def give_up(self, key: RoundKey) -> None:
         """The rank's part is dropped by policy, on this node alone."""
-        if self.up and key in self._open:
-            self._tell(self._open.pop(key), "round-aborted")
+        current = self._open.get(key) or self._pending.get(key)
+        if self.up and current is not None and self._may_give_way(current):
+            self._leave(current, "round-aborted")
             self.joint.refuse(key, self.world, joint_saves.RoundAborted("the model gives it up"))
 
     def step(self) -> None:
@@ -300,21 +305,38 @@ class MeetingNode:
     def _ready(self) -> list[SaveRound]:
         return list(self._open.values())
 
-    def _is_open(self, current: SaveRound) -> bool:
-        return self._open.get(current.key) is current
+    def _may_give_way(self, current: SaveRound) -> bool:
+        return self._open.get(current.key) is current or current in self._queued
 
     def _sealed(self, current: SaveRound) -> bool:
-        if not self._is_open(current):
+        if self._open.get(current.key) is not current:
             return False
         self._pending[current.key] = self._open.pop(current.key)
+        self._queued.append(current)
+        return True
+
+    def _writes(self, current: SaveRound) -> bool:
+        if current not in self._queued:
+            return False
+        self._queued.remove(current)
         return True
 
     def _given_up(self, current: SaveRound, error: CheckpointError) -> None:
-        if self._is_open(current):
-            self._tell(self._open.pop(current.key), error.code)
+        if self._may_give_way(current):
+            self._leave(current, error.code)
+
+    def _leave(self, current: SaveRound, code: str) -> None:
+        if current in self._queued:
+            self._queued.remove(current)
+            del self._pending[current.key]
+        else:
+            del self._open[current.key]
+        self._tell(current, code)
 
     def _ended(self, current: SaveRound, result: Result, staging: Place | None, written: Sequence[WrittenSpan]) -> None:
         self._pending.pop(current.key, None)
+        if current in self._queued:
+            self._queued.remove(current)
         self._tell(current, result.code if isinstance(result, CheckpointError) else None)
         if isinstance(result, CheckpointError) and staging:
             self.control.saves.clear(staging)

@@ -72,6 +72,21 @@ def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
     assert steps(site.root, "run") == [1, 2, 6, 7]
 
 
+def test_the_newest_save_is_not_dropped_for_one_that_waits_to_be_written(site: Site) -> None:
+    """As on one node: while a save is written, all nodes drop the one that waits for the newest one, sealed or not."""
+    slow = ("--write-bytes-per-second", "500000")
+    a, b = site.start("a", *slow), site.start("b", *slow)
+    with ranks("run", [a, b], "first", slots=2) as world:
+        tickets = {}
+        for step in (1, 2):
+            tickets[step] = world.save(step, wait="staged")
+            wait_until(lambda step=step: len(_rounds(site)) == step and set(_rounds(site)) <= {"sealed", "committed"})
+        tickets[3] = world.save(3, wait="staged")
+        ends = {step: {_end(ticket) for ticket in tickets[step]} for step in tickets}
+    assert ends[1] == ends[3] == {"committed"} and ends[2] <= {"committed", "generation-dropped"} and len(ends[2]) == 1
+    assert steps(site.root, "run") == [step for step in ends if ends[step] == {"committed"}]
+
+
 def test_a_catalog_that_goes_away_while_shares_are_written(site: Site) -> None:
     """Sealed by all, being written by both: it is committed once the catalog is back."""
     slow = ("--write-bytes-per-second", "1000000")

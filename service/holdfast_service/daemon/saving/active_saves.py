@@ -25,6 +25,7 @@ class ActiveSaves:
         self.connected = ConnectedRanks(self.lock)
         self.open: dict[RoundKey, SaveRound] = {}
         self.pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
+        self.queued: list[SaveRound] = []  # of these, those of several nodes whose share this node does not write yet
         self.given_up = GivenUp()
         self._apart = float("-inf")  # when the other nodes could last not be met (monotonic)
 
@@ -46,6 +47,10 @@ class ActiveSaves:
     def is_open(self, current: SaveRound) -> bool:
         with self.lock:
             return self.open.get(current.key) is current
+
+    def may_give_way(self, current: SaveRound) -> bool:
+        """Whether nothing of it is being written here, and it has not ended. Called with the lock."""
+        return self.open.get(current.key) is current or current in self.queued
 
     def parts(self) -> list[SaveRound]:
         """Saves whose ranks here have all sealed, with other ranks on other nodes."""

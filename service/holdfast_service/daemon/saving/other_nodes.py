@@ -34,10 +34,11 @@ class Host(NamedTuple):
     """The saver's side of joint saves: the rounds with this node's complete part, and their results."""
 
     ready: Callable[[], list[SaveRound]]
-    is_open: Callable[[SaveRound], bool]
-    sealed: Callable[[SaveRound], bool]  # False where it has been given up here
+    may_give_way: Callable[[SaveRound], bool]  # False once this node writes its share, or it has ended here
+    sealed: Callable[[SaveRound], bool]  # by all nodes; False where it has been given up here
+    writes: Callable[[SaveRound], bool]  # this node begins with its share; False where it has been given up here
     wait_on: Callable[[], None]  # what is sealed waits, because other nodes cannot be met
-    given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
+    given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that may give way
     # With the staged files, if they may be removed, and the writer of each part.
     ended: Callable[[SaveRound, Result, Place | None, Sequence[WrittenSpan]], None]
 

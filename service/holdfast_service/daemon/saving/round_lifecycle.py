@@ -43,8 +43,20 @@ class RoundLifecycle:
         self.failed = FailedRounds(control, history)
         self.write_queue = WriteQueue(control, node, holds, lock=active.lock, ended=self._saved, history=history)
         self._fills = AverageFills(averages, self._filled)
-        host = Host(self._ready, active.is_open, self._joint_sealed, active.renew, self._joint_given_up, self._joint_ended)
+        host = Host(
+            self._ready,
+            self._joint_may_give_way,
+            self._joint_sealed,
+            self._joint_writes,
+            active.renew,
+            self._joint_given_up,
+            self._joint_ended,
+        )
         self._joint = others.joint_saves(host, history)
+
+    def waiting(self) -> list[SaveRound]:
+        """Complete saves that are not being written yet, oldest first."""
+        return [*self.write_queue.waiting(), *self._active.queued]
 
     def take(self, current: SaveRound, rank: int, sealed: SealedSlot) -> int:
         """Add a sealed slot; returns how many ranks have sealed. The last one starts the write."""
@@ -90,6 +102,8 @@ class RoundLifecycle:
             self._joint.refuse(current.key, current.world, error)
         if self._active.open.get(current.key) is current:
             del self._active.open[current.key]
+        elif current in self._active.queued:
+            self._active.queued.remove(current)
         elif current.complete:
             self.write_queue.withdraw(current)
         self._fills.leave(current)
@@ -138,12 +152,25 @@ class RoundLifecycle:
             if self._active.open.get(current.key) is not current:
                 return False
             self._active.complete(current)
+            self._active.queued.append(current)
         self._control.rounds.seal(current.id, current.world)
+        return True
+
+    def _joint_may_give_way(self, current: SaveRound) -> bool:
+        with self._lock:
+            return self._active.may_give_way(current)
+
+    def _joint_writes(self, current: SaveRound) -> bool:
+        """This node's share is written from now on. False if the save was dropped meanwhile."""
+        with self._lock:
+            if current not in self._active.queued:
+                return False
+            self._active.queued.remove(current)
         return True
 
     def _joint_given_up(self, current: SaveRound, error: CheckpointError) -> None:
         with self._lock:
-            if self._active.open.get(current.key) is current:
+            if self._active.may_give_way(current):
                 self.abort(current, error, heard=True)
 
     def _joint_ended(
@@ -178,6 +205,8 @@ class RoundLifecycle:
         with self._lock:  # ranks that reconnect later ask for the committed steps
             if self._active.pending.get(current.key) is current:
                 del self._active.pending[current.key]
+                if current in self._active.queued:
+                    self._active.queued.remove(current)
                 self._lock.notify_all()
             participants = list(current.participants.values())
         for participant in participants:

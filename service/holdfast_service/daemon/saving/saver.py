@@ -344,7 +344,7 @@ class Saver:
             try:
                 return segment.lease(new.key.step, who.attempt, 0.0)
             except ArenaFull:
-                complete = [r for r in self._rounds.write_queue.waiting() if r.holds(segment)]
+                complete = [r for r in self._rounds.waiting() if r.holds(segment)]
                 incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
             older, awaited = gives_way(policy, complete, incomplete), self._active.awaited(segment)
             if older is None:

@@ -56,9 +56,24 @@ class JoinedRound:
         """Another node commits it now: there is nothing to see for a while."""
         self.look_at = time.monotonic() + POLL_S[1]
 
-    def begin_writing(self, seen: JointRound, writing: Future[ShareWritten]) -> None:
-        """All parts are there, as `seen`: this node's share is being written."""
-        self.seen, self.writing = seen, writing
+    def seal(self, seen: JointRound) -> None:
+        """All parts are there, as `seen`."""
+        self.seen = seen
+
+    def begin_writing(self, writing: Future[ShareWritten]) -> None:
+        """This node's share is being written."""
+        self.writing = writing
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is sealed, and this node's share is not being written."""
+        return self.seen is not None and self.writing is None and self.ended is None
+
+    def follows(self, other: JoinedRound) -> bool:
+        """Whether its share is written after the other round has ended: of one launch, that of an earlier step."""
+        mine, its = self.current.key, other.current.key
+        same = (mine.run, mine.attempt) == (its.run, its.attempt)
+        return same and its.step < mine.step and other.writing is not None and other.ended is None
 
     def begin_helping(self, helping: Future[None]) -> None:
         """Another node's share is being written from here."""

@@ -3,6 +3,10 @@ shares written.
 
 One thread coordinates with other nodes in the catalog, for all open rounds; another writes, one share after the other. So a
 node that writes one round still follows the others. While the catalog is unavailable, sealed slots wait; training does not.
+
+A share is written once the launch's earlier rounds have ended: until then its round may be dropped for a newer save, as on
+one node. If two rounds were written at a time, all slots would be busy, and one node would drop the newest save, while
+another one, which has not heard yet that both are sealed, drops the second for it; then both would be lost.
 """
 
 from __future__ import annotations
@@ -116,7 +120,7 @@ class JointSaves:
             self._wake.wait(pause)
             self._wake.clear()
         for joint in list(self._joints.values()):
-            if joint.writing is not None and joint.ended is None:
+            if joint.seen is not None and joint.ended is None:
                 self._leave(joint)
         self._pool.shutdown()
         for joint in list(self._joints.values()):
@@ -124,10 +128,7 @@ class JointSaves:
 
     def _leave(self, joint: JoinedRound) -> None:
         """The daemon ends. Staged files stay: other nodes may still commit them, if this node's share is complete."""
-        error = RoundAborted(
-            f"the daemon of node {self._node} stopped before all nodes had finished the save",
-            hint="the next launch restores it if it was committed",
-        )
+        error = _stopped(self._node)
         try:
             if not (joint.delivered or joint.written):
                 self._party.rendezvous.abort(joint.id, error.problem())
@@ -138,12 +139,11 @@ class JointSaves:
     def _is_over(self) -> bool:
         if self._closing is None:
             return False
-        going = any(joint.writing is not None for joint in self._joints.values())
-        return time.monotonic() > self._closing or not (going or self._refusals or self._published)
+        going = self._refusals or self._published or any(joint.seen is not None for joint in self._joints.values())
+        return time.monotonic() > self._closing or not going
 
     def _pause(self) -> float:
-        due = [joint.look_at - time.monotonic() for joint in self._joints.values()]
-        return max(min(due, default=POLL_S[1]), 0.01)
+        return max(min((joint.look_at - time.monotonic() for joint in self._joints.values()), default=POLL_S[1]), 0.01)
 
     def _tell(self) -> None:
         """Send pending reports to other nodes."""
@@ -158,7 +158,7 @@ class JointSaves:
     def _meet(self) -> None:
         ready = {current.key: current for current in self._host.ready()}
         for key, joint in list(self._joints.items()):
-            if joint.writing is None and not self._host.is_open(joint.current):
+            if joint.writing is None and not self._host.may_give_way(joint.current):
                 del self._joints[key]  # given up here, or all its ranks have come to this node
                 self._party.rendezvous.abort(joint.id, RoundAborted(f"node {self._node} does not take part").problem())
         for key, current in sorted(ready.items(), key=lambda item: item[0].step):
@@ -169,7 +169,7 @@ class JointSaves:
         for joint in list(self._joints.values()):
             if joint.ended is not None:
                 self._finish(joint)
-            elif changed or time.monotonic() >= joint.look_at or joint.news:
+            elif changed or time.monotonic() >= joint.look_at or joint.news or joint.waits:
                 self._go_on_or_end(joint)
 
     def _arrive(self, current: SaveRound, ranks: tuple[int, ...]) -> None:
@@ -237,7 +237,7 @@ class JointSaves:
                 self._party.rendezvous.receive_part(joint.id)
             elif seen.state in ("sealed", "committing"):
                 self._begin(joint, seen)
-            elif self._host.sealed(joint.current):
+            elif self._host.sealed(joint.current) or joint.seen is not None:
                 self._end(joint, None)
             else:
                 del self._joints[joint.current.key]
@@ -245,14 +245,18 @@ class JointSaves:
         self._follow(joint, seen)
 
     def _begin(self, joint: JoinedRound, state: RoundState) -> None:
-        """All parts are there: from now on no node gives the round up alone."""
-        seen = self._party.rendezvous.sealed(joint.id)
-        if not self._host.sealed(joint.current):
-            del self._joints[joint.current.key]
-            return
+        """All parts are there. Once this node writes its share, it no longer gives the round up alone."""
+        if joint.seen is None:
+            joint.seal(self._party.rendezvous.sealed(joint.id))
+            if not self._host.sealed(joint.current):
+                del self._joints[joint.current.key]
+                return
+        if any(joint.follows(other) for other in self._joints.values()) or not self._host.writes(joint.current):
+            return  # it is, or was, dropped for a newer one while it waits
         self._party.exchange.offer(joint.id, joint.slots)
-        writing = self._pool.submit(self._writer.write, seen, state, joint.slots, joint.finished.is_set)
-        joint.begin_writing(seen, writing)
+        assert joint.seen is not None
+        writing = self._pool.submit(self._writer.write, joint.seen, state, joint.slots, joint.finished.is_set)
+        joint.begin_writing(writing)
         writing.add_done_callback(lambda done: self._wake.set())
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
@@ -339,3 +343,10 @@ class JointSaves:
         if error is not None and self._party.rendezvous.abort(joint.id, error.problem()):
             del self._joints[joint.current.key]
             self._host.given_up(joint.current, error)
+
+
+def _stopped(node: str) -> RoundAborted:
+    return RoundAborted(
+        f"the daemon of node {node} stopped before all nodes had finished the save",
+        hint="the next launch restores it if it was committed",
+    )
