@@ -50,6 +50,13 @@ _IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MUL
 _STARTED = re.compile(r'"(holdfast_service|holdfast\.demo)"')  # programs that tests start
 _LISTED = re.compile(r'_entry\(\s*"([\w.]+)"')  # commands, which are imported by their names
 ENVIRONMENT = {f"os.{name}" for name in ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")}
+# What has a kind of storage in its name, and what opens one: who asks either cannot work on another kind.
+STORAGE = "service/holdfast_service/storage/"
+STORAGE_KINDS = frozenset({"MemoryTier", "ObjectRecords", "ObjectStore", "PosixStore", "PosixTier"})
+STORAGE_OPENERS = frozenset({"stored_in", "tier_at"})
+OPENING = tuple(
+    f"service/holdfast_service/{folder}/" for folder in ("offline", "wings/convert", "wiring")
+)  # exports' directories
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -187,6 +194,23 @@ def environment_readers(modules: list[Source]) -> list[str]:
     ]
 
 
+def storage_kinds(modules: list[Source]) -> list[str]:
+    """Imports of one kind of storage outside of `storage/`, and of what opens a directory outside of what wires."""
+    found = []
+    for one in modules:
+        if one.path.startswith(STORAGE):
+            continue
+        unwanted = STORAGE_KINDS if one.path.startswith(OPENING) else STORAGE_KINDS | STORAGE_OPENERS
+        for node in ast.walk(one.tree):
+            if isinstance(node, ast.ImportFrom):
+                found += [
+                    f"{one.path}:{node.lineno}: imports {name.name}; take a RootStorage, Store or Records"
+                    for name in node.names
+                    if name.name in unwanted
+                ]
+    return found
+
+
 def homeless(modules: list[Source], elsewhere: dict[str, list[str]]) -> list[str]:
     """Modules that do something, and of which no test file has the name or says that it tests them."""
     listed = {place for places in elsewhere.values() for place in places}
@@ -287,7 +311,16 @@ def main() -> int:
     print(f"{sum(len(one.code) for one in modules)} lines of code")
     print(f"{len(lengths)} functions: median {statistics.median(lengths):.0f} lines, p95 {_p95(lengths)}, {max(lengths)}")
     print(f"{len(files)} files: median {statistics.median(files):.0f} lines, p95 {_p95(files)}, {max(files)}")
-    checks = (full_folders, homonyms, tuple_parameters, hidden_keywords, long_functions, large, environment_readers)
+    checks = (
+        full_folders,
+        homonyms,
+        tuple_parameters,
+        hidden_keywords,
+        long_functions,
+        large,
+        environment_readers,
+        storage_kinds,
+    )
     elsewhere = msgspec.toml.decode(ELSEWHERE.read_bytes(), type=dict[str, list[str]])
     problems = [problem for check in checks for problem in check(modules)]
     problems += homeless(modules, elsewhere) + wrong_homes(modules, elsewhere)

@@ -58,6 +58,24 @@ def test_who_reads_the_environment_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "name", "named"),
+    [
+        ("control/a.py", "PosixStore", True),
+        ("daemon/copying/a.py", "stored_in", True),
+        ("wiring/a.py", "PosixTier", True),
+        ("wiring/a.py", "stored_in", False),
+        ("control/a.py", "Store", False),
+        ("storage/a.py", "PosixStore", False),
+    ],
+)
+def test_who_names_a_kind_of_storage_is_named(place: str, name: str, named: bool) -> None:
+    """In a list of imports as well; what wires may open a directory."""
+    text = f"from holdfast_service.storage import Files, {name}"
+    found = structure.storage_kinds([source(f"service/holdfast_service/{place}", text)])
+    assert [one.partition(";")[0] for one in found] == [f"service/holdfast_service/{place}:1: imports {name}"] * named
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("def f(which: tuple[str, int]) -> None: ...", ["a.py:1: f(which: tuple[str, int])"]),
