@@ -1,4 +1,4 @@
-"""A bucket in memory, with the interface of `holdfast_files.objects.client.Bucket`, and what a test may change in it."""
+"""A bucket in memory, in place of `holdfast_files.objects.client.Bucket`, and what a test may change in it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,14 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.answers import KeyPage, Listed, PendingUpload
+from holdfast_files.objects.client import Bucket, Found, WriteOutcome
 from holdfast_formats.errors import LimitExceeded, NoSpace, NoSuchResource, StorageFailed
 
 PAGE_KEYS = 1000
-
-
-class Found(NamedTuple):
-    size: int
-    etag: str
-    modified: float
-    now: float
-
-
-class Listed(NamedTuple):
-    key: str
-    size: int
-    etag: str
-    modified: float
-
-
-class Written(NamedTuple):
-    outcome: Literal["done", "exists", "unknown"]
-    etag: str = ""
-    detail: str = ""
-
-
-class Page(NamedTuple):
-    objects: list[Listed]
-    prefixes: list[str]
-    now: float
-
-
-class Upload(NamedTuple):
-    key: str
-    id: str
-    begun: float
 
 
 class _Object(NamedTuple):
@@ -52,19 +23,23 @@ class _Object(NamedTuple):
     modified: float
 
 
-class MemoryBucket:
+class MemoryBucket(Bucket):
     """`conditions`: whether conditional puts are honoured, or accepted and ignored. `requests` lists the calls in order."""
 
     def __init__(self, conditions: bool = True) -> None:
-        self.label = "s3://memory/root"
+        self.address = BucketAddress("memory", "root")
+        self.label = self.address.label
         self.conditions = conditions
         self.clock = time.time
         self.requests: list[tuple[str, str]] = []
         self.room = 2**40  # bytes that still fit
         self._objects: dict[str, _Object] = {}
-        self._uploads: dict[str, tuple[Upload, dict[int, bytes]]] = {}
+        self._uploads: dict[str, tuple[PendingUpload, dict[int, bytes]]] = {}
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
+
+    def using(self, **_: Any) -> MemoryBucket:
+        return self
 
     def head(self, key: str) -> Found | None:
         with self._asked("head", key):
@@ -89,21 +64,21 @@ class MemoryBucket:
         view[: len(data)] = data
         return len(data)
 
-    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> Written:
+    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> WriteOutcome:
         with self._asked("put", key):
             held = self._objects.get(key)
             if self.conditions and if_absent and held is not None:
-                return Written("exists")
+                return WriteOutcome("exists")
             if self.conditions and if_match is not None and (held is None or held.etag != if_match):
-                return Written("exists")
-            return Written("done", self._store(key, bytes(data)))
+                return WriteOutcome("exists")
+            return WriteOutcome("done", self._store(key, bytes(data)))
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._asked("delete", ",".join(keys)):
             for key in keys:
                 self._objects.pop(key, None)
 
-    def pages(self, prefix: str, after: str = "", delimiter: str = "") -> Iterator[Page]:
+    def pages(self, prefix: str, after: str = "", delimiter: str = "") -> Iterator[KeyPage]:
         with self._asked("list", prefix):
             found: dict[str, Listed | None] = {}
             for key in sorted(self._objects):
@@ -119,7 +94,7 @@ class MemoryBucket:
         for begin in range(0, max(len(names), 1), PAGE_KEYS):
             some = names[begin : begin + PAGE_KEYS]
             objects = [one for name in some if (one := found[name]) is not None]
-            yield Page(objects, [name for name in some if found[name] is None], self.clock())
+            yield KeyPage(objects, [name for name in some if found[name] is None], self.clock())
 
     def copy(self, source: str, key: str, size: int) -> None:
         with self._asked("copy", key):
@@ -127,7 +102,7 @@ class MemoryBucket:
 
     def begin_upload(self, key: str) -> str:
         with self._asked("begin", key):
-            upload = Upload(key, f"upload-{next(self._ids)}", self.clock())
+            upload = PendingUpload(key, f"upload-{next(self._ids)}", self.clock())
             self._uploads[upload.id] = (upload, {})
             return upload.id
 
@@ -138,28 +113,28 @@ class MemoryBucket:
             self._parts(upload)[number] = data
             return _etag(data)
 
-    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> Written:
+    def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> WriteOutcome:
         with self._asked("complete", key):
             held = self._parts(upload)
             if any(_etag(held[number]) != etag for number, etag in parts):
                 raise StorageFailed(f"a part of {key} is not the one that was sent")
             data = b"".join(held[number] for number, _ in sorted(parts))
             del self._uploads[upload]
-            return Written("done", self._store(key, data))
+            return WriteOutcome("done", self._store(key, data))
 
     def abort(self, key: str, upload: str) -> None:
         with self._asked("abort", key):
             self._uploads.pop(upload, None)
 
-    def uploads(self, prefix: str) -> Iterator[Upload]:
+    def uploads(self, prefix: str) -> Iterator[PendingUpload]:
         with self._asked("uploads", prefix):
             found = sorted(upload for upload, _ in self._uploads.values() if upload.key.startswith(prefix))
         yield from found
 
-    def used(self) -> int:
-        """The bytes of all objects, and of all parts of unfinished uploads."""
-        parts = [len(data) for _, held in self._uploads.values() for data in held.values()]
-        return sum(parts) + sum(len(held.data) for held in self._objects.values())
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each object, by its key, and of the parts of each unfinished upload, by its id."""
+        parts = {upload.id: sum(map(len, held.values())) for upload, held in self._uploads.values()}
+        return {**parts, **{key: len(held.data) for key, held in self._objects.items()}}
 
     def names(self) -> list[str]:
         return sorted(self._objects)

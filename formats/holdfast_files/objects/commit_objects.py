@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast_formats import decoding, naming
 from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.naming import Place
 
 FORMAT = 1
 COMMIT_OBJECT_BYTES_MAX = 4096
@@ -47,6 +48,10 @@ class CommitObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.checkpoint, *(one for one in self.replaced if one is not None))
 
 
+_LONGEST = Published(
+    naming.data_directory(Place("", naming.STEP_MAX, naming.ATTEMPT_MAX, naming.ROUND_ID_MAX)), "0" * 64, "0" * 64
+)
+_UNREPLACED_BYTES_MAX = len(msgspec.json.encode(CommitObject(FORMAT, _LONGEST, ()))) + 1
 _decode = decoding.decoder(CommitObject)
 
 
@@ -55,6 +60,11 @@ def commit_object(checkpoint: Published, replaced: tuple[Published | None, ...] 
     while replaced and replaced[-1] is None:
         replaced = replaced[:-1]
     return CommitObject(FORMAT, checkpoint, replaced)
+
+
+def may_name_replaced(size: int) -> bool:
+    """Whether a commit object of this many bytes can name replaced checkpoints, so that a list shows which ones to read."""
+    return size > _UNREPLACED_BYTES_MAX
 
 
 def encode(content: CommitObject, run: str, step: int) -> bytes:

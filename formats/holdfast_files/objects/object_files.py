@@ -8,29 +8,20 @@ read last, also while another node replaces the checkpoint. When a file is not t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast_formats import naming
 from holdfast_formats.errors import LimitExceeded, NoSuchResource
 from holdfast_formats.files import check_position, split_leaf, split_path
 
 from . import commit_objects
+from .client import Bucket, Found
 from .commit_objects import COMMIT_OBJECT_BYTES_MAX, CommitObject
 
 REMEMBERED_MAX = 4096  # commit objects; more are read again
-_HIDDEN = frozenset({naming.DATA, naming.COMMITS, naming.RECEIPTS})
+_HIDDEN = frozenset({naming.DATA, naming.COMMITS})
 _Result = TypeVar("_Result")
-
-
-class _Bucket(Protocol):
-    @property
-    def label(self) -> str: ...
-    def head(self, key: str, /) -> Any: ...
-    def read(self, key: str, /, offset: int = 0, length: int | None = None) -> bytes: ...
-    def read_tagged(self, key: str, bytes_max: int, /) -> tuple[bytes, str]: ...
-    def read_into(self, key: str, offset: int, buffer: Any, /) -> int: ...
-    def pages(self, prefix: str, /, after: str = "", delimiter: str = "") -> Iterator[Any]: ...
 
 
 class TaggedCommit(NamedTuple):
@@ -40,7 +31,7 @@ class TaggedCommit(NamedTuple):
     etag: str
 
 
-def read_commit_object(bucket: _Bucket, run: str, step: int) -> TaggedCommit | None:
+def read_commit_object(bucket: Bucket, run: str, step: int) -> TaggedCommit | None:
     """The step's commit object; None without one. `CorruptManifest` if it cannot be read or is too long to be one."""
     path = naming.commit_object_path(run, step)
     try:
@@ -63,7 +54,7 @@ class _FileOfStep(NamedTuple):
 class ObjectFiles:
     """The files of one root in a bucket; satisfies `Files`. `CorruptManifest` names a commit object that cannot be read."""
 
-    def __init__(self, bucket: _Bucket) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._remembered: dict[tuple[str, int], str] = {}  # by run and step, the name of the prefix
         self._lock = threading.Lock()
@@ -75,7 +66,7 @@ class ObjectFiles:
     def size(self, path: str) -> int | None:
         split_leaf(path)
         found = self._found(path)
-        return None if found is None else int(found.size)
+        return None if found is None else found.size
 
     def stamp(self, path: str) -> str:
         split_leaf(path)
@@ -115,15 +106,25 @@ class ObjectFiles:
     def read_stored(self, path: str, offset: int, buffer: Any) -> int:
         return self.read_into(path, offset, buffer)  # nothing is cached on this side
 
+    def key(self, path: str) -> str:
+        """The key of a file now, for what is asked of the bucket itself; `NoSuchResource` if its step has no checkpoint."""
+        of_step = _of_step(split_path(path))
+        return path if of_step is None else f"{self._prefix(of_step, fresh=True)}/{of_step.file}"
+
     def forget(self, run: str, step: int) -> None:
         """Read the step's commit object again when one of its files is asked for: this process has changed it."""
         with self._lock:
             self._remembered.pop((run, step), None)
 
-    def _found(self, path: str) -> Any:
+    def forget_all(self) -> None:
+        """`forget` for all steps."""
+        with self._lock:
+            self._remembered.clear()
+
+    def _found(self, path: str) -> Found | None:
         """Size, ETag and time of a file; None if there is none."""
 
-        def head(key: str) -> Any:
+        def head(key: str) -> Found:
             found = self._bucket.head(key)
             if found is None:
                 raise NoSuchResource(f"there is no file {path}", path=path)
@@ -166,7 +167,7 @@ class ObjectFiles:
         return f"{of_step.run}/{naming.DATA}/{name}"
 
 
-def _names_in(bucket: _Bucket, directory: str) -> list[str]:
+def _names_in(bucket: Bucket, directory: str) -> list[str]:
     top = f"{directory}/" if directory else ""
     names = set[str]()
     for page in bucket.pages(top, delimiter="/"):

@@ -38,6 +38,8 @@ _LISTS = "`holdfast ls {}` lists them"
 class PosixStore:
     """The checkpoints of a root. Stateless: several of them, on several nodes, may have the same root."""
 
+    shares_files = True
+
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
 

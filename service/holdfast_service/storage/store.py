@@ -13,8 +13,8 @@ lock, and freeing bytes does not. The sweep takes the live rounds and a time wit
 between the question and the sweep. `put_back` is for file systems that cannot exchange names. A job resumes in a place with
 a round, whose name follows from its work: it drops what is not finished. `mend` is no commit `over` the damaged checkpoint,
 because a file system without hard links would copy all of it for one bad byte, and would keep the damaged one until the
-other is read back; a store that cannot replace one object takes the other files into `place`, and commits that. An object
-store must state whether several nodes can fill one object; if they cannot, the planner gives whole files to nodes.
+other is read back; a store that cannot replace one object takes the other files into `place`, and commits that. A store
+states in `shares_files` whether several nodes can fill one file, because parts of an object cannot be of any size.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class StagedFiles(Protocol):
     def path(self) -> str: ...
 
     def create(self, file: str, size: int) -> FileWriter:
-        """A file with room for `size` bytes. In a round of several nodes each may create it, to write its own ranges; it is
-        complete once each has finished.
+        """A file with room for `size` bytes. In a round of several nodes each may create it, to write its own ranges, if the
+        store `shares_files`; it is complete once each has finished.
 
         Every byte is written once. A writer with several threads hands out ranges in order, so that a store without random
         writes may make a thread wait for the bytes before its own. Ranges of nodes begin and end at multiples of a block.
@@ -103,6 +103,10 @@ class StagedCheckpoint(StagedFiles, Protocol):
 
 class Store(Protocol):
     """Checkpoints of many runs, and staged saves. Used by several nodes at once."""
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether several nodes of a round can fill one file. If not, a file is one node's to write."""
 
     @property
     def files(self) -> Files:

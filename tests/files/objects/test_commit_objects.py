@@ -25,16 +25,18 @@ TWO = Published("step-00000007.a2.r123456789012345678", "f" * 64, "node-1.0a1b")
     st.integers(0, naming.ATTEMPT_MAX),
     st.integers(1, naming.ROUND_ID_MAX),
     st.lists(st.booleans(), max_size=2),
+    st.integers(1, 64),
 )
-def test_a_commit_object_reads_back(step: int, attempt: int, round_id: int, kept: list[bool]) -> None:
+def test_a_commit_object_reads_back(step: int, attempt: int, round_id: int, kept: list[bool], writer: int) -> None:
     """Every place, and what it replaced at the same positions; the longest one is within the limit."""
     data = naming.data_directory(Place(RUN, step, attempt, round_id))
-    one = Published(data, "a" * 64, "w" * 64)
+    one = Published(data, "a" * 64, "w" * writer)
     content = commit_object(one, tuple(one if each else None for each in kept))
     encoded = encode(content, RUN, step)
     assert decode(encoded, RUN, step) == content and encoded.count(b"\n") == 1
     assert len(encoded) < commit_objects.COMMIT_OBJECT_BYTES_MAX
     assert len(content.kept) == 1 + sum(kept)
+    assert commit_objects.may_name_replaced(len(encoded)) == any(kept)
 
 
 def test_nothing_is_named_after_the_last_replaced() -> None:

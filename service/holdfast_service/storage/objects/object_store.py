@@ -1,0 +1,407 @@
+"""A bucket as a store of checkpoints: files below `RUN/data/PREFIX/`, published by the commit object `RUN/commits/step-N`.
+
+The commit object is the only arbiter (I13). It is put last, when all else is there, and removed first (I8). No prefix is
+used twice: it has the round's id, or a random number where a place has no round; so a place without a round is known to the
+store alone that began it. Every doubtful answer is settled by reading back (I14), which compares the whole commit object.
+
+What a crash leaves, after each write of a commit and of a removal:
+
+| last write | what stands | what removes the rest |
+|---|---|---|
+| parts of an upload | the checkpoint before, if any | `sweep` aborts the upload |
+| files, small files, manifest, COMMIT | the checkpoint before | `sweep`: no commit object names the prefix |
+| commit object, new or in place of another | the new checkpoint, whose commit object names what it replaced | `release` |
+| removal: commit object deleted | nothing | `sweep` |
+| discarded round: fence, some of its files | nothing | `sweep` |
+
+A replaced checkpoint is named by the commit object of the one in its place (`CommitObject.replaced`), so that one write
+replaces, releases or takes back. Commit objects are replaced only under the lock of the run, and by their tag.
+
+Files cannot be removed at one moment, as a rename does it. So the files of a round are removed behind a fence, an object
+beside its prefix, and a committer that finds the fence, or no file, after it has published withdraws that.
+
+`shares_files` is False: parts of an object have at least 5 MiB and are put together by one request, so that nodes would have
+to agree on parts and on the id of the upload. The planner gives whole files to nodes.
+
+`stamps` are ETags of commit objects: files below a prefix do not change once they are published. A file that is overwritten
+by hand is found by verification alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from holdfast_files.objects import commit_objects
+from holdfast_files.objects.commit_objects import Published, commit_object
+from holdfast_files.objects.object_files import ObjectFiles
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, CorruptManifest, NoSuchCheckpoint, NoSuchResource, StorageFailed
+from holdfast_formats.naming import CheckpointId, Place
+from holdfast_service.storage.store import Alone, CommitContents, Publication
+
+from .conditional_puts import ConditionalPuts
+from .object_sweep import Sweep
+from .prefixes import erase, fence_of, has_objects
+from .staged_objects import StagedObjects, StoredObjects
+from .step_commits import Standing, StepCommits, data_of
+from .trashed_runs import TrashedRuns
+from .uploads import Uploads
+
+REPLACEMENTS_MAX = 4  # tries, each after another writer has changed the commit object
+HEADS_AT_ONCE = 16
+_PUBLISHED = Publication("published")
+
+log = logging.getLogger(__name__)
+
+
+class ObjectStore:
+    """The checkpoints of a root in a bucket. Safe for threads."""
+
+    shares_files = False
+
+    def __init__(self, uploads: Uploads, puts: ConditionalPuts, writer: str = "") -> None:
+        """`writer` identifies this process in commit objects of places without a round; by default a random id."""
+        self._uploads, self._bucket, self._puts = uploads, uploads.bucket, puts
+        self._writer = writer or secrets.token_hex(8)
+        self._committed = ObjectFiles(self._bucket)
+        self._commits = StepCommits(self._bucket, puts, self._committed)
+        self._trash = TrashedRuns(self._bucket, puts)
+        self._begun: dict[Place, StagedObjects] = {}  # places without a round
+        self._lock = threading.Lock()
+        self.files = StoredObjects(self._committed, self._prefix)
+
+    def begin(self, place: Place) -> StagedObjects:
+        naming.staging_path(*place)
+        if place.round_id:
+            return self._staged(place, place)
+        self.discard(place)
+        staged = self._staged(place, place._replace(round_id=10**17 + secrets.randbelow(9 * 10**17)))
+        with self._lock:
+            self._begun[place] = staged
+        return staged
+
+    def receipts(self, place: Place) -> list[bytes]:
+        naming.staging_path(*place)
+        begun = self._begun.get(place)
+        return [] if begun is None else list(begun.receipts.values())
+
+    def commit(self, place: Place, contents: CommitContents, over: bool = False) -> Publication:
+        prefix = self._prefix(place)
+        standing = self._commits.standing(_id(place))
+        mine = self._published(place, prefix or "", contents.manifest)
+        answer = _answer(standing, mine, over)
+        if answer is None:
+            missing = f"{place.path} was not begun here" if prefix is None else self._missing(prefix, contents)
+            if prefix is None or missing:
+                return Publication("gone", missing)
+            answer = self._complete(place, prefix, contents) or self._publish(place, mine, contents, _Wish(standing, over))
+        if answer.outcome == "published":
+            self._end(place)
+        return answer
+
+    def mend(self, place: Place, manifest: bytes, commit: bytes) -> None:
+        """Copies the files that are not staged into the place, on the server, and publishes it in place of the old one."""
+        prefix, which = self._prefix(place), _id(place)
+        standing = self._commits.standing(which)
+        if standing is None:
+            raise _no_checkpoint(*which)
+        old = standing.checkpoint
+        if old is None:
+            raise commit_objects.damaged(naming.commit_object_path(*which), "a repair needs to know its files")
+        if prefix is None or standing.names(_name(prefix)):
+            raise StorageFailed(f"nothing is staged at {place.path}", path=place.path)
+        staged = {naming.MANIFEST, naming.COMMIT, *self._committed.list(prefix)}
+        for page in self._bucket.pages(f"{data_of(place.run, old)}/"):
+            for one in page.objects:
+                name = _name(one.key)
+                if name not in staged:
+                    self._bucket.copy(one.key, f"{prefix}/{name}", one.size)
+                    self._check_size(f"{prefix}/{name}", one.size)
+        self._bucket.put(f"{prefix}/{naming.MANIFEST}", manifest)
+        self._bucket.put(f"{prefix}/{naming.COMMIT}", commit)
+        content = commit_object(self._published(place, prefix, manifest), standing.replaced)
+        self._commits.change(which, content, standing)
+        self._end(place)
+        self._erase_unneeded(data_of(place.run, old))
+
+    def steps(self, run: str) -> list[int]:
+        return list(self._commits.listed(run))
+
+    def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
+        if step is not None:
+            found = self._bucket.head(naming.commit_object_path(run, step))
+            return {} if found is None else {step: found.etag}
+        return {at: etag for at, (etag, _) in self._commits.listed(run).items()}
+
+    def discard(self, place: Place) -> None:
+        """What is published, or kept because it was replaced, stays; and what a damaged commit object may name."""
+        prefix = self._prefix(place)
+        if prefix is None:
+            return
+        self._throw_away(place, prefix)
+        self._end(place)
+
+    def replaced(self, run: str) -> list[Place]:
+        found = []
+        for step, (_, size) in self._commits.listed(run).items():
+            if commit_objects.may_name_replaced(size):
+                standing = self._commits.standing(CheckpointId(run, step))
+                kept = () if standing is None else standing.replaced
+                found += [naming.replaced_place(run, step, number) for number, one in enumerate(kept) if one is not None]
+        return sorted(found, reverse=True)
+
+    def release(self, place: Place) -> str | None:
+        standing = self._commits.standing(_id(place))
+        one = None if standing is None else standing.replaced_at(place)
+        if standing is None or standing.checkpoint is None or one is None:
+            return None
+        self._commits.change(_id(place), commit_object(standing.checkpoint, standing.without(place)), standing)
+        return data_of(place.run, one)
+
+    def take_back(self, place: Place) -> str | None:
+        standing = self._commits.standing(_id(place))
+        one = None if standing is None else standing.replaced_at(place)
+        if standing is None or standing.checkpoint is None or one is None:
+            raise NoSuchResource(f"{place.path} is gone", path=place.path)
+        gone = data_of(place.run, standing.checkpoint)
+        self._commits.change(_id(place), commit_object(one, standing.without(place)), standing)
+        return gone if has_objects(self._bucket, gone) else None
+
+    def remove(self, run: str, step: int) -> str:
+        """Returns the commit object, with its path, which `bring_back` puts again."""
+        which = CheckpointId(run, step)
+        standing = self._commits.standing(which)
+        if standing is None:
+            raise _no_checkpoint(run, step)
+        self._commits.delete(which)
+        encoded = b"unreadable" if standing.content is None else commit_objects.encode(standing.content, run, step)
+        return f"{naming.commit_object_path(run, step)} {encoded.decode().strip()}"
+
+    def bring_back(self, run: str, step: int, removed: str) -> bool:
+        content = commit_objects.decode(removed.partition(" ")[2].encode(), run, step)
+        done = self._commits.put(CheckpointId(run, step), content, None)
+        if done.outcome == "unknown":
+            raise StorageFailed(f"step {step} of {run} may not be back: {done.detail}")
+        return done.outcome == "done"
+
+    def free(self, removed: str) -> None:
+        path, _, encoded = removed.partition(" ")
+        run, _, name = path.split("/")
+        if not encoded:
+            self._erase_removed(run, name)
+            return
+        step = naming.parse_step_directory(name)
+        assert step is not None
+        with suppress(CorruptManifest):  # a sweep frees what it named
+            for one in commit_objects.decode(encoded.encode(), run, step).kept:
+                self._erase_removed(run, one.data)
+
+    def _erase_removed(self, run: str, data: str) -> None:
+        place = naming.parse_data_directory(run, data)
+        assert place is not None
+        standing = self._commits.standing(_id(place))
+        if standing is None or not standing.may_name(data):  # a job may have made it again
+            erase(self._bucket, naming.data_path(place))
+
+    def put_away(self, run: str, entry: str) -> None:
+        self._trash.put_away(run, entry)
+        self._committed.forget_all()
+
+    def take_out(self, entry: str, run: str) -> None:
+        self._trash.take_out(entry, run)
+        self._committed.forget_all()
+
+    def purge(self, entry: str) -> bool:
+        return self._trash.purge(entry)
+
+    def free_purged(self) -> list[tuple[str, CheckpointError]]:
+        return self._trash.free_purged()
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def put_back(self, alone: Alone) -> list[str]:
+        """Replacements need no repair, since one write replaces; moves of whole runs are finished."""
+        return self._trash.finish_moves(alone)
+
+    def sweep(self, live: Collection[Place] = (), idle_s: float | None = None) -> list[str]:
+        for place in live:
+            naming.staging_path(*place)
+        sweep = Sweep(self._bucket, self._commits, self._trash)
+        removed = []
+        for place, prefix in sweep.found(live, idle_s):
+            if self._throw_away(place, prefix):
+                removed.append(prefix)
+        return removed
+
+    def _staged(self, place: Place, stored_at: Place) -> StagedObjects:
+        return StagedObjects(place, naming.data_path(stored_at), self._uploads, self.files, self._commits)
+
+    def _prefix(self, place: Place) -> str | None:
+        """The prefix of a place's files; None for one without a round that this store has not begun, and for a replaced
+        checkpoint that is gone.
+        """
+        naming.staging_path(*place)
+        if place.attempt == naming.REPLACED_ATTEMPT:
+            standing = self._commits.standing(_id(place))
+            one = None if standing is None else standing.replaced_at(place)
+            return None if one is None else data_of(place.run, one)
+        if place.round_id:
+            return naming.data_path(place)
+        begun = self._begun.get(place)
+        return None if begun is None else begun.prefix
+
+    def _published(self, place: Place, prefix: str, manifest: bytes) -> Published:
+        writer = f"r{place.round_id}" if place.round_id else self._writer
+        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer)
+
+    def _missing(self, prefix: str, contents: CommitContents) -> str:
+        """Which staged file is not there as it was written; empty if all are (I20)."""
+        with ThreadPoolExecutor(min(HEADS_AT_ONCE, max(len(contents.staged), 1)), "holdfast-head") as pool:
+            found = pool.map(self._bucket.head, [f"{prefix}/{name}" for name in contents.staged])
+            for (name, size), one in zip(contents.staged.items(), found, strict=True):
+                if one is None or one.size != size:
+                    stands = "is not there" if one is None else f"has {one.size} bytes"
+                    return f"{prefix}/{name} {stands}, but {size} were written"
+        return ""
+
+    def _complete(self, place: Place, prefix: str, contents: CommitContents) -> Publication | None:
+        """Add the small files, the manifest, and COMMIT last (I3). `gone` if another committer of the round has added other
+        bytes, which stay.
+        """
+        added = {**contents.small, naming.MANIFEST: contents.manifest, naming.COMMIT: contents.commit}
+        for name, data in added.items():
+            key = f"{prefix}/{name}"
+            if not place.round_id or naming.is_job_place(place):  # one writer
+                self._bucket.put(key, data)
+                continue
+            done = self._puts.first(key, data)
+            if done.outcome == "unknown":
+                raise StorageFailed(f"{key} may not be written: {done.detail}", path=key)
+            if done.outcome == "exists" and self._bucket.read(key, 0, len(data) + 1) != data:
+                return Publication("gone", f"{key} has other bytes, of another committer of the round")
+        return None
+
+    def _publish(self, place: Place, mine: Published, contents: CommitContents, wish: _Wish) -> Publication:
+        standing, over = wish
+        for _ in range(REPLACEMENTS_MAX):
+            kept = _Kept((), None) if standing is None else self._kept(place, standing)
+            done = self._commits.put(_id(place), commit_object(mine, kept.replaced), standing)
+            if done.outcome == "unknown":
+                return Publication("unknown", f"{naming.commit_object_path(*_id(place))}: {done.detail}")
+            if done.outcome == "done":
+                if kept.displaced is not None:
+                    self._erase_unneeded(data_of(place.run, kept.displaced))
+                return self._confirmed(place, mine, contents)
+            standing = self._commits.standing(_id(place))
+            answer = _answer(standing, mine, over)
+            if answer is not None:
+                return answer
+        return Publication("taken", "other writers keep replacing the checkpoint")
+
+    def _confirmed(self, place: Place, mine: Published, contents: CommitContents) -> Publication:
+        """After the commit object is there: whether its files were thrown away meanwhile. They are only while the round's
+        fence is there, which is removed after them.
+        """
+        if not place.round_id:
+            return _PUBLISHED
+        prefix, witness = data_of(place.run, mine), next(iter(contents.staged), naming.COMMIT)
+        try:
+            if self._bucket.head(fence_of(prefix)) is None and self._bucket.head(f"{prefix}/{witness}") is not None:
+                return _PUBLISHED
+            self._commits.withdraw(_id(place), mine.data)
+        except CheckpointError as error:
+            return Publication("unknown", f"{prefix} is published, and may have been discarded: {error.detail}")
+        return Publication("gone", f"{prefix} was discarded")
+
+    def _throw_away(self, place: Place, prefix: str) -> bool:
+        """Remove files that no commit object names; False, and they stay, if one names them by now. A committer that was
+        held up withdraws what it publishes behind the fence.
+        """
+        if place.round_id:
+            self._bucket.put(fence_of(prefix), b"")
+            standing = self._commits.standing(_id(place))
+            if standing is not None and standing.may_name(prefix):
+                self._bucket.delete([fence_of(prefix)])
+                return False
+        erase(self._bucket, prefix)
+        if place.round_id:
+            self._bucket.delete([fence_of(prefix)])
+        return True
+
+    def _kept(self, place: Place, standing: Standing) -> _Kept:
+        """What the new commit object names as replaced: the first one, which may be the last that was read back, and the
+        newest. One without COMMIT was replaced because of that, and is not kept.
+        """
+        old = standing.checkpoint
+        if old is None:
+            return _Kept((), None)
+        first, second = (*standing.replaced, None, None)[:2]
+        if self._bucket.head(f"{data_of(place.run, old)}/{naming.COMMIT}") is None:
+            return _Kept((first, second), old)
+        return _Kept((old, second), None) if first is None else _Kept((first, old), second)
+
+    def _check_size(self, key: str, size: int) -> None:
+        found = self._bucket.head(key)
+        if found is None or found.size != size:
+            raise StorageFailed(f"{key} does not have the {size} bytes that were copied", path=key)
+
+    def _erase_unneeded(self, prefix: str) -> None:
+        try:
+            erase(self._bucket, prefix)
+        except CheckpointError as error:  # a sweep removes it
+            log.warning("cannot remove %s: %s", prefix, error.detail)
+
+    def _end(self, place: Place) -> None:
+        with self._lock:
+            self._begun.pop(place, None)
+
+
+class _Wish(NamedTuple):
+    """What a commit has found at its step, and whether it may replace that."""
+
+    standing: Standing | None
+    over: bool
+
+
+class _Kept(NamedTuple):
+    """What a new commit object names as replaced, and a checkpoint that is not kept."""
+
+    replaced: tuple[Published | None, ...]
+    displaced: Published | None
+
+
+def _answer(standing: Standing | None, mine: Published, over: bool) -> Publication | None:
+    """What a commit returns because of what stands; None if it may go on."""
+    if standing is None:
+        return None
+    stands = standing.checkpoint
+    if stands is not None and stands.data == mine.data:
+        if stands == mine:
+            return _PUBLISHED
+        return Publication("taken", f"the commit object of {mine.data} names another manifest, of {stands.writer}")
+    if not over:
+        by = "a commit object that cannot be read" if stands is None else f"{stands.data}, written by {stands.writer}"
+        return Publication("taken", f"the step has {by}")
+    if standing.names(mine.data):
+        return Publication("taken", f"{mine.data} was published, and has been replaced since")
+    return None
+
+
+def _id(place: Place) -> CheckpointId:
+    return CheckpointId(place.run, place.step)
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _no_checkpoint(run: str, step: int) -> NoSuchCheckpoint:
+    return NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them")

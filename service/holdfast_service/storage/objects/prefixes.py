@@ -1,0 +1,49 @@
+"""Lists and removes what lies below a prefix of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from holdfast_files.objects.client import Bucket
+
+FENCE = ".discarded"  # after the name of a prefix: an object that is there while the files of a round are thrown away
+
+
+class Objects(NamedTuple):
+    """What lies below a prefix: the keys, and the seconds since the last write by the store's own clock (I17)."""
+
+    keys: list[str]
+    idle_s: float
+
+
+def objects_below(bucket: Bucket, directory: str) -> Objects:
+    keys, newest, now = list[str](), 0.0, 0.0
+    for page in bucket.pages(f"{directory}/"):
+        now = max(now, page.now)
+        keys += [one.key for one in page.objects]
+        newest = max([newest, *(one.modified for one in page.objects)])
+    return Objects(keys, max(now - newest, 0.0))
+
+
+def names_in(bucket: Bucket, directory: str) -> Iterator[str]:
+    """The names of what has objects below it."""
+    top = f"{directory}/" if directory else ""
+    for page in bucket.pages(top, delimiter="/"):
+        yield from (prefix.removeprefix(top).rstrip("/") for prefix in page.prefixes)
+
+
+def has_objects(bucket: Bucket, directory: str) -> bool:
+    return any(page.objects for page in bucket.pages(f"{directory}/"))
+
+
+def erase(bucket: Bucket, directory: str) -> bool:
+    """Remove everything below a prefix; False if there was nothing."""
+    keys = objects_below(bucket, directory).keys
+    if keys:
+        bucket.delete(keys)
+    return bool(keys)
+
+
+def fence_of(directory: str) -> str:
+    return f"{directory}{FENCE}"

@@ -1,0 +1,98 @@
+"""Finds out what a bucket honours before a root in it is served: conditions of writes, and reads after writes."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Literal, NamedTuple
+
+from holdfast_files.objects.client import Bucket
+from holdfast_formats.errors import CheckpointError, StorageFailed
+
+PROBES = ".holdfast.probe"
+_FIRST, _SECOND = b"first", b"second"
+
+Condition = Literal["honoured", "refused", "ignored"]
+
+
+class Honours(NamedTuple):
+    """What a bucket honours. `if_match` as `quoted` tells whether the tag is sent with its quotes."""
+
+    if_absent: Condition
+    if_match: Condition
+    quoted: bool = True
+
+    @property
+    def arbitrates(self) -> bool:
+        """Whether of several writers the bucket lets one through, so that nothing else has to."""
+        return self.if_absent == self.if_match == "honoured"
+
+    @property
+    def lacking(self) -> str:
+        """What is missing for that, as messages say it; empty if nothing is."""
+        names = {"If-None-Match": self.if_absent, "If-Match": self.if_match}
+        return " and ".join(f"puts with {name} are {state}" for name, state in names.items() if state != "honoured")
+
+
+HONOURED = Honours("honoured", "honoured")
+
+
+def probe(bucket: Bucket) -> Honours:
+    """Write, read and remove a few bytes at a new key. Raises `StorageFailed` for a bucket that says it stores what it does
+    not, and what the client raises, such as for a missing permission.
+    """
+    key = f"{PROBES}/{uuid.uuid4().hex}"
+    if bucket.head(key) is not None:
+        raise _lies(bucket, "an object that was never written exists")
+    bucket.put(key, _FIRST)
+    try:
+        if bucket.read(key) != _FIRST:
+            raise _lies(bucket, "an object does not have the bytes that were written")
+        if_absent = _asked(bucket, key, if_absent=True)
+        if_match, quoted = _if_match(bucket, key)
+    finally:
+        bucket.delete([key])
+    if bucket.head(key) is not None:
+        raise _lies(bucket, "an object exists after it was deleted")
+    return Honours(if_absent, if_match, quoted)
+
+
+def _if_match(bucket: Bucket, key: str) -> tuple[Condition, bool]:
+    found = _asked(bucket, key, if_match='"0123456789abcdef0123456789abcdef"')
+    if found != "honoured":
+        return found, True
+    for quoted in (True, False):
+        bucket.put(key, _FIRST)
+        etag = bucket.read_tagged(key, len(_FIRST))[1]
+        if _takes(bucket, key, tagged(etag, quoted)):
+            return "honoured", quoted
+    return "refused", True
+
+
+def tagged(etag: str, quoted: bool) -> str:
+    """A tag as a condition names it."""
+    return etag if quoted else etag.strip('"')
+
+
+def _asked(bucket: Bucket, key: str, *, if_absent: bool = False, if_match: str | None = None) -> Condition:
+    """Put with a condition that does not hold."""
+    try:
+        outcome = bucket.put(key, _SECOND, if_absent=if_absent, if_match=if_match).outcome
+    except CheckpointError as error:
+        if str(error.members.get("answer", "")).startswith(("400", "405", "501")):
+            return "refused"
+        raise
+    if outcome == "exists" and bucket.read(key) == _FIRST:
+        return "honoured"
+    bucket.put(key, _FIRST)
+    return "ignored"
+
+
+def _takes(bucket: Bucket, key: str, etag: str) -> bool:
+    """Whether a put with a condition that holds is done."""
+    return bucket.put(key, _SECOND, if_match=etag).outcome == "done" and bucket.read(key) == _SECOND
+
+
+def _lies(bucket: Bucket, what: str) -> StorageFailed:
+    return StorageFailed(
+        f"{bucket.label} cannot be a root: {what}", hint="use a bucket whose reads and lists show each write at once"
+    )

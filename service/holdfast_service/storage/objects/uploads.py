@@ -1,0 +1,242 @@
+"""Writes files of known size to a bucket in parts, within one budget of memory and connections for all files.
+
+Windows of the writers are filled again as soon as `write` returns, and begin anywhere, while parts have equal sizes. So the
+bytes are copied into parts of their own memory, which does not change until the server has acknowledged the part (I19), and
+parts are sent by threads of this module while the next ones are filled. The copy costs a twentieth of what the checksum
+costs; sending within `write` would leave two of three connections idle while a window is digested.
+
+A part waits for memory, except the first one that is not full, of a file of which nothing is being sent: ranges are handed
+out in order, so that all its bytes are on their way, and writers that wait for other parts cannot block it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+
+from holdfast_files.objects.client import Bucket
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
+from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.storage.tier import Buffer, check_range, octets
+
+PART_BYTES = 16 * 2**20  # a larger file than 10 000 of them has larger parts
+PARTS_MAX = 10_000
+MEMORY_BYTES = 128 * 2**20  # of parts that are filled or sent
+CONNECTIONS = 6
+RETRY_S = 300.0  # of a part, alone
+COMPLETIONS_MAX = 3
+
+
+class Uploads:
+    """The uploads of one bucket. Safe for threads."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        part_bytes: int = PART_BYTES,
+        memory_bytes: int = MEMORY_BYTES,
+        connections: int = CONNECTIONS,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self.bucket = bucket.using(retry_s=retry_s)
+        self.part_bytes, self._memory_bytes = part_bytes, memory_bytes
+        self.taken_bytes = 0
+        self._free: list[Bytes] = []  # parts of the usual size
+        self.changed = threading.Condition()
+        self._senders = ThreadPoolExecutor(connections, "holdfast-upload")
+
+    def create(self, key: str, size: int) -> UploadedFile:
+        """A new object of `size` bytes; it exists once it is finished."""
+        if size < 0:
+            raise InvalidRequest(f"{key}: a file of {size} bytes is not possible")
+        needed = -(-size // PARTS_MAX)
+        part_bytes = self.part_bytes if needed <= self.part_bytes else needed + -needed % 2**20
+        return UploadedFile(self, key, size, part_bytes)
+
+    def close(self) -> None:
+        """Wait for parts that are being sent, and end the threads."""
+        self._senders.shutdown(cancel_futures=True)
+
+    def send(self, file: UploadedFile, part: FilledPart) -> None:
+        self._senders.submit(file.send, part)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a part of this size is within the budget. The caller holds `changed`."""
+        return self.taken_bytes + size <= self._memory_bytes
+
+    def take(self, size: int) -> Bytes:
+        """Memory of a part. The caller holds `changed`."""
+        self.taken_bytes += size
+        if size == self.part_bytes and self._free:
+            return self._free.pop()
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+    def give_back(self, memory: Bytes) -> None:
+        with self.changed:
+            self.taken_bytes -= memory.nbytes
+            if memory.nbytes == self.part_bytes:
+                self._free.append(memory)
+            self.changed.notify_all()
+
+
+class FilledPart:
+    """One part while it is filled and sent: its position from 0, its memory, and the bytes of it that are there."""
+
+    def __init__(self, position: int, memory: Bytes) -> None:
+        self.position, self.memory, self.filled = position, memory, 0
+
+
+class UploadedFile:
+    """A new object while it is written; satisfies `FileWriter`. A file of one part is put as a whole."""
+
+    alignment = 1
+
+    def __init__(self, uploads: Uploads, key: str, size: int, part_bytes: int) -> None:
+        self._uploads, self._key, self._size, self.part_bytes = uploads, key, size, part_bytes
+        self._parts_total = max(-(-size // part_bytes), 1)
+        self._filling: dict[int, FilledPart] = {}  # by position from 0
+        self._full = set[int]()
+        self._lowest = 0  # the first part that is not full
+        self._sending = 0
+        self._sent: dict[int, str] = {}  # ETags by number
+        self._id, self._beginning = "", threading.Lock()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        views = [octets(buffer) for buffer in buffers]
+        check_range(self._key, offset, sum(view.nbytes for view in views), self._size)
+        for view in views:
+            data = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+            while data.nbytes:
+                position, low = divmod(offset, self.part_bytes)
+                part = self._part(position)
+                count = min(data.nbytes, part.memory.nbytes - low)
+                np.copyto(part.memory[low : low + count], data[:count])  # without the interpreter's lock
+                self._count(position, part, count)
+                offset, data = offset + count, data[count:]
+
+    def finish(self) -> None:
+        with self._uploads.changed:
+            self._check_open()
+            self._uploads.changed.wait_for(lambda: self._failure is not None or not self._sending)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._check_whole()
+            if self._parts_total == 1:
+                self._put_whole()
+            else:
+                self._complete()
+        except BaseException:
+            self.discard()
+            raise
+        self._closed = True
+        self._free_parts()
+
+    def discard(self) -> None:
+        with self._uploads.changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._uploads.changed.notify_all()
+            self._uploads.changed.wait_for(lambda: not self._sending)  # else parts arrive after the upload was given up
+        self._free_parts()
+        if self._id:
+            with suppress(CheckpointError):  # a sweep ends it
+                self._uploads.bucket.using(retry_s=0.0).abort(self._key, self._id)
+
+    def send(self, part: FilledPart) -> None:
+        """Send a full part. Called by a thread of `Uploads`."""
+        try:
+            if self._closed or self._failure is not None:
+                return  # given up
+            etag = self._uploads.bucket.put_part(self._key, self._upload_id(), part.position + 1, [part.memory.data])
+            self._sent[part.position + 1] = etag
+        except BaseException as error:  # raised where the file is finished
+            self._failure = self._failure or error
+        finally:
+            self._uploads.give_back(part.memory)
+            with self._uploads.changed:
+                self._sending -= 1
+                self._uploads.changed.notify_all()
+
+    def _part(self, position: int) -> FilledPart:
+        size = self._bytes_of(position)
+        with self._uploads.changed:
+            while True:
+                self._check_open()
+                if self._failure is not None:
+                    raise self._failure
+                if position in self._filling:
+                    return self._filling[position]
+                if position in self._full:
+                    raise InvalidRequest(f"{self._key}: bytes were written twice")
+                if self._uploads.has_room(size) or (position == self._lowest and not self._sending):
+                    part = self._filling[position] = FilledPart(position, self._uploads.take(size))
+                    return part
+                self._uploads.changed.wait()
+
+    def _count(self, position: int, part: FilledPart, count: int) -> None:
+        with self._uploads.changed:
+            part.filled += count
+            if part.filled < part.memory.nbytes:
+                return
+            self._full.add(position)
+            if self._parts_total == 1:
+                return
+            del self._filling[position]
+            while self._lowest in self._full:
+                self._lowest += 1
+            self._sending += 1
+            self._uploads.changed.notify_all()
+        self._uploads.send(self, part)
+
+    def _bytes_of(self, position: int) -> int:
+        return min(self.part_bytes, self._size - position * self.part_bytes)
+
+    def _upload_id(self) -> str:
+        with self._beginning:
+            if not self._id:
+                self._id = self._uploads.bucket.begin_upload(self._key)
+        return self._id
+
+    def _check_whole(self) -> None:
+        full = sum(self._bytes_of(position) for position in self._full)
+        missing = self._size - full
+        if missing:
+            raise StorageFailed(f"{self._key}: of {self._size} bytes, parts with {missing} were not written", path=self._key)
+
+    def _put_whole(self) -> None:
+        part = self._filling.get(0)
+        self._uploads.bucket.put(self._key, b"" if part is None else part.memory.data)
+
+    def _complete(self) -> None:
+        """Put the parts together. The size is asked for afterwards: an upload with a hole is completed without an error."""
+        bucket, why = self._uploads.bucket, ""
+        for _ in range(COMPLETIONS_MAX):
+            written = bucket.complete(self._key, self._id, sorted(self._sent.items()))
+            found = bucket.head(self._key)
+            if found is not None and found.size == self._size:
+                return
+            why = written.detail
+            if written.outcome == "done":
+                break
+        stands = "it is not there" if found is None else f"it has {found.size} bytes"
+        raise StorageFailed(f"{self._key}: after its upload of {self._size} bytes {stands} {why}".rstrip(), path=self._key)
+
+    def _free_parts(self) -> None:
+        with self._uploads.changed:
+            left = list(self._filling.values())
+            self._filling.clear()
+        for part in left:
+            self._uploads.give_back(part.memory)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageFailed(f"{self._key} is closed already", path=self._key)

@@ -1,0 +1,138 @@
+"""What a bucket honours is found out before it is used, on servers, and on buckets that behave as some do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast_files.objects.client import Found, WriteOutcome
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
+from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, probe
+from tests.kit.memory_bucket import MemoryBucket
+from tests.kit.objects import TestBucket
+from tests.storage.objects import reaching
+
+
+class ChangedPuts(MemoryBucket):
+    """Puts go by way of a function."""
+
+    def __init__(self, put: Callable[..., WriteOutcome]) -> None:
+        super().__init__()
+        self._put = put
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> WriteOutcome:
+        return self._put(super().put, key, data, if_absent, if_match)
+
+
+def ignoring_match(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
+    found: WriteOutcome = put(key, data, if_absent=if_absent)
+    return found
+
+
+def refusing(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
+    if if_absent or if_match:
+        raise StorageFailed(
+            "A header you provided implies functionality that is not implemented", answer="501 NotImplemented"
+        )
+    found: WriteOutcome = put(key, data)
+    return found
+
+
+def without_quotes(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
+    """As radosgw compares tags."""
+    found: WriteOutcome = put(key, data, if_absent=if_absent, if_match=if_match and f'"{if_match}"')
+    return found
+
+
+def never_holding(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
+    if if_match:
+        return WriteOutcome("exists")
+    found: WriteOutcome = put(key, data, if_absent=if_absent)
+    return found
+
+
+def saying_exists(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
+    """The condition is answered rightly, and the object is overwritten all the same."""
+    found: WriteOutcome = put(key, data)
+    return WriteOutcome("exists") if if_absent or if_match else found
+
+
+@pytest.mark.parametrize(
+    ("bucket", "expected"),
+    [
+        (MemoryBucket(), HONOURED),
+        (MemoryBucket(conditions=False), Honours("ignored", "ignored")),
+        (ChangedPuts(ignoring_match), Honours("honoured", "ignored")),
+        (ChangedPuts(refusing), Honours("refused", "refused")),
+        (ChangedPuts(without_quotes), Honours("honoured", "honoured", quoted=False)),
+        (ChangedPuts(never_holding), Honours("honoured", "refused")),
+        (ChangedPuts(saying_exists), Honours("ignored", "ignored")),
+    ],
+    ids=["all", "ignores", "ignores If-Match", "refuses", "without quotes", "no tag is right", "says one thing"],
+)
+def test_conditions(bucket: MemoryBucket, expected: Honours) -> None:
+    """Honoured, refused, or accepted and ignored; nothing is left."""
+    assert probe(bucket) == expected
+    assert bucket.names() == []
+    assert expected.arbitrates == (expected.lacking == "")
+
+
+def test_a_bucket_that_does_not_arbitrate_needs_an_arbiter() -> None:
+    """The store does not pretend; what is missing is said."""
+    with pytest.raises(InvalidRequest, match="If-None-Match are ignored and puts with If-Match are refused"):
+        ConditionalPuts(MemoryBucket(), Honours("ignored", "refused"))
+
+
+class SaysYes(MemoryBucket):
+    """It answers every request as if it had been done."""
+
+    def head(self, key: str) -> Found | None:
+        return Found(5, "x", 0.0, 0.0)
+
+
+class Forgets(MemoryBucket):
+    """What is written is not there afterwards."""
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> WriteOutcome:
+        return WriteOutcome("done", "x")
+
+
+class Keeps(MemoryBucket):
+    """Deletions are answered and not done."""
+
+    def delete(self, keys: Any) -> None:
+        pass
+
+
+class Stale(MemoryBucket):
+    """It has other bytes than were written."""
+
+    def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
+        return b"older"
+
+
+@pytest.mark.parametrize("kind", [SaysYes, Forgets, Keeps, Stale])
+def test_a_bucket_that_says_what_is_not_so(kind: type[MemoryBucket]) -> None:
+    """It cannot be a root, and is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        probe(kind())
+    assert kind is Forgets or "cannot be a root" in caught.value.detail
+
+
+def test_a_bucket_that_may_not_be_written() -> None:
+    """The reason is the client's, which names the permission."""
+
+    def forbidden(*_: Any) -> WriteOutcome:
+        raise StorageFailed("access denied", answer="403 AccessDenied")
+
+    with pytest.raises(StorageFailed, match="access denied"):
+        probe(ChangedPuts(forbidden))
+
+
+def test_servers(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of these arbitrate; radosgw compares tags without their quotes."""
+    with reaching.opened(bucket, monkeypatch) as opened:
+        assert probe(opened) == Honours("honoured", "honoured", quoted=bucket.server.kind != "radosgw")
+    assert bucket.sizes() == {}
