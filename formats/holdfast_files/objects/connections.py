@@ -10,12 +10,13 @@ import os
 import select
 import socket
 import ssl
+import struct
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -101,7 +102,7 @@ class Connections:
             if connection is None:
                 connection = self._made()
                 connection.connect()
-            connection.sock.settimeout(silence_s)
+            _limit_silence(connection.sock, silence_s)
         except (OSError, HTTPException) as error:
             assert connection is not None
             connection.close()
@@ -152,6 +153,22 @@ class Connections:
         return _Line(f"http://{self._url.netloc}{target}", _proxy_headers(self._proxy))
 
 
+class _Received(RawIOBase):
+    """What arrives at a socket. A large read takes one call of the kernel, in which other threads run."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        is_tls = isinstance(self._sock, ssl.SSLSocket)
+        wait_all = 0 if is_tls or len(buffer) <= READ_BUFFER_BYTES else socket.MSG_WAITALL
+        with _deadline():
+            return self._sock.recv_into(buffer, 0, wait_all)
+
+
 class _Lines(BufferedReader):
     """Remembers the last line that was read."""
 
@@ -167,12 +184,30 @@ class _WholeHead(HTTPResponse):
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
-        self._lines = self.fp = _Lines(self.fp.detach(), READ_BUFFER_BYTES)
+        self._made = self.fp  # it keeps the socket open
+        self._lines = self.fp = _Lines(_Received(sock), READ_BUFFER_BYTES)
 
     def begin(self) -> None:
         super().begin()
         if self._lines.last not in (b"\r\n", b"\n"):
             raise Incomplete("the answer's head is cut")
+
+    def close(self) -> None:
+        super().close()
+        self._made.close()
+
+    def _close_conn(self) -> None:
+        super()._close_conn()  # type: ignore[misc]
+        self._made.close()
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """`TimeoutError` for what the kernel reports as a wait that has ended."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise TimeoutError from error
 
 
 class _Idle(NamedTuple):
@@ -183,6 +218,17 @@ class _Idle(NamedTuple):
 class _Line(NamedTuple):
     target: str
     headers: Mapping[str, str]
+
+
+def _limit_silence(sock: socket.socket, silence_s: float) -> None:
+    """The kernel keeps the time: Python would ask before each call whether the socket is ready, and take its lock twice."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(silence_s)
+        return
+    sock.settimeout(None)
+    limit = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _trusting(ca_file: str | None) -> ssl.SSLContext:
@@ -228,7 +274,8 @@ def _send_view(connection: HTTPConnection, view: memoryview) -> bool:
     for start in range(0, view.nbytes, PIECE_BYTES):
         if start and not early and _is_readable(connection):
             return False
-        connection.sock.sendall(view[start : start + PIECE_BYTES])
+        with _deadline():
+            connection.sock.sendall(view[start : start + PIECE_BYTES])
     return True
 
 

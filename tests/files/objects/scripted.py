@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,16 +32,17 @@ class Said(NamedTuple):
 class ScriptedServer:
     """Each request gets the next answer; the last one is repeated. `requests` are those that arrived."""
 
-    def __init__(self, answers: Sequence[Said]) -> None:
+    def __init__(self, answers: Sequence[Said], tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._answers, self.requests = list(answers), list[Received]()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.connections = 0
+        self.connections = self.ended = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
         self._ended.set()
@@ -56,7 +58,10 @@ class ScriptedServer:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
+        with (
+            suppress(OSError),
+            self._tls.wrap_socket(connection, server_side=True) if self._tls else connection as connection,
+        ):
             stream = connection.makefile("rb")
             while line := stream.readline():
                 headers = {}
@@ -72,18 +77,19 @@ class ScriptedServer:
                 connection.sendall(said.data)
                 if said.then == "stall":
                     self._ended.wait(STALL_S)
-                if said.then == "reset":
+                if said.then == "reset" and self._tls is None:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 if said.then != "keep":
                     with suppress(OSError):  # `stream` would keep it open
                         connection.shutdown(socket.SHUT_RDWR)
                     stream.close()
+                    self.ended += 1
                     return
 
 
 @contextmanager
-def scripted(*answers: Said) -> Iterator[ScriptedServer]:
-    server = ScriptedServer(answers)
+def scripted(*answers: Said, tls: ssl.SSLContext | None = None) -> Iterator[ScriptedServer]:
+    server = ScriptedServer(answers, tls)
     try:
         yield server
     finally:

@@ -130,6 +130,8 @@ def test_a_conditional_put_that_never_went_out_is_sent_again(s3_settings: pytest
     with scripted(Said(DONE.data, "close"), DONE) as server:
         bucket = _bucket(server, s3_settings)
         assert bucket.put("key", b"1").outcome == "done"
+        while not server.ended:
+            time.sleep(0.01)
         assert bucket.put("key", b"2", if_absent=True).outcome == "done"
         assert server.connections == 2
 
