@@ -75,9 +75,10 @@ def decode(kind: type[_Model], data: bytes) -> _Model | None:
 def check_local(path: str | Path) -> None:
     """`InvalidRequest` for a URL such as s3://bucket/place, which as a path would be created below the current directory."""
     text = str(path)
-    if _URL.match(text):
+    if url := _URL.match(text):
+        shown = text if "@" not in text else f"{url[0]}…"  # there may be a password in it
         raise InvalidRequest(
-            f"{text} is a URL, not a directory on this machine",
+            f"{shown} is a URL, not a directory on this machine",
             hint="give a local directory, or mount the storage; for a directory with such a name, give its absolute path",
         )
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.root_files import check_output_place, check_root_place
+from holdfast_formats.root_files import check_local, check_output_place, check_root_place
 
 
 @pytest.fixture(params=[naming.ROOT_FILE, naming.LOCK])
@@ -59,6 +59,14 @@ def test_an_address_is_no_directory(place: str, tmp_path: Path, monkeypatch: pyt
         assert "mount" in caught.value.hint
         check(tmp_path / "s3:" / "bucket")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["s3://key:hunter2@bucket/place", "https://key:hunt/er2@host"])
+def test_an_address_with_a_password_is_not_shown(place: str) -> None:
+    """The refusal ends in logs."""
+    with pytest.raises(InvalidRequest, match="is a URL, not a directory") as caught:
+        check_local(place)
+    assert "er2" not in str(caught.value)
 
 
 def test_a_checkpoint_without_a_root(tmp_path: Path) -> None:
