@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ READERS_WAITING = 8
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 STRAIGHT_BYTES = 2**22  # of extents that one call reads to their places: it digests each while a core's cache has it
 COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
+GAPS_SHARE = 0.05
 PROBES = 64  # places sampled to decide
 
 
@@ -179,13 +181,32 @@ def _on_threads(
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
     """The fastest way to read these runs. Runs read `again`, here or by others, go through the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
-    limits = (source.gap_bytes, source.buffers_bytes_max)
+    limits = (_gap_read_along(source, runs), source.buffers_bytes_max)
     if not any(waiting):
         return Manner(cores, source.chunk_bytes, None, native_copy.can_verify(), *limits)
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
         return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache, False, *limits)
     return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES), None, False, *limits)
+
+
+def _gap_read_along(source: Source, runs: Sequence[ExtentRun]) -> int:
+    """The largest gap between runs that is read along. All such gaps together are at most `GAPS_SHARE` of what is wanted, or
+    as much as the source reads along at once.
+    """
+    if not source.gap_bytes:
+        return 0
+    stops = ((run.entry.file, run.entry.start + run.offset + run.length) for run in runs)
+    starts = ((run.entry.file, run.entry.start + run.offset) for run in runs[1:])
+    between = (start - stop for (before, stop), (file, start) in zip(stops, starts, strict=False) if before == file)
+    room = max(source.gap_bytes, int(sum(run.length for run in runs) * GAPS_SHARE))
+    largest = 0
+    for gap, alike in groupby(sorted(gap for gap in between if 0 < gap < source.gap_bytes)):
+        room -= gap * len(list(alike))
+        if room < 0:
+            break
+        largest = gap
+    return largest
 
 
 def _adjacent(job: Job, gap_bytes: int) -> Iterator[Job]:

@@ -89,7 +89,7 @@ class TestRequests:
     def test_near_ranges_are_one_request(self, tmp_path: Path) -> None:
         """Tensors no further apart than a gap are read together, and what lies between them is not handed over."""
         rng = np.random.default_rng(1)
-        between = GAP_BYTES // 2
+        between = GAP_BYTES // 5
         sizes = {f"w{at}": 3000 if at % 2 == 0 else between for at in range(9)} | {"x": GAP_BYTES + 5000, "y": 3000}
         arrays = {name: rng.integers(0, 256, size, np.uint8) for name, size in sizes.items()}
         one = build(tmp_path / "tiny" / naming.CHECKPOINTS / "step-00000005", {"model": arrays}, file_bytes_max=2**30)
@@ -103,6 +103,23 @@ class TestRequests:
         assert all(np.array_equal(want.target, arrays[want.name]) for want in wants)
         assert [kind for kind, _ in bucket.requests] == ["read", "read"]
         opened.prove(wants)
+
+    def test_gaps_are_a_small_part_of_what_is_read(self, tmp_path: Path) -> None:
+        """Larger gaps are left out where all of them together would be much; the smallest are read along."""
+        rng = np.random.default_rng(1)
+        sizes = {f"w{at:02}": 3000 if at % 2 == 0 else GAP_BYTES // (2 if at < 12 else 20) for at in range(24)}
+        arrays = {name: rng.integers(0, 256, size, np.uint8) for name, size in sizes.items()}
+        one = build(tmp_path / "tiny" / naming.CHECKPOINTS / "step-00000005", {"model": arrays}, file_bytes_max=2**30)
+        bucket = MemoryBucket()
+        upload_checkpoint(one.path, bucket)
+        opened = reader(bucket)
+        bucket.requests.clear()
+        wants = [
+            Want("model", name, whole((size,)), np.zeros(size, np.uint8)) for name, size in sizes.items() if size == 3000
+        ]
+        opened.load(wants)
+        assert all(np.array_equal(want.target, arrays[want.name]) for want in wants)
+        assert len(bucket.requests) == 7  # six with large gaps around them, and one for the six others
 
 
 class TestDamage:
