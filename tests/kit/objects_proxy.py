@@ -174,6 +174,7 @@ class FaultProxy:
         self.seen: list[Seen] = []
         self._rules: list[Rule] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Future[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._link = asyncio.Lock()
         self._released = asyncio.Event()
@@ -202,6 +203,17 @@ class FaultProxy:
             self._released = asyncio.Event()
 
         self._loop.call_soon_threadsafe(go)
+
+    def settle(self) -> None:
+        """Return when the server has answered all that it has been asked so far, or will be asked late, wherever the answer
+        goes.
+        """
+
+        async def all_answered() -> None:
+            if self._asking:
+                await asyncio.wait([*self._asking])
+
+        asyncio.run_coroutine_threadsafe(all_answered(), self._loop).result()
 
     def reset(self) -> None:
         """Break every connection."""
@@ -290,6 +302,17 @@ class FaultProxy:
             async with self._link:
                 await asyncio.sleep(size / self.bytes_per_s)
 
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """The server is asked something in this block."""
+        answered = self._loop.create_future()
+        self._asking.add(answered)
+        try:
+            yield
+        finally:
+            self._asking.discard(answered)
+            answered.set_result(None)
+
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._host, self._port)
 
@@ -345,22 +368,25 @@ class _Exchange:
             return True
         if isinstance(fault, Late):
             whole = await self._body.whole()
-            _break(self._client)
-            await asyncio.sleep(fault.delay_s)
-            await self._ask(whole)
+            with self._proxy.asking():
+                _break(self._client)
+                await asyncio.sleep(fault.delay_s)
+                await self._ask(whole)
             return False
         if isinstance(fault, LoseAnswer) or fault == Stall(done=True):
-            await self._ask(await self._body.whole())
+            with self._proxy.asking():
+                await self._ask(await self._body.whole())
             if isinstance(fault, Stall):
                 await self._proxy.released()
             return False
         if isinstance(fault, Stall):
             await self._proxy.released()
             return False
-        if isinstance(fault, CutRequest):
-            await self._cut(fault.after_bytes)
-            return False
-        return await self._forward(fault.after_bytes if fault is not None else None)
+        with self._proxy.asking():
+            if isinstance(fault, CutRequest):
+                await self._cut(fault.after_bytes)
+                return False
+            return await self._forward(fault.after_bytes if fault is not None else None)
 
     async def _answer(self, said: Answer) -> None:
         text = f"<Error><Code>{said.code}</Code><Message>injected</Message></Error>" if said.code else ""
