@@ -17,7 +17,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.storage import PosixTier, Tier, stored_in
+from holdfast_service.storage import PosixTier, RootStorage, Tier, stored_in
 from tests.checkpoints import Arrays, build_root
 from tests.databases import sqlite_url
 
@@ -49,8 +49,11 @@ class CopiesWorld:
             self.add(name, PosixTier(directory / name))
 
     def add(self, name: str, tier: Tier, is_mine: Callable[[], bool] = lambda: True) -> Replicator:
-        """A further tier to copy to."""
-        replica = stored_in(tier)
+        """A further directory to copy to."""
+        return self.attach(name, stored_in(tier), is_mine)
+
+    def attach(self, name: str, replica: RootStorage, is_mine: Callable[[], bool] = lambda: True) -> Replicator:
+        """A further replica of any kind."""
         self.replicators[name] = Replicator(
             name,
             self.tier,

@@ -80,7 +80,7 @@ class Thinning:
         self.clear(place)
         for before in self._store.replaced(run):  # what takes its place was read back before
             if before.step == step:
-                self.clear(before)
+                self._let_go(before)
         return manifest
 
     def _take_back_if_late(self, run: str, step: int, commit: bytes) -> None:
@@ -104,6 +104,14 @@ class Thinning:
             self._store.discard(place)
         except CheckpointError as failure:
             log.warning("%s stays until it is swept: %s", place.path, failure.detail)
+
+    def _let_go(self, place: Place) -> None:
+        """Free what was replaced; the next look at replaced checkpoints does it if that fails."""
+        try:
+            if (gone := self._store.release(place)) is not None:
+                self._store.free(gone)
+        except CheckpointError as failure:
+            log.warning("%s stays until it is released: %s", place.path, failure.detail)
 
     def waits(self, run: str, step: int, error: CheckpointError) -> None:
         """Tell that a checkpoint which is due stays as it is for now, why, and what to do."""

@@ -71,6 +71,9 @@ class ObjectRecords:
             raise NoSuchResource(f"there is no file {path}", path=path)
         self._bucket.delete([path])
 
+    def remove_empty(self, path: str) -> bool:
+        return not self._files.list(path)  # there are no directories
+
     def _settled(self, path: str, data: bytes, etag: str | None) -> bool:
         done = self._puts.first(path, data) if etag is None else self._puts.replace(path, data, etag)
         if done.outcome == "unknown":
