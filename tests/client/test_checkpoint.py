@@ -14,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.root_directory import listed_steps
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import TensorEntry
@@ -339,7 +340,7 @@ def test_repr_says_run_step_and_groups(model: Built) -> None:
 
 def test_steps_are_listed_from_the_directory_and_over_http(model: Built, url: str) -> None:
     """Both give the same; a run without checkpoints has no steps, and without directory and address the root is named."""
-    for place in ((root_of(model), None), (None, url)):
+    for place in ((DirectoryRoot(root_of(model)), None), (None, url)):
         assert listed_steps(*place, "tiny") == [5]
         assert listed_steps(*place, "none-yet") == []
     with pytest.raises(InvalidRequest, match="the daemon's root /far is not visible here"):

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats.rest.retention import RetentionPolicy

@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from tests.containers.places import STOPS, BelowSystemd, InContainer, Place, Rank, below_systemd, in_container
 from tests.containers.projects import HEALTHY_S
 from tests.crash.rank_process import content

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
 from tests.crash.rank_process import content
 from tests.daemons import wait_until

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from tests.crash.averaging_rank import DECAY, values
 from tests.crash.launches import kill_all, started
 from tests.daemons import RunningDaemon

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.link.roots import answers
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats import naming
 from holdfast_service.daemon.arena import fd_keeper, holder
 from tests.crash.launches import Ranks, check_sound, holders, kill_all, processes

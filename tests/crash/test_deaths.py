@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.rest.operations import Job

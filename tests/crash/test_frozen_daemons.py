@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from tests.crash import ledger
 from tests.crash.points import Place, place, stop_at
 from tests.crash.steady_trainer import FROZEN_AT, SIZE

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from holdfast.link.unix_socket import SocketLink
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast.rest.api import Api
 from holdfast.stage.slots import Slots
 from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StorageFailed

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box

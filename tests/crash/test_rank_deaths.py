@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats import naming
 from tests.crash.launches import Ranks, check_sound
 from tests.daemons import RunningDaemon, running, wait_until

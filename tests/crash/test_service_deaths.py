@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats import naming
 from tests.crash import ledger
 from tests.crash.launches import RUN, WORLD, Ranks, check_sound, holders, is_empty, processes

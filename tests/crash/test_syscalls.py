@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NoSpace, StorageFailed
 from holdfast_service.storage import PosixTier, posix

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from holdfast_files import opened
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests, thinning

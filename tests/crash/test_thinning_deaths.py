@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.directory_root import committed_steps
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats import naming

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.daemon.copying.thinner import Thinner

@@ -13,12 +13,14 @@ from tests.kit.memory_bucket import MemoryBucket
 from tests.kit.objects import TestBucket
 
 ROUND = 7
+NO_DAEMON = json.dumps({"id": "of-tests", "inode": 0}).encode()
 
 
 def upload(root: Path, bucket: TestBucket, prefix: str = "") -> str:
     """Put a root directory's runs into a bucket; the root's address. A file of a run that has no commit is left out."""
     top = f"{prefix}/" if prefix else ""
-    bucket.put(f"{top}{naming.ROOT_FILE}", json.dumps({"id": "of-tests", "inode": 0}).encode())
+    mark = root / naming.ROOT_FILE
+    bucket.put(f"{top}{naming.ROOT_FILE}", mark.read_bytes() if mark.exists() else NO_DAEMON)
     for directory in sorted(root.glob(f"*/{naming.CHECKPOINTS}/*")):
         upload_checkpoint(directory, bucket, prefix)
     return f"{bucket.url}/{prefix}" if prefix else bucket.url

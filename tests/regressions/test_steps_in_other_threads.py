@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.read.root_directory import committed_steps
+from holdfast.read.directory_root import committed_steps
 from holdfast_formats.errors import TornSnapshot
 from tests.daemons import running
 

@@ -18,13 +18,16 @@ from holdfast.link.background_requests import BackgroundRequests
 from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
-from holdfast.read.directory_root import DirectoryRoot, published_steps
+from holdfast.read.bucket_root import BucketRoot
+from holdfast.read.checkpoint_root import CheckpointRoot
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
+from holdfast_files.objects import address
 from holdfast_formats import naming, restore_refusals
 from holdfast_formats.errors import (
     CheckpointError,
@@ -63,7 +66,7 @@ class Choice(NamedTuple):
     """
 
     step: int | None
-    root: Path | None
+    root: CheckpointRoot | None
     url: str | None
     turn: int | None = None
     notes: tuple[str, ...] = ()
@@ -168,7 +171,8 @@ class Session:
 
     def root(self) -> Path | None:
         """The directory of the daemon's root, if it is on this machine."""
-        return self._readable(self.connected(start=True))
+        root = self._readable(self.connected(start=True))
+        return root.path if isinstance(root, DirectoryRoot) else None
 
     @property
     def has_catalog(self) -> bool:
@@ -181,10 +185,14 @@ class Session:
         assert self._link is not None
         self._link.request(wire.WatchLinks(id=self._link.next_id(), directory=directory), wire.Done)
 
-    def _readable(self, welcome: wire.Welcome) -> Path | None:
-        """The daemon's root if it is readable here: the same directory, not another one at its path."""
+    def _readable(self, welcome: wire.Welcome) -> CheckpointRoot | None:
+        """The daemon's root if it is readable here: the same directory or bucket, not another one at its path."""
+        if address.is_address(welcome.root):
+            bucket = BucketRoot(address.parse(welcome.root))
+            return bucket if bucket.is_root(welcome.mark.id) else None
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
-        return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
+        found = (path for path in places if path is not None and roots.is_at(path, welcome.mark))
+        return next(map(DirectoryRoot, found), None)
 
     def choose(
         self,
@@ -208,7 +216,8 @@ class Session:
                 raise
             if start:
                 log.info("no daemon is available to agree on a step: %s", gone.detail)
-            return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
+            root = DirectoryRoot(directory)
+            return Choice(_newest(root, self._who.run, step, groups, below), root, None)
         assert self._link is not None
         question = wire.Choose(id=0, turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S)
         chosen = _patiently(self._link, question)
@@ -244,10 +253,10 @@ class Session:
         )
 
     def _other(self, choice: Choice, error: CheckpointError | None) -> int | None:
-        """The newest step in the directory except the damaged one, without a daemon."""
+        """The newest step in the root except the damaged one, without a daemon."""
         if error is None or choice.turn is not None or choice.root is None:
             return None
-        return next((step for step in living_steps(DirectoryRoot(choice.root), self._who.run) if step != choice.step), None)
+        return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def steps(self) -> list[int]:
         """The committed steps of the run, newest first. Declares no launch: see `_unconnected`."""
@@ -287,7 +296,7 @@ class Session:
                 hint="call restore() or save() first, or construct the Checkpointer with the root's directory "
                 "or the daemon's address: at=",
             )
-        return Choice(step, directory, place.url)
+        return Choice(step, None if directory is None else DirectoryRoot(directory), place.url)
 
     def warn(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
@@ -325,14 +334,16 @@ def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:
                 log.warning("restore waits: %s", waits.detail)
 
 
-def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:
+def _newest(
+    root: CheckpointRoot, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None
+) -> int | None:
     if step is not None:
-        steps = published_steps(root, run)
+        steps = root.published_steps(run)
         if step not in steps:
-            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"available steps: {steps[:10]}")
+            raise NoSuchCheckpoint(f"{root.label} has no checkpoint {run}@{step}", hint=f"available steps: {steps[:10]}")
         return step
     offers: dict[int, Sequence[str]] = {}
-    living = living_steps(DirectoryRoot(root), run, published_steps(root, run))
+    living = living_steps(root, run, root.published_steps(run))
     for candidate in (found for found in living if below is None or found < below):
         try:
             with open_checkpoint(root, None, run, candidate) as reader:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from holdfast.read.checkpoint_root import CheckpointRoot, mapped
 from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
-from holdfast_formats.errors import NoSuchRun, StorageFailed
+from holdfast_formats.errors import CheckpointError, NoSuchRun, StorageFailed
 from holdfast_formats.near_names import did_you_mean
+from holdfast_formats.root_files import FILE_BYTES_MAX, RootFile, decode
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
@@ -53,6 +54,21 @@ class BucketRoot(CheckpointRoot):
         top = f"{naming.check_run(run)}/{naming.COMMITS}/"
         keys = (one.key.removeprefix(top) for page in self._bucket.pages(top) for one in page.objects)
         return sorted((step for step in map(naming.parse_step_directory, keys) if step is not None), reverse=True)
+
+    def published_steps(self, run: str) -> list[int]:
+        return self.committed_steps(run)
+
+    def has(self, run: str, step: int) -> bool:
+        return self._bucket.head(naming.commit_object_path(run, step)) is not None
+
+    def is_root(self, id: str) -> bool:
+        """Whether the root with this id is there, and can be read with the keys of this process."""
+        try:
+            data, _ = self._bucket.read_tagged(naming.ROOT_FILE, FILE_BYTES_MAX)
+        except CheckpointError:
+            return False
+        mark = decode(RootFile, data)
+        return mark is not None and mark.id == id
 
     def source(self, run: str, step: int) -> Source:
         from holdfast.read.object_source import ObjectSource  # with numpy, which completion does not wait for

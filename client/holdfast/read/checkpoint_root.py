@@ -36,6 +36,12 @@ class CheckpointRoot(Protocol):
     def committed_steps(self, run: str) -> list[int]:
         """The committed steps, newest first; empty if the run does not exist."""
 
+    def published_steps(self, run: str) -> list[int]:
+        """The committed steps, and those that were committed and are damaged since, newest first."""
+
+    def has(self, run: str, step: int) -> bool:
+        """Whether there is a checkpoint, or what is left of one."""
+
     def source(self, run: str, step: int) -> Source:
         """The files of a checkpoint, which may not exist."""
 

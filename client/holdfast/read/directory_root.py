@@ -44,6 +44,12 @@ class DirectoryRoot(CheckpointRoot):
     def committed_steps(self, run: str) -> list[int]:
         return committed_steps(self.path, run)
 
+    def published_steps(self, run: str) -> list[int]:
+        return published_steps(self.path, run)
+
+    def has(self, run: str, step: int) -> bool:
+        return (self.path / naming.checkpoint_path(run, step)).is_dir()
+
     def source(self, run: str, step: int) -> Source:
         from holdfast.read.sources import DirectorySource  # with numpy, which completion does not wait for
 

@@ -40,6 +40,7 @@ class ObjectSource(Source):
     """The files of one step's checkpoint. The bucket is the caller's, and is not closed. Safe for threads."""
 
     chunk_bytes = RANGE_BYTES
+    origin = "bucket"
     gap_bytes = GAP_BYTES
     buffers_bytes_max = BUFFERS_BYTES_MAX
 

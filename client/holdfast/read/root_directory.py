@@ -7,26 +7,30 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast.read.checkpoint_root import CheckpointRoot, mapped
-from holdfast.read.directory_root import committed_steps
+from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import DirectorySource, HttpSource
+from holdfast.read.sources import HttpSource
+from holdfast_files.objects import address
 from holdfast_files.opened import read_placement
-from holdfast_formats import lineage, naming
+from holdfast_formats import lineage
 from holdfast_formats.disk.manifests import Placement
 from holdfast_formats.errors import DaemonGone, Damaged, Denied, InvalidRequest, NoSuchCheckpoint, NoSuchRun
 
 
-def open_checkpoint(root: Path | None, url: str | None, run: str, step: int, served: str = "") -> CheckpointReader:
-    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon. `served` is the root
-    directory of the daemon, if it is on this machine.
+def open_checkpoint(
+    root: CheckpointRoot | Path | None, url: str | None, run: str, step: int, served: str = ""
+) -> CheckpointReader:
+    """Open the checkpoint from its root (a path: its directory) if that can be read here, otherwise over HTTP from the
+    daemon. `served` is the root of the daemon, if it is on this machine.
     """
-    directory = root / naming.checkpoint_path(run, step) if root is not None else None
-    if directory is not None and (directory.is_dir() or url is None):
-        if not directory.is_dir():
+    root = DirectoryRoot(root) if isinstance(root, Path) else root
+    is_there = root is not None and root.has(run, step)
+    if root is not None and (is_there or url is None):
+        if not is_there:
             raise NoSuchCheckpoint(
-                f"{root} has no checkpoint {run}@{step}", hint="`holdfast ls` lists the available checkpoints"
+                f"{root.label} has no checkpoint {run}@{step}", hint="`holdfast ls` lists the available checkpoints"
             )
-        return CheckpointReader.open(DirectorySource(directory))
+        return CheckpointReader.open(root.source(run, step))
     if url is None:
         raise NoSuchCheckpoint(
             f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and the daemon does "
@@ -47,19 +51,21 @@ def open_checkpoint(root: Path | None, url: str | None, run: str, step: int, ser
 
 
 def _mount(served: str) -> str:
+    if address.is_address(served):
+        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to keys that may read the bucket"
     return (
         f"mount {served} at the same path here, readable for this user (read-only is enough); or give an "
         "address that can be reached from here: at=URL"
     )
 
 
-def listed_steps(root: Path | None, url: str | None, run: str, served: str = "") -> list[int]:
-    """The committed steps of a run, newest first, from the directory if that is visible, otherwise over HTTP.
+def listed_steps(root: CheckpointRoot | None, url: str | None, run: str, served: str = "") -> list[int]:
+    """The committed steps of a run, newest first, from the root if that can be read here, otherwise over HTTP.
 
     Damaged steps are among them. Raises `InvalidRequest` if neither can be reached.
     """
     if root is not None:
-        return committed_steps(root, run)
+        return root.committed_steps(run)
     if url is None:
         raise InvalidRequest(
             f"cannot list the checkpoints of {run}: the daemon's root {served} is not visible here, and the daemon does "

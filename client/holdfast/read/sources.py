@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from holdfast_files import direct
 from holdfast_files.direct import PageCacheState
@@ -33,6 +33,7 @@ class Source(Files, Protocol):
     """The files of one checkpoint, by plain name, and what a fast load asks of them. The best read size is `chunk_bytes`."""
 
     chunk_bytes: int
+    origin: Literal["directory", "bucket", "http"] = "directory"  # as a restore's report names it
     gap_bytes: int = 0  # between wanted bytes, which are read along to save a request
     buffers_bytes_max: int = 128 * 2**20  # of all threads that read
 
@@ -229,6 +230,7 @@ class HttpSource(Source):
     """The files of a checkpoint from the service, by Range requests. Closing it closes the `Api`."""
 
     chunk_bytes = HTTP_CHUNK_BYTES
+    origin = "http"
 
     def __init__(self, api: Api, run: str, step: int) -> None:
         self.api = self._api = api

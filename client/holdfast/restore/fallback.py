@@ -14,17 +14,14 @@ from typing import NamedTuple
 from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
-from holdfast.read.directory_root import committed_steps
 from holdfast.read.overwrite_guard import OVERWRITTEN
 from holdfast.read.reader import REPLACED_MAX
 from holdfast.read.root_directory import open_checkpoint
-from holdfast.read.sources import DirectorySource
 from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
 from holdfast.state.train_state import MASTER
 from holdfast.tensors.leaves import is_ignored
 from holdfast_files.opened import read_placement
-from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.thinning import USABLE_FOR
 from holdfast_formats.errors import CheckpointError, CheckpointThinned, Damaged, InUse, StateMismatch
@@ -59,7 +56,7 @@ def _nearest(run: str, step: int, choice: Choice, groups: Collection[str]) -> in
 
 
 def _offers(run: str, step: int, choice: Choice) -> Iterator[tuple[int, Collection[str]]]:
-    """Steps and their groups; from the directory the closest first."""
+    """Steps and their groups; from the root the closest first."""
     if choice.root is None:
         if choice.url is not None:
             with Api(choice.url) as api:
@@ -67,8 +64,8 @@ def _offers(run: str, step: int, choice: Choice) -> Iterator[tuple[int, Collecti
                     (checkpoint.step, checkpoint.groups) for checkpoint in api.checkpoints(run) if checkpoint.damage is None
                 )
         return
-    for checkpoint in sorted(committed_steps(choice.root, run), key=lambda other: abs(other - step)):
-        with suppress(Damaged), closing(DirectorySource(choice.root / naming.checkpoint_path(run, checkpoint))) as source:
+    for checkpoint in sorted(choice.root.committed_steps(run), key=lambda other: abs(other - step)):
+        with suppress(Damaged), closing(choice.root.source(run, checkpoint)) as source:
             yield checkpoint, read_placement(source).groups
 
 

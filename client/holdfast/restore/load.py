@@ -21,7 +21,6 @@ from holdfast.read.memory_load import Filled, fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting, unnoticed
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast.read.sources import HttpSource
 from holdfast.restore.rank_values import RankState, state_of_rank
 from holdfast.state.exclusion import OwnPatterns
 from holdfast.state.masters import Masters
@@ -66,7 +65,7 @@ def finish(targets: Sequence[RestoreTarget]) -> None:
                 as_integers(target.piece.tensor, UNSIGNED).copy_(target.bounce)
 
 
-Origin = Literal["slot", "peers", "directory", "http"]
+Origin = Literal["slot", "peers", "directory", "bucket", "http"]
 
 
 class RestoreReport(NamedTuple):
@@ -79,8 +78,8 @@ class RestoreReport(NamedTuple):
         notes: Values that were mapped by a rule rather than restored unchanged.
         bytes: Bytes written into this rank's state.
         seconds: How long it took, in seconds.
-        source: Where most bytes came from: `"directory"`; `"slot"`, the memory that they were saved from; `"peers"`, other
-            nodes' memory.
+        source: Where most bytes came from: `"directory"` or `"bucket"`; `"slot"`, the memory that they were saved from;
+            `"peers"`, other nodes' memory; `"http"`, the daemon.
         bytes_read: Bytes of the checkpoint's files: whole extents, each counted once.
         bytes_by: The same, by where they came from.
 
@@ -153,7 +152,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     restoration.check_ties(fill_apart)
     targets = targets_of([_own(leaf, reader.contents, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
-    cold: Origin = "http" if isinstance(reader.source, HttpSource) else "directory"
+    cold: Origin = reader.source.origin
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
     size = sum(want.target.nbytes for want in wants)
     tear = partial(state.wholeness.tear, names)

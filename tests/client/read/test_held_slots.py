@@ -15,12 +15,13 @@ import torch
 
 from holdfast import Checkpointer, Fragment
 from holdfast.link.unix_socket import SocketLink
+from holdfast.read.directory_root import committed_steps
 from holdfast.read.held_slots import take_held
 from holdfast.read.memory_load import HeldSlotsSource, fill
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import open_checkpoint
 from holdfast.rest.api import Api
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box
