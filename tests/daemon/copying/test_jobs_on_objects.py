@@ -5,46 +5,54 @@ store's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.copies import CopyControl, carry
 from holdfast_service.daemon.copying.progress import Quiet
-from holdfast_service.daemon.copying.repair import Repairer
+from holdfast_service.daemon.copying.repair import RepairCandidates, Repairer, RepairOutcome, mend
 from holdfast_service.daemon.copying.thinner import Thinner
-from holdfast_service.storage import PosixTier, RootStorage, stored_in
+from holdfast_service.storage import PosixTier, RootStorage, Store, stored_in
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectRecords, ObjectStore, Uploads
 from holdfast_service.wings.convert.import_jobs import Importer
 from tests.checkpoints import build, build_root, trained_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies
 from tests.databases import sqlite_url
-from tests.in_memory import tmp_path
+from tests.in_memory import in_memory, tmp_path
 from tests.job_requests import an_import
+from tests.kit.failing_bucket import FailingBucket, Switch
 from tests.kit.memory_bucket import MemoryBucket
+from tests.suites.store_suite import CALLS_MAX, Died, Fault, How
 from tests.wings.convert.test_import_jobs import Stopping
 from tests.wings.convert.test_jobs import ARRAYS
 from tests.wings.convert.test_jobs import hugging_face as a_model
 
 __all__ = ["tmp_path"]
 
-STEPS = (5, 10, 15)
+STEPS, DIRECTORY = (5, 10, 15), naming.checkpoint_path(RUN, 5)
 PART = 2**12
 
 
-def stored(bucket: MemoryBucket) -> RootStorage:
-    """A root in the bucket, as one more process has it."""
-    puts = ConditionalPuts(bucket, HONOURED, None)
-    uploads = Uploads(bucket, PART, memory_bytes=8 * PART, connections=3)
-    return RootStorage(ObjectRecords(bucket, puts), ObjectStore(uploads, puts), None)
+def stored(bucket: MemoryBucket, switch: Switch | None = None) -> RootStorage:
+    """A root in the bucket, as one more process has it, whose requests may fail."""
+    reached: Any = bucket if switch is None else FailingBucket(bucket, switch)
+    puts = ConditionalPuts(reached, HONOURED, None)
+    uploads = Uploads(reached, PART, memory_bytes=8 * PART, connections=3)
+    return RootStorage(ObjectRecords(reached, puts), ObjectStore(uploads, puts), None)
 
 
 def sent(bucket: MemoryBucket, begin: int, name: str) -> list[str]:
@@ -230,3 +238,80 @@ def test_a_checkpoint_of_the_same_step_is_not_overwritten(root: BucketWorld, tmp
     with pytest.raises(Exception, match="already committed"):
         Importer(root.control).bring(PosixTier(tmp_path / "other"), an_import(RUN, 5), Quiet())
     assert root.files(5) == before
+
+
+class Copied:
+    """A checkpoint in a directory, and a copy of it in a bucket, made as a replica's worker makes it."""
+
+    def __init__(self, directory: Path) -> None:
+        build(directory / DIRECTORY, run=RUN, step=5)
+        self.tier = PosixTier(directory)
+        self.pair = open_checkpoint(self.tier, DIRECTORY)
+        self.files = contents(directory / DIRECTORY)
+
+    def copy(self, store: Store) -> None:
+        place = Place(RUN, 5, naming.NO_ATTEMPT)
+        carry(self.tier, DIRECTORY, store.begin(place), self.pair.manifest, CopyControl())
+        publish_copy(store, place, self.pair.encoded, self.pair.commit)
+
+    def mend(self, store: Store) -> RepairOutcome:
+        elsewhere = RepairCandidates({"copy": self.tier}, lambda made: nullcontext(), None)
+        return mend(store, CheckpointId(RUN, 5), None, elsewhere)
+
+    def there(self, bucket: MemoryBucket) -> dict[str, bytes]:
+        files = stored(bucket).store.files
+        return {name: files.read(f"{DIRECTORY}/{name}") for name in files.list(DIRECTORY)}
+
+
+@pytest.fixture(scope="module")
+def copied() -> Iterator[Copied]:
+    with in_memory() as directory:
+        yield Copied(directory)
+
+
+def swept(bucket: MemoryBucket) -> list[str]:
+    """What is left below data/ after a sweep, and unfinished uploads."""
+    stored(bucket).store.sweep()
+    return [*{key.split("/")[2] for key in bucket.sizes() if "/data/" in key}, *(one.key for one in bucket.uploads(""))]
+
+
+@pytest.mark.parametrize("how", ["fails", "answer lost", "dies"])
+def test_every_request_of_a_copy(copied: Copied, how: How) -> None:
+    """All of the copy stands there or nothing, a sweep leaves no more, and the next try makes it."""
+    for at in range(1, CALLS_MAX):
+        bucket, switch, fault = MemoryBucket(), Switch(), Fault(at, how)
+        with switch.failing(fault), suppress(CheckpointError, Died):
+            copied.copy(stored(bucket, switch).store)
+        stands = copied.there(bucket)
+        assert stands in ({}, copied.files), at
+        assert len(swept(bucket)) == bool(stands) and copied.there(bucket) == stands, at
+        if not stands:
+            copied.copy(stored(bucket).store)
+        assert copied.there(bucket) == copied.files, at
+        if not fault.hit:
+            assert at > 20
+            return
+    raise AssertionError("the requests of a copy did not end")
+
+
+@pytest.mark.parametrize("how", ["fails", "answer lost", "dies"])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", naming.MANIFEST])
+def test_every_request_of_a_repair(copied: Copied, how: How, name: str) -> None:
+    """The damaged file or the sound one stands there, and all others as they were; the next repair works."""
+    wrong = copied.files | {name: copied.files[name][:-1] + b"?"}
+    for at in range(1, CALLS_MAX):
+        bucket, switch, fault = MemoryBucket(), Switch(), Fault(at, how)
+        copied.copy(stored(bucket).store)
+        (key,) = [key for key in bucket.sizes() if key.endswith(f"/{name}")]
+        bucket.put(key, wrong[name])
+        left: CheckpointError | None = StorageFailed("it raised")
+        with switch.failing(fault), suppress(CheckpointError, Died):
+            left = copied.mend(stored(bucket, switch).store).left
+        stands = copied.there(bucket)
+        assert stands == copied.files if left is None else stands in (wrong, copied.files), at
+        assert len(swept(bucket)) == 1 and copied.there(bucket) == stands, at
+        assert copied.mend(stored(bucket).store).left is None and copied.there(bucket) == copied.files, at
+        if not fault.hit:
+            assert at > 20
+            return
+    raise AssertionError("the requests of a repair did not end")
