@@ -21,6 +21,7 @@ class _Object(NamedTuple):
     data: bytes
     etag: str
     modified: float
+    writer: str
 
 
 class MemoryBucket(Bucket):
@@ -44,7 +45,7 @@ class MemoryBucket(Bucket):
     def head(self, key: str) -> Found | None:
         with self._asked("head", key):
             held = self._objects.get(key)
-            return None if held is None else Found(len(held.data), held.etag, held.modified, self.clock())
+            return None if held is None else Found(len(held.data), held.etag, held.modified, self.clock(), held.writer)
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> bytes:
         with self._asked("read", key):
@@ -64,14 +65,16 @@ class MemoryBucket(Bucket):
         view[: len(data)] = data
         return len(data)
 
-    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> WriteOutcome:
+    def put(
+        self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None, writer: str = ""
+    ) -> WriteOutcome:
         with self._asked("put", key):
             held = self._objects.get(key)
             if self.conditions and if_absent and held is not None:
                 return WriteOutcome("exists")
             if self.conditions and if_match is not None and (held is None or held.etag != if_match):
                 return WriteOutcome("exists")
-            return WriteOutcome("done", self._store(key, bytes(data)))
+            return WriteOutcome("done", self._store(key, bytes(data), writer))
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._asked("delete", ",".join(keys)):
@@ -154,9 +157,9 @@ class MemoryBucket(Bucket):
             raise NoSuchResource(f"there is no upload {upload}")
         return self._uploads[upload][1]
 
-    def _store(self, key: str, data: bytes) -> str:
+    def _store(self, key: str, data: bytes, writer: str = "") -> str:
         self._check_room(len(data))
-        self._objects[key] = _Object(data, _etag(data), self.clock())
+        self._objects[key] = _Object(data, _etag(data), self.clock(), writer)
         return self._objects[key].etag
 
     def _check_room(self, size: int) -> None:

@@ -42,18 +42,22 @@ KEYS_MAX = 1000  # of one list, and of one deletion
 COPY_BYTES_MAX = 5 * 2**30  # of one request
 COPY_PART_BYTES = 2**30  # of a larger object: parts in which a server can report progress
 PARTS_MAX = 10_000
+_WRITER = "x-amz-meta-holdfast-writer"
 
 Checksum = Literal["md5", "crc32", "none"]
 T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """An object that exists. `modified` and `now` are of the same answer, in seconds since 1970 by the store's clock."""
+    """An object that exists. `modified` and `now` are of the same answer, in seconds since 1970 by the store's clock.
+    `writer` is what its put gave as such.
+    """
 
     size: int
     etag: str
     modified: float
     now: float
+    writer: str = ""
 
 
 class WriteOutcome(NamedTuple):
@@ -146,15 +150,20 @@ class Bucket:
         return self._read(key, offset, view.nbytes, take, 0)
 
     def put(
-        self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        writer: str = "",
     ) -> WriteOutcome:
         """Write an object whole: always, only if there is none, or only if it has the tag. Without a condition it is "done",
-        or an error.
+        or an error. `writer` is kept with the object, so that its writer knows it again when an answer was lost.
         """
         view = memoryview(data).cast("B")
-        headers = {"Content-Type": "application/octet-stream", **self._checked([view])}
-        if if_absent:
-            headers["If-None-Match"] = "*"
+        headers = {"Content-Type": "application/octet-stream", **_checked(self._checksum, [view])}
+        headers |= ({_WRITER: writer} if writer else {}) | ({"If-None-Match": "*"} if if_absent else {})
         if if_match is not None:
             headers["If-Match"] = if_match.strip('"') if self._sender.bare_tags.is_set() else if_match
         request = ObjectRequest("put", "PUT", self._whole(key), headers=headers, body=[view])
@@ -167,7 +176,7 @@ class Bucket:
             return WriteOutcome("done", etag)
         if once and (etag.status == 412 or (if_match is not None and etag.code == "NoSuchKey")):
             if self._wants_bare_tags(key, headers.get("If-Match", "")):
-                return self.put(key, data, if_match=if_match)
+                return self.put(key, data, if_match=if_match, writer=writer)
             return WriteOutcome("exists", detail=etag.shown)
         raise self._error(etag, request, key)
 
@@ -217,7 +226,7 @@ class Bucket:
         """Send one part, the views one after the other, which do not change until this returns (I19); its tag."""
         assert 1 <= number <= PARTS_MAX
         query = [("partNumber", str(number)), ("uploadId", upload)]
-        request = ObjectRequest("part", "PUT", self._whole(key), query, self._checked(views), body=views)
+        request = ObjectRequest("part", "PUT", self._whole(key), query, _checked(self._checksum, views), body=views)
         return self._done(request, key, _etag)
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> WriteOutcome:
@@ -345,11 +354,6 @@ class Bucket:
             raise InvalidRequest(f"{key[:80]!r} is no key of an object", hint="use a relative path of at most 1024 bytes")
         return whole
 
-    def _checked(self, views: Sequence[memoryview]) -> dict[str, str]:
-        if self._checksum == "none":
-            return {}
-        return {"Content-MD5": _md5(views)} if self._checksum == "md5" else {"x-amz-checksum-crc32": _crc32(views)}
-
     def _read(self, key: str, offset: int, length: int | None, take: Callable[[HTTPResponse], T | Refusal], empty: T) -> T:
         end = "" if length is None else str(offset + length - 1)
         headers = {} if not offset and length is None else {"Range": f"bytes={offset}-{end}"}
@@ -403,7 +407,8 @@ def _found(response: HTTPResponse) -> Found:
     if modified is None:
         raise Malformed("an object without a time")
     now = answers.header_s(response.headers.get("Date"))
-    return Found(int(length), _etag(response), modified, modified if now is None else now)
+    writer = response.headers.get(_WRITER, "")
+    return Found(int(length), _etag(response), modified, modified if now is None else now, writer)
 
 
 def _etag(response: HTTPResponse) -> str:
@@ -444,6 +449,12 @@ def _document(response: HTTPResponse, *names: str) -> Element:
 def _late(root: Element) -> Element | Refusal:
     """The refusal in an answer that began with 200, because copying and putting parts together take long."""
     return refusals.read(200, {}, ElementTree.tostring(root)) if answers.local(root) == "Error" else root
+
+
+def _checked(checksum: Checksum, views: Sequence[memoryview]) -> dict[str, str]:
+    if checksum == "none":
+        return {}
+    return {"Content-MD5": _md5(views)} if checksum == "md5" else {"x-amz-checksum-crc32": _crc32(views)}
 
 
 def _md5(views: Sequence[memoryview]) -> str:

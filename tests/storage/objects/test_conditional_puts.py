@@ -26,21 +26,26 @@ class Losing(MemoryBucket):
         super().__init__(conditions)
         self.acts, self.before = list(acts), before
 
-    def put(self, key: str, data: Any, *, if_absent: bool = False, if_match: str | None = None) -> WriteOutcome:
+    def put(self, key: str, data: Any, **how: Any) -> WriteOutcome:
         act = self.acts.pop(0) if self.acts else "answered"
         if act == "answered":
-            return super().put(key, data, if_absent=if_absent, if_match=if_match)
+            return super().put(key, data, **how)
         if self.before is not None:
             self.before(self)
         if act == "done":
-            super().put(key, data, if_absent=if_absent, if_match=if_match)
-        if if_absent or if_match is not None:
+            super().put(key, data, **how)
+        if how.get("if_absent") or how.get("if_match") is not None:
             return WriteOutcome("unknown", detail="the connection was cut")
         raise StorageFailed("the connection was cut")
 
 
 def other(bucket: MemoryBucket) -> None:
     bucket._store("key", b"other")
+
+
+def equal(bucket: MemoryBucket) -> None:
+    """Another writer writes the same bytes."""
+    bucket._store("key", b"mine")
 
 
 def puts(bucket: MemoryBucket, honours: Honours = HONOURED) -> ConditionalPuts:
@@ -56,6 +61,7 @@ def puts(bucket: MemoryBucket, honours: Honours = HONOURED) -> ConditionalPuts:
         (["not", "not", "not"], None, "unknown", None),
         (["done"], other, "exists", b"other"),
         (["not"], other, "exists", b"other"),
+        (["not"], equal, "exists", b"mine"),
     ],
 )
 def test_a_first_put(acts: list[str], before: Act | None, outcome: str, stands: bytes | None) -> None:
@@ -72,6 +78,7 @@ def test_a_first_put(acts: list[str], before: Act | None, outcome: str, stands: 
         (["not"], None, "done", b"mine"),
         (["not"] * 3, None, "unknown", b"first"),
         (["done"], other, "exists", b"other"),
+        (["not"], equal, "exists", b"mine"),
         (["not"], lambda bucket: bucket.delete(["key"]), "exists", None),
     ],
 )

@@ -1,20 +1,22 @@
-"""Writes one object on a condition, and settles what its answer leaves open by reading back (I14).
+"""Writes one object on a condition, and settles what its answer leaves open by looking at the object (I14).
 
-The bytes must tell their writer: an object with the same bytes counts as one's own. Where a bucket does not honour
-conditions, an arbiter outside it lets one writer at a time through, and the condition is read. What such a bucket may carry
-out late, after its answer was lost, is then not prevented.
+Each write has an id of its own, which is kept with the object: another's equal bytes are not taken for one's own. That
+matters on servers that answer with 500 where writers meet, as radosgw does: two nodes that count from 5 to 6 would both
+believe that they had. Where a bucket does not honour conditions, an arbiter outside it lets one writer at a time through,
+and the condition is read. What such a bucket carries out late, after its answer was lost, is then not prevented.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from holdfast_files.objects.client import Bucket, WriteOutcome
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_service.storage.store import Alone
 
-from .probe import Honours, tagged
+from .probe import Honours
 
 TRIES_MAX = 3
 
@@ -42,18 +44,32 @@ class ConditionalPuts:
 
     def first(self, key: str, data: bytes) -> Settled:
         """Write an object that does not exist yet."""
-        if self._honours.if_absent == "honoured":
-            return self._settled(key, data, None, lambda: self._bucket.put(key, data, if_absent=True))
-        return self._one_by_one(key, data, None)
+        return self._put(key, data, None)
 
     def replace(self, key: str, data: bytes, etag: str) -> Settled:
         """Replace an object that still has this tag."""
-        if self._honours.if_match == "honoured":
-            match = tagged(etag, self._honours.quoted)
-            return self._settled(key, data, etag, lambda: self._bucket.put(key, data, if_match=match))
-        return self._one_by_one(key, data, etag)
+        return self._put(key, data, etag)
 
-    def _settled(self, key: str, data: bytes, etag: str | None, put: Callable[[], WriteOutcome]) -> Settled:
+    def _put(self, key: str, data: bytes, etag: str | None) -> Settled:
+        writer, condition = secrets.token_hex(8), self._honours.if_absent if etag is None else self._honours.if_match
+        if condition == "honoured":
+            return self._settled(
+                _Wanted(key, etag, writer),
+                lambda: self._bucket.put(key, data, if_absent=etag is None, if_match=etag, writer=writer),
+            )
+        assert self._alone is not None
+        with self._alone(key.partition("/")[0]):
+            found = self._bucket.head(key)
+            if (None if found is None else found.etag) != etag:
+                return Settled("exists")
+            try:
+                self._bucket.put(key, data, writer=writer)
+            except StorageFailed as error:
+                lost = WriteOutcome("unknown", detail=error.detail)
+                return self._settled(_Wanted(key, etag, writer), lambda: lost)
+        return Settled("done")
+
+    def _settled(self, wanted: _Wanted, put: Callable[[], WriteOutcome]) -> Settled:
         detail = ""
         for _ in range(TRIES_MAX):
             written = put()
@@ -63,36 +79,19 @@ class ConditionalPuts:
                 return Settled("exists")
             detail = written.detail or detail or "no answer"
             try:
-                stands = self._stands(key, len(data))
+                found = self._bucket.head(wanted.key)
             except CheckpointError as error:
-                return Settled("unknown", f"{detail}; and it cannot be read back: {error.detail}")
-            if stands is not None and stands[0] == data:
+                return Settled("unknown", f"{detail}; and it cannot be looked at: {error.detail}")
+            if found is not None and found.writer == wanted.writer:
                 return Settled("done")
-            if (None if stands is None else stands[1]) != etag:
+            if (None if found is None else found.etag) != wanted.etag:
                 return Settled("exists")
         return Settled("unknown", detail)  # a request may still be on its way
 
-    def _one_by_one(self, key: str, data: bytes, etag: str | None) -> Settled:
-        assert self._alone is not None
-        with self._alone(key.partition("/")[0]):
-            stands = self._stands(key, len(data))
-            if (None if stands is None else stands[1]) != etag:
-                return Settled("exists")
-            try:
-                self._bucket.put(key, data)
-            except StorageFailed as error:
-                lost = WriteOutcome("unknown", detail=error.detail)
-                return self._settled(key, data, etag, lambda: lost)
-        return Settled("done")
 
-    def _stands(self, key: str, size: int) -> tuple[bytes | None, str] | None:
-        """Bytes and tag of the object, None if there is none. Of one with another size, no bytes are read."""
-        found = self._bucket.head(key)
-        if found is None:
-            return None
-        if found.size != size:
-            return None, found.etag
-        try:
-            return self._bucket.read_tagged(key, size)
-        except NoSuchResource:
-            return None
+class _Wanted(NamedTuple):
+    """An object that is to be written, its tag before, None for no object, and the id of this one write."""
+
+    key: str
+    etag: str | None
+    writer: str

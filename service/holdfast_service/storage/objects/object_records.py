@@ -13,11 +13,7 @@ from .conditional_puts import ConditionalPuts
 
 
 class ObjectRecords:
-    """The control files of a root; satisfies `Records`.
-
-    A lost answer is settled by reading back. Two nodes that write equal bytes at that moment both hear that they were
-    written: what tells them apart has to be in the bytes.
-    """
+    """The control files of a root; satisfies `Records`. A lost answer is settled by looking at the object."""
 
     def __init__(self, bucket: Bucket, puts: ConditionalPuts) -> None:
         self._bucket, self._puts, self._files = bucket, puts, ObjectFiles(bucket)

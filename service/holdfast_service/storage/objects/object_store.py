@@ -68,7 +68,7 @@ class ObjectStore:
 
     def __init__(self, uploads: Uploads, puts: ConditionalPuts, writer: str = "") -> None:
         """`writer` identifies this process in commit objects of places without a round; by default a random id."""
-        self._uploads, self._bucket, self._puts = uploads, uploads.bucket, puts
+        self._uploads, self._bucket, self._patient, self._puts = uploads, uploads.bucket, uploads.patient, puts
         self._writer = writer or secrets.token_hex(8)
         self._committed = ObjectFiles(self._bucket)
         self._commits = StepCommits(self._bucket, puts, self._committed)
@@ -122,10 +122,10 @@ class ObjectStore:
             for one in page.objects:
                 name = _name(one.key)
                 if name not in staged:
-                    self._bucket.copy(one.key, f"{prefix}/{name}", one.size)
+                    self._patient.copy(one.key, f"{prefix}/{name}", one.size)
                     self._check_size(f"{prefix}/{name}", one.size)
-        self._bucket.put(f"{prefix}/{naming.MANIFEST}", manifest)
-        self._bucket.put(f"{prefix}/{naming.COMMIT}", commit)
+        self._patient.put(f"{prefix}/{naming.MANIFEST}", manifest)
+        self._patient.put(f"{prefix}/{naming.COMMIT}", commit)
         content = commit_object(self._published(place, prefix, manifest), standing.replaced)
         self._commits.change(which, content, standing)
         self._end(place)
@@ -265,7 +265,7 @@ class ObjectStore:
     def _missing(self, prefix: str, contents: CommitContents) -> str:
         """Which staged file is not there as it was written; empty if all are (I20)."""
         with ThreadPoolExecutor(min(HEADS_AT_ONCE, max(len(contents.staged), 1)), "holdfast-head") as pool:
-            found = pool.map(self._bucket.head, [f"{prefix}/{name}" for name in contents.staged])
+            found = pool.map(self._patient.head, [f"{prefix}/{name}" for name in contents.staged])
             for (name, size), one in zip(contents.staged.items(), found, strict=True):
                 if one is None or one.size != size:
                     stands = "is not there" if one is None else f"has {one.size} bytes"
@@ -280,7 +280,7 @@ class ObjectStore:
         for name, data in added.items():
             key = f"{prefix}/{name}"
             if not place.round_id or naming.is_job_place(place):  # one writer
-                self._bucket.put(key, data)
+                self._patient.put(key, data)
                 continue
             done = self._puts.first(key, data)
             if done.outcome == "unknown":

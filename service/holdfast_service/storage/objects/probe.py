@@ -15,11 +15,10 @@ Condition = Literal["honoured", "refused", "ignored"]
 
 
 class Honours(NamedTuple):
-    """What a bucket honours. `if_match` as `quoted` tells whether the tag is sent with its quotes."""
+    """What a bucket honours of the conditions of puts."""
 
     if_absent: Condition
     if_match: Condition
-    quoted: bool = True
 
     @property
     def arbitrates(self) -> bool:
@@ -48,29 +47,21 @@ def probe(bucket: Bucket) -> Honours:
         if bucket.read(key) != _FIRST:
             raise _lies(bucket, "an object does not have the bytes that were written")
         if_absent = _asked(bucket, key, if_absent=True)
-        if_match, quoted = _if_match(bucket, key)
+        if_match = _if_match(bucket, key)
     finally:
         bucket.delete([key])
     if bucket.head(key) is not None:
         raise _lies(bucket, "an object exists after it was deleted")
-    return Honours(if_absent, if_match, quoted)
+    return Honours(if_absent, if_match)
 
 
-def _if_match(bucket: Bucket, key: str) -> tuple[Condition, bool]:
+def _if_match(bucket: Bucket, key: str) -> Condition:
     found = _asked(bucket, key, if_match='"0123456789abcdef0123456789abcdef"')
     if found != "honoured":
-        return found, True
-    for quoted in (True, False):
-        bucket.put(key, _FIRST)
-        etag = bucket.read_tagged(key, len(_FIRST))[1]
-        if _takes(bucket, key, tagged(etag, quoted)):
-            return "honoured", quoted
-    return "refused", True
-
-
-def tagged(etag: str, quoted: bool) -> str:
-    """A tag as a condition names it."""
-    return etag if quoted else etag.strip('"')
+        return found
+    etag = bucket.read_tagged(key, len(_FIRST))[1]
+    holds = bucket.put(key, _SECOND, if_match=etag).outcome == "done" and bucket.read(key) == _SECOND
+    return "honoured" if holds else "refused"
 
 
 def _asked(bucket: Bucket, key: str, *, if_absent: bool = False, if_match: str | None = None) -> Condition:
@@ -85,11 +76,6 @@ def _asked(bucket: Bucket, key: str, *, if_absent: bool = False, if_match: str |
         return "honoured"
     bucket.put(key, _FIRST)
     return "ignored"
-
-
-def _takes(bucket: Bucket, key: str, etag: str) -> bool:
-    """Whether a put with a condition that holds is done."""
-    return bucket.put(key, _SECOND, if_match=etag).outcome == "done" and bucket.read(key) == _SECOND
 
 
 def _lies(bucket: Bucket, what: str) -> StorageFailed:

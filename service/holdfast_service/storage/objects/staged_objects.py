@@ -78,7 +78,7 @@ class StagedObjects:
     def __init__(self, place: Place, prefix: str, uploads: Uploads, files: StoredObjects, commits: StepCommits) -> None:
         self.place, self.prefix, self.files, self._commits = place, prefix, files, commits
         self.receipts: dict[str, bytes] = {}
-        self._uploads, self._bucket = uploads, uploads.bucket
+        self._uploads, self._bucket = uploads, uploads.patient
 
     @property
     def path(self) -> str:

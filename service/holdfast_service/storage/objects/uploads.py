@@ -28,7 +28,7 @@ PART_BYTES = 16 * 2**20  # a larger file than 10 000 of them has larger parts
 PARTS_MAX = 10_000
 MEMORY_BYTES = 128 * 2**20  # of parts that are filled or sent
 CONNECTIONS = 6
-RETRY_S = 300.0  # of a part, alone
+RETRY_S = 300.0
 COMPLETIONS_MAX = 3
 
 
@@ -43,7 +43,8 @@ class Uploads:
         connections: int = CONNECTIONS,
         retry_s: float = RETRY_S,
     ) -> None:
-        self.bucket = bucket.using(retry_s=retry_s)
+        """`retry_s` is for how long one request of a save is repeated, while others go on."""
+        self.bucket, self.patient = bucket, bucket.using(retry_s=retry_s)
         self.part_bytes, self._memory_bytes = part_bytes, memory_bytes
         self.taken_bytes = 0
         self._free: list[Bytes] = []  # parts of the usual size
@@ -149,14 +150,14 @@ class UploadedFile:
         self._free_parts()
         if self._id:
             with suppress(CheckpointError):  # a sweep ends it
-                self._uploads.bucket.using(retry_s=0.0).abort(self._key, self._id)
+                self._uploads.bucket.abort(self._key, self._id)
 
     def send(self, part: FilledPart) -> None:
         """Send a full part. Called by a thread of `Uploads`."""
         try:
             if self._closed or self._failure is not None:
                 return  # given up
-            etag = self._uploads.bucket.put_part(self._key, self._upload_id(), part.position + 1, [part.memory.data])
+            etag = self._uploads.patient.put_part(self._key, self._upload_id(), part.position + 1, [part.memory.data])
             self._sent[part.position + 1] = etag
         except BaseException as error:  # raised where the file is finished
             self._failure = self._failure or error
@@ -203,7 +204,7 @@ class UploadedFile:
     def _upload_id(self) -> str:
         with self._beginning:
             if not self._id:
-                self._id = self._uploads.bucket.begin_upload(self._key)
+                self._id = self._uploads.patient.begin_upload(self._key)
         return self._id
 
     def _check_whole(self) -> None:
@@ -214,11 +215,11 @@ class UploadedFile:
 
     def _put_whole(self) -> None:
         part = self._filling.get(0)
-        self._uploads.bucket.put(self._key, b"" if part is None else part.memory.data)
+        self._uploads.patient.put(self._key, b"" if part is None else part.memory.data)
 
     def _complete(self) -> None:
         """Put the parts together. The size is asked for afterwards: an upload with a hole is completed without an error."""
-        bucket, why = self._uploads.bucket, ""
+        bucket, why = self._uploads.patient, ""
         for _ in range(COMPLETIONS_MAX):
             written = bucket.complete(self._key, self._id, sorted(self._sent.items()))
             found = bucket.head(self._key)
