@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,13 @@ def test_what_could_not_be_read_is_not_written() -> None:
     """The other half of the check."""
     with pytest.raises(CorruptManifest):
         encode(commit_object(ONE), RUN, STEP + 1)
+
+
+@pytest.mark.parametrize("page", ["format.md", "format.zh-CN.md"])
+def test_the_documented_commit_object(page: str) -> None:
+    """It is one that is written so."""
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith('{"format":1,"checkpoint"')]
+    one = Published("step-00000500.a3.r17", "0" * 64, "r17")
+    assert encode(commit_object(one), RUN, 500).decode() == line.replace("df4a8f2b…a3acac", "0" * 64) + "\n"
+    assert f"{commit_objects.COMMIT_OBJECT_BYTES_MAX}" in text
