@@ -16,7 +16,7 @@ from holdfast_service.daemon.saving.saver import Unwritten
 from holdfast_service.observe.service_manager import ServiceManager
 from holdfast_service.wiring import stopping
 from holdfast_service.wiring.stopping import StopReport
-from tests.daemons import running, wait_until
+from tests.daemons import running
 from tests.kit.managers import manager_at
 
 
@@ -28,8 +28,7 @@ def test_from_start_to_stop(tmp_path: Path) -> None:
     with manager_at(address) as manager, running(tmp_path / "root", *flags, before=before) as daemon:
         heard = [manager.recv(1000).decode() for _ in range(4)]
         with Checkpointer("llama", {"model": torch.nn.Linear(1000, 1000)}, at=str(daemon.socket)) as checkpointer:
-            checkpointer.save(1)
-            wait_until(lambda: "committed" not in daemon.log.read_text())
+            checkpointer.save(1, wait="staged")
             assert daemon.stop() == 0
             while not heard[-1].startswith("STOPPING=1"):
                 heard.append(manager.recv(1000).decode())
