@@ -77,7 +77,7 @@ OBJECTS ?=
 objects: $(READY) ## object storage on Ceph's radosgw, and with thousands of faults on every server; OBJECTS="-k races"
 	@command -v radosgw >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 		( apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(CEPH) ) || true
-	$(BIN)/python -m pytest -m objects -n 2 --dist loadfile $(OBJECTS)
+	$(BIN)/python -m pytest -m objects -n 2 --dist worksteal $(OBJECTS)
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -10,11 +10,17 @@ import pytest
 
 from holdfast_files.objects.client import Found, WriteOutcome
 from holdfast_formats.errors import NoSpace, StorageFailed
-from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours
+from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, conditional_puts
+from holdfast_service.storage.objects.conditional_puts import TRIES_MAX
 from tests.kit.memory_bucket import MemoryBucket
 
 LIAR = Honours("ignored", "ignored")
 Act = Callable[[MemoryBucket], None]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditional_puts, "PAUSE_MAX_S", 0.0)
 
 
 class Losing(MemoryBucket):
@@ -58,7 +64,7 @@ def puts(bucket: MemoryBucket, honours: Honours = HONOURED) -> ConditionalPuts:
         (["done"], None, "done", b"mine"),
         (["not"], None, "done", b"mine"),
         (["not", "not"], None, "done", b"mine"),
-        (["not", "not", "not"], None, "unknown", None),
+        (["not"] * TRIES_MAX, None, "unknown", None),
         (["done"], other, "exists", b"other"),
         (["not"], other, "exists", b"other"),
         (["not"], equal, "exists", b"mine"),
@@ -76,7 +82,7 @@ def test_a_first_put(acts: list[str], before: Act | None, outcome: str, stands: 
     [
         (["done"], None, "done", b"mine"),
         (["not"], None, "done", b"mine"),
-        (["not"] * 3, None, "unknown", b"first"),
+        (["not"] * TRIES_MAX, None, "unknown", b"first"),
         (["done"], other, "exists", b"other"),
         (["not"], equal, "exists", b"mine"),
         (["not"], lambda bucket: bucket.delete(["key"]), "exists", None),

@@ -16,6 +16,8 @@ from holdfast_files.objects import client, commit_objects, sending
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
+from holdfast_service.storage import Publication
+from holdfast_service.storage.objects import conditional_puts
 from holdfast_service.storage.objects.conditional_puts import ConditionalPuts
 from holdfast_service.storage.objects.object_store import ObjectStore
 from holdfast_service.storage.objects.probe import probe
@@ -148,8 +150,9 @@ def site(bucket: TestBucket, conditions: Conditions = "honoured", count: int = 2
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries, and how long silence is borne, are those of a test."""
-    monkeypatch.setattr(sending, "PAUSE_FIRST_S", PAUSE_S)
-    monkeypatch.setattr(sending, "PAUSE_MAX_S", 10 * PAUSE_S)
+    for module in (sending, conditional_puts):
+        monkeypatch.setattr(module, "PAUSE_FIRST_S", PAUSE_S)
+        monkeypatch.setattr(module, "PAUSE_MAX_S", 10 * PAUSE_S)
     monkeypatch.setattr(client, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr(client, "ASSEMBLY_SILENCE_S", SILENCE_S)
 
@@ -194,6 +197,20 @@ def test_thousands_of_faults_without_conditions(seaweedfs_bucket: TestBucket, co
     with site(seaweedfs_bucket, conditions) as made:
         stress(made, 150, 6, 5, late=False)
         assert sum(made.faults.values()) > 1000
+
+
+def test_a_storm_of_refusals_is_waited_out(seaweedfs_bucket: TestBucket) -> None:
+    """Of writes with a condition, too: a save that has sent all of its parts is not lost for a bucket that is busy."""
+    place, made_of = Place(RUN, STEP, 1, 5), sample(1, (PART_BYTES + 10,))
+    with site(seaweedfs_bucket, count=1) as made:
+        (proxy,), (store,) = made.proxies, made.stores
+        rules = [proxy.on(SLOW_DOWN, kind, times=6) for kind in ("begin", "part")]
+        rules += [proxy.on(INTERNAL_ERROR, "put", key, times=6) for key in (naming.MANIFEST, f"{naming.COMMITS}/")]
+        staged = store.begin(place)
+        for name, data in made_of.files.items():
+            fill(staged.create(name, len(data)), data)
+        assert store.commit(place, made_of.contents()) == Publication("published")
+        assert [rule.hits for rule in rules] == [6] * 4
 
 
 def race(made: Site, number: int, faults: bool) -> None:

@@ -8,7 +8,9 @@ and the condition is read. What such a bucket carries out late, after its answer
 
 from __future__ import annotations
 
+import random
 import secrets
+import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -18,7 +20,9 @@ from holdfast_service.storage.store import Alone
 
 from .probe import Honours
 
-TRIES_MAX = 3
+TRIES_MAX = 8  # some ten seconds: a bucket that is asked too much says so for a while
+PAUSE_FIRST_S = 0.2
+PAUSE_MAX_S = 5.0
 
 
 class Settled(NamedTuple):
@@ -65,28 +69,34 @@ class ConditionalPuts:
             try:
                 self._bucket.put(key, data, writer=writer)
             except StorageFailed as error:
-                lost = WriteOutcome("unknown", detail=error.detail)
-                return self._settled(_Wanted(key, etag, writer), lambda: lost)
+                return self._looked(_Wanted(key, etag, writer), error.detail) or Settled("unknown", error.detail)
         return Settled("done")
 
     def _settled(self, wanted: _Wanted, put: Callable[[], WriteOutcome]) -> Settled:
         detail = ""
-        for _ in range(TRIES_MAX):
+        for tries in range(TRIES_MAX):
+            if tries:
+                time.sleep(random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2**tries)))
             written = put()
             if written.outcome == "done":
                 return Settled("done")
             if written.outcome == "exists" and not detail:
                 return Settled("exists")
             detail = written.detail or detail or "no answer"
-            try:
-                found = self._bucket.head(wanted.key)
-            except CheckpointError as error:
-                return Settled("unknown", f"{detail}; and it cannot be looked at: {error.detail}")
-            if found is not None and found.writer == wanted.writer:
-                return Settled("done")
-            if (None if found is None else found.etag) != wanted.etag:
-                return Settled("exists")
+            found = self._looked(wanted, detail)
+            if found is not None:
+                return found
         return Settled("unknown", detail)  # a request may still be on its way
+
+    def _looked(self, wanted: _Wanted, detail: str) -> Settled | None:
+        """What became of a write, by the object; None if nothing has yet."""
+        try:
+            found = self._bucket.head(wanted.key)
+        except CheckpointError as error:
+            return Settled("unknown", f"{detail}; and it cannot be looked at: {error.detail}")
+        if found is not None and found.writer == wanted.writer:
+            return Settled("done")
+        return None if (None if found is None else found.etag) == wanted.etag else Settled("exists")
 
 
 class _Wanted(NamedTuple):
