@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,21 +12,25 @@ from holdfast.read.checkpoint_index import open_source, parse_target
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast.terminal.program_files import program_text
+from holdfast_formats.errors import InvalidRequest, StorageFailed
 
 from .import_ import AsIs, DryRun, Flat, Int16, Kind, Shards, print_files
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from holdfast.read.reader import CheckpointReader
     from holdfast_formats.rest.jobs import ExportArguments
 
 LEFT_OUT_SHOWN = 20
+STDOUT = "-"
 
 Target = Annotated[
     Path,
     typer.Argument(
         metavar="DEST",
         help="Target directory; it must be empty or not exist yet. With --as it must not exist; with --as and a service "
-        "of another user or machine: a new path below its --export-root.",
+        "of another user or machine: a new path below its --export-root. - writes a tar archive to stdout.",
     ),
 ]
 ModelOnly = Annotated[
@@ -88,10 +93,15 @@ def export(  # noqa: PLR0913 - typer makes an option of each
             layout=layout,
             program=None if program is None else program_text(program),
         )
-        if kind is None:
+        if str(target) == STDOUT:
+            done = _piped(reader, model_only, arguments)
+        elif kind is None:
             done = _copied(reader, target, model_only, as_json)
         else:
             done = _converted(reader, source, arguments, url, as_json)
+    if str(target) == STDOUT:
+        _print_done("exported", "the archive", done, console.err())
+        return
     console.answer(done, lambda: _print_done("exported", target, done), as_json)
 
 
@@ -151,6 +161,22 @@ def _copied(reader: CheckpointReader, target: Path, model_only: bool, as_json: b
     return {"to": str(target), **copied._asdict()}
 
 
+def _piped(reader: CheckpointReader, model_only: bool, arguments: ExportArguments) -> dict[str, Any]:
+    from holdfast.export.tar_stream import stream
+
+    if arguments.form is not None:
+        raise InvalidRequest("--as writes a directory, not an archive", hint="pass a directory as DEST")
+    if sys.stdout.isatty():
+        raise InvalidRequest("an archive is not written to a terminal", hint="pipe it: … - | tar -x -C DIR")
+    groups = ["model"] if model_only else []
+    try:
+        with console.progress("exporting", reader.manifest.bytes, shown=True) as bar:
+            copied = stream(reader, sys.stdout.buffer, groups, lambda count: bar.advance(bar.task_ids[0], count))
+    except OSError as error:
+        raise StorageFailed(f"the archive cannot be written: {error.strerror}", hint="start it again") from error
+    return copied._asdict()
+
+
 def _converted(
     reader: CheckpointReader, source: object, arguments: ExportArguments, url: str | None, as_json: bool
 ) -> dict[str, Any]:
@@ -158,7 +184,6 @@ def _converted(
     from holdfast.commands.jobs import finished
     from holdfast.read.sources import DirectorySource, HttpSource
     from holdfast.rest import service_jobs
-    from holdfast_formats.errors import InvalidRequest
     from holdfast_formats.rest.jobs import ConvertArguments, ExportJob
     from holdfast_formats.rest.offline import DirectoryConversion
 
@@ -177,10 +202,10 @@ def _converted(
     return finished(wanted, None, url, None if as_json else "exporting")
 
 
-def _print_done(word: str, target: Path, done: dict[str, Any]) -> None:
+def _print_done(word: str, target: Path | str, done: dict[str, Any], out: Console | None = None) -> None:
     from rich.text import Text
 
-    out = console.out()
+    out = out or console.out()
     size = console.human_bytes(int(done["bytes"]))
     what = "a checkpoint" if done["committed"] else "a plain model directory"
     if "as" in done:

@@ -35,7 +35,7 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     The manifest and then COMMIT are written last, so `out` is a checkpoint only when it is complete; with `groups` neither
     is written. On any error the written files are removed again. Nothing is synced: a power cut may lose the copy.
     """
-    files = _chosen(reader, groups)
+    files = chosen(reader, groups)
     created = _prepare(out)
     written: list[Path] = []
     try:
@@ -60,7 +60,8 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
     return Copied(len(written), sum(file.bytes for file in files), committed=not groups)
 
 
-def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
+def chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
+    """The files of these groups with the assets, all files without groups; `NoSuchResource` for an unknown group."""
     listed = reader.manifest.files
     if not groups:
         return list(listed)
