@@ -20,6 +20,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job
 from holdfast_service.api.access.connections import server as bounded
 from holdfast_service.api.app import RestApi, Services
+from holdfast_service.config import RootPlace
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.round_history import RoundHistory
@@ -71,7 +72,9 @@ def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, liv
     runner = start_jobs("node-1", Workers(catalog, control, CheckJobs(checker, scrub, tier), repairer, place))
     summaries, history = Summaries(stored_in(tier).store, catalog, lives), RoundHistory(catalog.database, "node-1")
     try:
-        yield Services(control, root, "9.9", node, saver, arena, remote, runner, summaries, history, {})
+        yield Services(
+            control, RootPlace(str(root), root), "9.9", node, saver, arena, remote, runner, summaries, history, {}
+        )
     finally:
         runner.close()
         scrub.close()

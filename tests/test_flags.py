@@ -56,7 +56,7 @@ def test_examples_are_accepted(said: str) -> None:
         assert parse(shlex.split(example), {}).root == Path("/fast/checkpoints")
 
 
-@pytest.mark.parametrize("flag", ["--root", "--export-root", "--replica"])
+@pytest.mark.parametrize("flag", ["--state", "--export-root", "--replica"])
 def test_a_refused_value_is_told_in_our_words(flag: str) -> None:
     """pydantic puts words of its own before the text of a refusal."""
     with pytest.raises(InvalidRequest) as caught:

@@ -57,6 +57,12 @@ def runtime_directory() -> Path:
     return Path(runtime) / "holdfast" if os.path.isabs(runtime) else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
+def state_directory() -> Path:
+    """Directory for what programs of this user keep; a relative XDG_STATE_HOME counts as none."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "holdfast"
+
+
 def has_display() -> bool:
     """Whether a browser could open a window on this machine."""
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -25,6 +25,7 @@ DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be 
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
 CLAIMS = ".holdfast.claims"  # the attempts that the daemons of several nodes have given out
 ROOT_FILE = ".holdfast.root"  # the root's id
+OWNER = ".holdfast.owner"  # in a bucket: the daemon that serves it without others
 RUN_TRASH = ".holdfast.trash"  # deleted runs, which can be brought back
 RUN_TRASH_AGES = ".holdfast.trash.json"  # for how long they have been there
 RENAMING = ".holdfast.renaming"  # runs under new names, until they are complete

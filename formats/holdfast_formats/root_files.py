@@ -40,14 +40,15 @@ class RootMark(Body):
 
 
 class RootFile(Body):
-    """Contents of `.holdfast.root`: the root's id, and the inode of its directory.
+    """Contents of `.holdfast.root`: the root's id, and the inode of its directory, or the place of its bucket.
 
     `catalog` is the address, without the password, of the server that the daemons of several nodes share; None for a single
     daemon.
     """
 
     id: str = Field(min_length=1, max_length=64)
-    inode: int
+    inode: int  # 0 in a bucket
+    place: str = ""  # of a bucket: its URL and prefix, as the daemons reach it
     catalog: str | None = None
 
 

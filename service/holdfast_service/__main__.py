@@ -16,20 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, NotFound, RootBusy, exit_status
+from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed, reachable
-from holdfast_formats.root_files import DaemonFile, encode
+from holdfast_formats.root_files import DaemonFile
 from holdfast_service import __version__
 from holdfast_service.config import LISTEN, Config, is_shared, parse, service_manager
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.observe.service_manager import ServiceManager
-from holdfast_service.storage import Records, libc
+from holdfast_service.storage import libc
 from holdfast_service.storage.directories import identity_of
 from holdfast_service.storage.locking import lock_node, lock_root
 from holdfast_service.wing import RunningWing
 from holdfast_service.wiring import assembly, gc_tuning
+from holdfast_service.wiring.announcement import announced
 from holdfast_service.wiring.stopping import StopReport
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
     """Run all services. Until the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.access import policy
 
-    root = config.root.resolve()
+    place, root = config.place, config.place.directory
     with ExitStack() as stack:
         shared = is_shared(config.catalog_url)
         stack.callback(lock_root(root, shared).release)
@@ -133,35 +133,30 @@ def _running(config: Config, stop: StopSignal, manager: ServiceManager) -> Itera
             stack.callback(lock_node(root, config.node).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
-        manager.starting(f"opening the catalog of {root}")
-        served = assembly.open_root(config, root, stack)
+        manager.starting(f"opening the catalog of {place.label}")
+        served = assembly.open_root(config, stack)
         manager.starting("taking over saves and memory of an earlier daemon")
         access = policy.policy(config, listener)
         node = assembly.open_node(config, served, url, stack)
         services = assembly.services(config, served, node, access, stack)
         wings = assembly.start_wings(config, services, stack)
-        served.control.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
+        served.control.events.add(
+            "daemon-started", f"{config.node} serves {place.label}", pid=os.getpid(), version=__version__
+        )
         if listener is not None and access.tokens:
             stack.enter_context(policy.announced(config, listener, services.owner))
         if served.identity.copy_of is not None:
-            text = f"{root} is a copy of another root and has a new ID from now on"
+            text = f"{place.label} is a copy of another root and has a new ID from now on"
             log.warning("%s", text)
             served.control.events.add("root-copied", text, level="warning", copy_of=served.identity.copy_of)
         _heed_signals(stop)
         about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=served.identity.mark)
-        file = naming.DAEMON_FILE if served.control.nodes.alone else naming.daemon_file(config.node)
-        served.control.records.replace(file, encode(about))
-        stack.callback(_remove, served.control.records, file)
+        stack.enter_context(announced(root, about, "" if served.control.nodes.alone else config.node))
         where = "" if listener is None else f" and {':'.join(map(str, listener.getsockname()[:2]))}"
-        log.info("serving %s at %s%s", root, node.daemon.path, where)
+        log.info("serving %s at %s%s", place.label, node.daemon.path, where)
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
         yield Served(node.daemon, services, wings, listener)
-
-
-def _remove(records: Records, file: str) -> None:
-    with suppress(NotFound):  # it was removed with the root
-        records.remove_file(file)
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
@@ -197,17 +192,20 @@ def _heed_signals(stop: StopSignal) -> None:
 def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceManager, until_stopped: ExitStack) -> None:
     """Serve until a reason to stop, which is logged; `until_stopped` ends when all is closed."""
     daemon, services = serving.daemon, serving.services
-    activity, presence = Activity(), RootPresence(config.root.resolve())
+    lease = services.control.storage.lease
+    activity, presence = Activity(), RootPresence(config.place.directory)
     with ExitStack() as stack:
         if serving.listener is not None:
             stack.enter_context(_http(serving.listener, serving, activity, stop))
-        manager.ready(f"serving {config.root}")
+        manager.ready(f"serving {config.place.label}")
         gc_tuning.settle()
         while (reason := stop.wait(IDLE_CHECK_S)) is None:
             if daemon.busy or services.runner.busy:
                 activity.touch()
             daemon.saver.unwritten()  # takes the lock of the saves: a daemon that is stuck with it is not alive
             manager.alive()
+            if lease is not None and (reason := lease.lost(daemon.busy or daemon.ranks > 0)):
+                break
             if config.exit_when_idle is None:
                 continue
             if activity.idle_s > config.exit_when_idle:
@@ -215,8 +213,8 @@ def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceMa
                 break
             # What is still to be saved or checked cannot be, without the root, and would keep this daemon for ever.
             if presence.gone_s > ROOT_GONE_S and not daemon.ranks:
-                log.error("%s has been gone for %.0f s, and no rank is connected", config.root, ROOT_GONE_S)
-                reason = f"{config.root} is gone"
+                log.error("%s has been gone for %.0f s, and no rank is connected", config.place.directory, ROOT_GONE_S)
+                reason = f"{config.place.directory} is gone"
                 break
         log.info("%s: the daemon stops", reason)
         until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten))

@@ -14,11 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
 
+from holdfast_files.objects import address
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats.body import message
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.naming import CheckpointId, checkpoint_path
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
 from holdfast_formats.root_files import check_local
@@ -41,13 +44,31 @@ FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_li
 _PLAIN = frozenset({"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"})
 
 
+class RootPlace(NamedTuple):
+    """Where a root is: a directory, or a bucket and the directory of this machine for what its daemon keeps, which may be
+    lost.
+    """
+
+    label: str  # as messages name it, and --root takes it
+    directory: Path
+    bucket: BucketAddress | None = None
+
+    def checkpoint(self, run: str, step: int) -> str:
+        """A checkpoint's directory, or the address by which it is opened in the bucket."""
+        if self.bucket is not None:
+            return f"{self.label}/{CheckpointId(run, step)}"
+        return str(self.directory / checkpoint_path(run, step))
+
+
 class Config(BaseModel):
     """Settings of one daemon. `listen` is None without a REST listener (an embedded daemon)."""
 
     model_config = ConfigDict(frozen=True)
 
     arguments: tuple[str, ...] = ()  # what it was made of, besides the environment
-    root: Path = ROOT
+    root: InstanceOf[BucketAddress] | Path = ROOT
+    state: Path | None = None
+    alone: bool = False
     listen: tuple[str, int] | None = ("127.0.0.1", 8420)
     socket: Path
     node: str = Field(pattern=NODE_NAME)
@@ -102,10 +123,18 @@ class Config(BaseModel):
             return host.strip("[]"), int(port)
         return value
 
-    @field_validator("root", "export_root")
+    @field_validator("root", mode="before")
     @classmethod
-    def _check_directory(cls, value: Path | None) -> Path | None:
-        if value is not None:
+    def _parse_root(cls, value: object) -> object:
+        try:
+            return address.parse(value) if isinstance(value, str) and address.is_address(value) else value
+        except InvalidRequest as error:
+            raise ValueError(f"{error.detail}; {error.hint}") from None
+
+    @field_validator("root", "state", "export_root")
+    @classmethod
+    def _check_directory(cls, value: BucketAddress | Path | None) -> BucketAddress | Path | None:
+        if isinstance(value, Path):
             _check_local(value)
         return value
 
@@ -155,6 +184,14 @@ class Config(BaseModel):
         return value
 
     @model_validator(mode="after")
+    def _check_state(self) -> Config:
+        if self.state is not None and isinstance(self.root, Path):
+            raise ValueError("a root that is a directory holds what its daemon keeps: --state is for one in a bucket")
+        if self.alone and isinstance(self.root, Path):
+            raise ValueError("only a root in a bucket needs --alone")
+        return self
+
+    @model_validator(mode="after")
     def _check_usual(self) -> Config:
         try:
             self.usual_policy  # noqa: B018 - it validates
@@ -168,8 +205,24 @@ class Config(BaseModel):
         return RetentionPolicy(keep_full=self.keep_full, optim=self.keep_optim, optim_full=self.keep_optim_full)
 
     @property
+    def place(self) -> RootPlace:
+        """Where the root is."""
+        if isinstance(self.root, Path):
+            root = self.root.resolve()
+            return RootPlace(str(root), root)
+        state = self.state or state_directory() / address.state_name(self.root)
+        return RootPlace(self.root.label, state.resolve(), self.root)
+
+    @property
     def catalog_url(self) -> str:
-        return self.catalog or catalog_url(self.root)
+        return self.catalog or catalog_url(self.place.directory)
+
+
+def state_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Directory for what programs of this user keep; a relative XDG_STATE_HOME counts as none."""
+    known = os.environ if environment is None else environment
+    state = known.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "holdfast"
 
 
 def is_shared(url: str) -> bool:

@@ -34,11 +34,13 @@ class Flag(NamedTuple):
 
 _GROUPS = {
     "Paths and names": (
-        Flag("root", "DIR", "Directory of the checkpoints."),
+        Flag("root", "DIR", "Directory of the checkpoints, or s3://BUCKET/PREFIX."),
+        Flag("state", "DIR", "For a bucket: directory for what this machine's daemon keeps.", "below XDG_STATE_HOME"),
+        Flag("alone", None, "For a bucket without conditional writes: no other daemon writes to it."),
         Flag("listen", "HOST:PORT", "Address of the HTTP service, or 'none'.", "127.0.0.1:8420"),
         Flag("socket", "PATH", "Unix socket for the ranks.", "in the user's runtime directory"),
         Flag("node", "NAME", "Name of this machine in logs and in the catalog.", "the host name"),
-        Flag("catalog", "URL", "SQLAlchemy URL of the catalog.", "SQLite under --root"),
+        Flag("catalog", "URL", "SQLAlchemy URL of the catalog.", "SQLite under --root, or under --state"),
         Flag(
             "exchange",
             "HOST:PORT",

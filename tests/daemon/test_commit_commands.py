@@ -15,7 +15,7 @@ from holdfast import Api, Checkpointer
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Event
-from holdfast_service.config import command_words, parse, plain_environment
+from holdfast_service.config import RootPlace, command_words, parse, plain_environment
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.daemon import commit_commands as module
@@ -71,7 +71,10 @@ class Running:
         self, steps: Steps, root: Path, words: tuple[str, ...], seconds_max: float = 60.0, **environment: str
     ) -> None:
         self.commands = CommitCommands(
-            Command(words, {**os.environ, **environment}, seconds_max), steps.events, lambda wait_s: True, root
+            Command(words, {**os.environ, **environment}, seconds_max),
+            steps.events,
+            lambda wait_s: True,
+            RootPlace(str(root), root),
         )
 
     def all_done(self) -> None:

@@ -86,9 +86,9 @@ def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -
     """Where a daemon began while its catalog was away, whose it is is asked when it is there, before anything is told."""
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
     with closing(Catalog.open(url)) as catalog:
-        ownership.adopt(catalog, ownership.Root("first", tmp_path / "first", "node"), NOW)
+        ownership.adopt(catalog, ownership.Root("first", str(tmp_path / "first"), tmp_path / "first", "node"), NOW)
         tier = PosixTier(tmp_path / "second")
-        me = ownership.Root("second", tmp_path / "second", "node")
+        me = ownership.Root("second", str(tmp_path / "second"), tmp_path / "second", "node")
         control = Control(stored_in(tier), catalog, claim=lambda: ownership.claim(PosixStore(tier), catalog, me, NOW))
         try:
             control.recovery.recover()
@@ -145,7 +145,9 @@ class TestAnOlderCatalog:
 
     def claim(self, tmp_path: Path, catalog: Catalog, name: str) -> None:
         tier = PosixTier(tmp_path / name)
-        ownership.claim(PosixStore(tier), catalog, ownership.Root(f"id-of-{name}", tmp_path / name, "node"), NOW)
+        ownership.claim(
+            PosixStore(tier), catalog, ownership.Root(f"id-of-{name}", str(tmp_path / name), tmp_path / name, "node"), NOW
+        )
 
     def test_an_empty_one_is_the_first_ones(self, tmp_path: Path, catalog: Catalog) -> None:
         self.claim(tmp_path, catalog, "one")

@@ -11,10 +11,14 @@ import pytest
 from holdfast_formats import naming
 from holdfast_formats.errors import WrongRoot
 from holdfast_formats.root_files import RootFile, decode
-from holdfast_service.storage.identity import Identity, known, settle
+from holdfast_service.storage.identity import Identity, Whereabouts, known, settle
 from holdfast_service.storage.posix import PosixTier
 
 SHARED = "postgresql://db:5432/holdfast"
+
+
+def begun(root: Path, catalog: str | None = None, leave: bool = False) -> Identity:
+    return settle(PosixTier(root), Whereabouts(root), catalog, leave)
 
 
 def read(root: Path) -> RootFile | None:
@@ -24,7 +28,7 @@ def read(root: Path) -> RootFile | None:
 def test_all_who_start_at_once_are_of_one_root(tmp_path: Path) -> None:
     """Eight daemons on a new root: one id."""
     found: list[Identity] = []
-    threads = [threading.Thread(target=lambda: found.append(settle(PosixTier(tmp_path), SHARED))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(begun(tmp_path, SHARED))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -41,30 +45,30 @@ def test_who_comes_a_moment_later_is_of_the_same_root(tmp_path: Path) -> None:
         def size(self, path: str) -> int | None:
             found = super().size(path)
             if not firsts:
-                firsts.append(settle(PosixTier(tmp_path), SHARED))
+                firsts.append(begun(tmp_path, SHARED))
             return found
 
-    assert settle(Late(tmp_path), SHARED) == firsts[0]
+    assert settle(Late(tmp_path), Whereabouts(tmp_path), SHARED) == firsts[0]
 
 
 def test_a_root_that_was_one_daemons_becomes_shared_and_stays_it(tmp_path: Path) -> None:
     """Its id is the same; a daemon with another catalog, or one of its own, is refused by name."""
-    before = settle(PosixTier(tmp_path))
-    assert settle(PosixTier(tmp_path), SHARED) == before
+    before = begun(tmp_path)
+    assert begun(tmp_path, SHARED) == before
     for other in (None, "postgresql://db:5432/another"):
         with pytest.raises(WrongRoot, match="db:5432/holdfast") as refused:
-            settle(PosixTier(tmp_path), other)
+            begun(tmp_path, other)
         assert "catalog adopt" in str(refused.value.hint)
-    assert settle(PosixTier(tmp_path), SHARED) == before
-    assert settle(PosixTier(tmp_path), leave=True) == before == settle(PosixTier(tmp_path))
+    assert begun(tmp_path, SHARED) == before
+    assert begun(tmp_path, leave=True) == before == begun(tmp_path)
 
 
 def test_a_copy_is_another_root_and_nobody_elses(tmp_path: Path) -> None:
     """Whoever copies a shared root may serve the copy alone."""
     (tmp_path / "root").mkdir()
-    original = settle(PosixTier(tmp_path / "root"), SHARED)
+    original = begun(tmp_path / "root", SHARED)
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
-    copied = settle(PosixTier(tmp_path / "copy"))
+    copied = begun(tmp_path / "copy")
     assert copied.copy_of == original.mark.id != copied.mark.id
     file = read(tmp_path / "copy")
     assert file is not None and file.catalog is None
@@ -73,5 +77,5 @@ def test_a_copy_is_another_root_and_nobody_elses(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
     """A torn file says nothing."""
     (tmp_path / naming.ROOT_FILE).write_bytes(b"{")
-    made = settle(PosixTier(tmp_path), SHARED)
+    made = begun(tmp_path, SHARED)
     assert known(tmp_path) == made.mark.id

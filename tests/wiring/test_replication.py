@@ -45,7 +45,7 @@ def test_a_name_that_is_none(flag: str) -> None:
         parse(["--replica", flag], {})
 
 
-@pytest.mark.parametrize("flags", [["--replica", "n=s3://b/p"], ["--replica", "gs://b"], ["--root", "s3://b/p"]])
+@pytest.mark.parametrize("flags", [["--replica", "n=s3://b/p"], ["--replica", "gs://b"], ["--state", "s3://b/p"]])
 def test_an_address_is_no_directory(flags: list[str]) -> None:
     """It is refused by the flag's name; as a path it would be a directory `s3:` below the current one."""
     with pytest.raises(InvalidRequest, match=f"{flags[0]}.*is a URL"):

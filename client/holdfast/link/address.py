@@ -10,28 +10,43 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from holdfast.config import DEFAULT_ROOT
+from holdfast.config import DEFAULT_ROOT, state_directory
+from holdfast.read.bucket_root import BucketRoot
+from holdfast.read.checkpoint_root import CheckpointRoot
+from holdfast.read.directory_root import DirectoryRoot
+from holdfast_files.objects import address
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.root_files import check_root_place
 
 SOCKET_SUFFIX = ".sock"
 _SCHEME = re.compile(r"[^/]*:/")
 _HOST = re.compile(r"(\[[^/]*\]|[^/:]+):\d+(/.*)?|(localhost|\d+(\.\d+){3})/?")  # an address that lacks its scheme
-_CHOICES = "a directory, the path of a daemon's socket, or an address such as http://HOST:PORT"
+_CHOICES = "a directory, s3://BUCKET/PREFIX, the path of a daemon's socket, or an address such as http://HOST:PORT"
 
 
 class DaemonAddress(NamedTuple):
-    """One of these is set; paths are absolute. With `fallback`, the user's daemon is tried first."""
+    """One of these is set; paths are absolute. With `fallback`, the user's daemon is tried first. With `bucket`, the root is
+    there, and `root` is the directory for what its daemon keeps on this machine.
+    """
 
     root: Path | None = None
     socket: Path | None = None
     url: str | None = None
     fallback: Path | None = None
+    bucket: BucketAddress | None = None
 
     @property
     def directory(self) -> Path | None:
         """The root to read, or to serve by an embedded daemon, if no daemon answers."""
         return self.root or self.fallback
+
+    @property
+    def readable(self) -> CheckpointRoot | None:
+        """The root, if it is read without a daemon."""
+        if self.bucket is not None:
+            return BucketRoot(self.bucket)
+        return None if self.directory is None else DirectoryRoot(self.directory)
 
 
 def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
@@ -47,6 +62,9 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
         raise InvalidRequest(f"at= must be a path or an address, not {type(at).__name__}", hint=f"write {_CHOICES}")
     if not text.strip():
         raise InvalidRequest(f"at={text!r} is empty", hint=f"leave at= out for your own daemon, or write {_CHOICES}")
+    if address.is_address(text):
+        bucket = address.parse(text)
+        return DaemonAddress(root=state_directory() / address.state_name(bucket), bucket=bucket)
     if _SCHEME.match(text):
         return DaemonAddress(url=_url(text))
     if isinstance(at, str) and _HOST.fullmatch(text):

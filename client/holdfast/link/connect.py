@@ -84,7 +84,7 @@ def connect(
             raise closed
         raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
     try:
-        served = embedded.start(directory, wrong)
+        served = embedded.start(directory, wrong, where.bucket)
     except DaemonGone as error:
         raise closed or error from error.__cause__
     connected = link(served)
@@ -113,5 +113,5 @@ def _next_socket(where: DaemonAddress, path: Path) -> Path:
     if where.directory is None:
         return path
     if embedded.is_embedded(path):
-        return embedded.start(where.directory)
+        return embedded.start(where.directory, bucket=where.bucket)
     return roots.running_socket(where.directory) or path

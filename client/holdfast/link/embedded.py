@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 from holdfast.config import default_socket
 from holdfast.link import roots
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone
 from holdfast_formats.installing import install
 
@@ -42,8 +43,9 @@ def is_embedded(socket: Path) -> bool:
     return socket.name.startswith(_PREFIX)
 
 
-def start(root: Path, but: Collection[Path] = ()) -> Path:
-    """Start a daemon on `root`, or find one that another rank has started; return its socket.
+def start(root: Path, but: Collection[Path] = (), bucket: BucketAddress | None = None) -> Path:
+    """Start a daemon on `root`, or find one that another rank has started; return its socket. For a root in a `bucket`,
+    `root` is the directory for what the daemon keeps.
 
     Waits if another process holds the root (a starting daemon, or a tool). Daemons at the sockets `but` serve other
     roots. Raises `DaemonGone`, with the end of the daemon's log, if none comes up.
@@ -54,7 +56,7 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
             hint=f"{install('service')}; or start a daemon elsewhere and give its socket or URL as at=",
         )
     try:
-        return _start(root.absolute(), but)
+        return _start(root.absolute(), but, bucket)
     except OSError as error:
         raise DaemonGone(
             f"cannot start an embedded daemon on {root}: {error}",
@@ -63,7 +65,7 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
         ) from error
 
 
-def _start(root: Path, but: Collection[Path]) -> Path:
+def _start(root: Path, but: Collection[Path], bucket: BucketAddress | None) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     at = os.stat(root)  # not its path: what was there before may still be served
     name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]
@@ -80,9 +82,9 @@ def _start(root: Path, but: Collection[Path]) -> Path:
             if shared is not None:
                 raise DaemonGone(
                     f"no daemon of this machine serves {root}, which daemons of several machines share",
-                    hint=f"start one here: holdfast serve --root {root} --catalog {shared}",
+                    hint=f"start one here: holdfast serve --root {bucket.label if bucket else root} --catalog {shared}",
                 )
-            log = _launch(root, directory / f"{_PREFIX}{name}-{uuid.uuid4().hex[:6]}.sock", limit)
+            log = _launch(root, directory / f"{_PREFIX}{name}-{uuid.uuid4().hex[:6]}.sock", limit, bucket)
             if log is None:
                 continue
             if time.monotonic() > limit:
@@ -122,9 +124,10 @@ def _turn(lock: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _launch(root: Path, socket: Path, limit: float) -> str | None:
+def _launch(root: Path, socket: Path, limit: float, bucket: BucketAddress | None) -> str | None:
     """Start a daemon. Returns None once it answers, or the end of its log if another process holds the root."""
-    command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
+    place = ["--root", str(root)] if bucket is None else ["--root", bucket.label, "--state", str(root)]
+    command = [sys.executable, "-m", "holdfast_service", *place, "--socket", str(socket)]
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:
         process = _spawned(command, log)

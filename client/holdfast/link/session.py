@@ -104,6 +104,8 @@ class Session:
         self._link: BackgroundRequests | None = None
         self._welcome: wire.Welcome | None = None
         self._turn = 0
+        self._stored = place.readable
+        self._bucket: BucketRoot | None = None  # the daemon's
         self.notices: list[str] = []
 
     @property
@@ -188,8 +190,9 @@ class Session:
     def _readable(self, welcome: wire.Welcome) -> CheckpointRoot | None:
         """The daemon's root if it is readable here: the same directory or bucket, not another one at its path."""
         if address.is_address(welcome.root):
-            bucket = BucketRoot(address.parse(welcome.root))
-            return bucket if bucket.is_root(welcome.mark.id) else None
+            if self._bucket is None:
+                self._bucket = BucketRoot(address.parse(welcome.root))
+            return self._bucket if self._bucket.is_root(welcome.mark.id) else None
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
         found = (path for path in places if path is not None and roots.is_at(path, welcome.mark))
         return next(map(DirectoryRoot, found), None)
@@ -211,12 +214,11 @@ class Session:
         try:
             welcome = self.connected(start or healthy)
         except DaemonGone as gone:
-            directory = self._place.directory
-            if directory is None or healthy:
+            root = self._stored
+            if root is None or healthy:
                 raise
             if start:
                 log.info("no daemon is available to agree on a step: %s", gone.detail)
-            root = DirectoryRoot(directory)
             return Choice(_newest(root, self._who.run, step, groups, below), root, None)
         assert self._link is not None
         question = wire.Choose(id=0, turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S)
@@ -286,17 +288,17 @@ class Session:
         place, welcome = self._place, self._welcome
         if welcome is not None:
             return Choice(step, self._readable(welcome), welcome.url, served=welcome.root)
-        directory = place.root
-        if place.fallback is not None and not roots.answers(default_socket()):
-            directory = place.fallback
-        if directory is None and place.url is None:
+        root = self._stored
+        if place.fallback is not None and roots.answers(default_socket()):
+            root = None
+        if root is None and place.url is None:
             raise InvalidRequest(
                 f"the location of the checkpoints of {self._who.run} is unknown until restore() or save() has "
                 "connected to the daemon",
                 hint="call restore() or save() first, or construct the Checkpointer with the root's directory "
                 "or the daemon's address: at=",
             )
-        return Choice(step, None if directory is None else DirectoryRoot(directory), place.url)
+        return Choice(step, root, place.url)
 
     def warn(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
@@ -316,6 +318,9 @@ class Session:
         if self._link is not None:
             self._link.close(ended)
             self._link = None
+        for root in (self._stored, self._bucket):
+            if root is not None:
+                root.close()
 
 
 def _patiently(link: BackgroundRequests, question: wire.Choose) -> wire.Chosen:

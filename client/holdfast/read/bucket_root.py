@@ -28,6 +28,7 @@ class BucketRoot(CheckpointRoot):
         self._address = address
         self._lock = threading.Lock()
         self._opened: Bucket | None = None
+        self._id = ""  # the root's, as last read
         self._known: dict[str, list[int]] = {}  # steps that `runs` has seen, for the next question about the run
 
     @property
@@ -63,12 +64,15 @@ class BucketRoot(CheckpointRoot):
 
     def is_root(self, id: str) -> bool:
         """Whether the root with this id is there, and can be read with the keys of this process."""
+        if self._id == id:
+            return True
         try:
             data, _ = self._bucket.read_tagged(naming.ROOT_FILE, FILE_BYTES_MAX)
         except CheckpointError:
             return False
         mark = decode(RootFile, data)
-        return mark is not None and mark.id == id
+        self._id = "" if mark is None else mark.id
+        return self._id == id
 
     def source(self, run: str, step: int) -> Source:
         from holdfast.read.object_source import ObjectSource  # with numpy, which completion does not wait for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from typing import NamedTuple
@@ -32,6 +33,11 @@ class BucketAddress(NamedTuple):
     def label(self) -> str:
         """The address, as messages name it."""
         return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
+
+
+def state_name(place: BucketAddress) -> str:
+    """The name of the directory in which a daemon of this machine keeps what is its own."""
+    return f"{place.bucket}-{hashlib.sha256(place.label.encode()).hexdigest()[:12]}"
 
 
 def is_address(text: str) -> bool:

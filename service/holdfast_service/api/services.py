@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
@@ -15,6 +14,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.api.access.authentication import Policy
 from holdfast_service.api.access.refusals import Refusals
+from holdfast_service.config import RootPlace
 from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
@@ -40,7 +40,7 @@ class Services:
     """
 
     control: Control
-    root: Path
+    root: RootPlace
     version: str
     node: Callable[[], bodies.Node]
     saver: Saver

@@ -38,7 +38,7 @@ class RecordParts:
     def __init__(self, storage: RootStorage, catalog: Catalog, nodes: Nodes, usual: RetentionPolicy) -> None:
         """`nodes` serve the root with the same catalog; `usual` is in force for runs without a policy of their own."""
         self.storage, self.catalog, self.nodes = storage, catalog, nodes
-        self.records, self.store, _ = storage
+        self.records, self.store = storage.records, storage.store
         self.returned: Signal[[]] = Signal()  # the catalog answers, for the first time or again
         self.published: Signal[[Manifest]] = Signal()  # saved or imported; subscribers must not block
         self.record_queue = RecordQueue(
@@ -97,6 +97,7 @@ class CheckpointParts(RecordParts):
             self.findings,
             events,
             self.absences,
+            looks=storage.looks,
             thinned=self.thinning.record,
             replaced=lineage.look_again,
             is_mine=partial(nodes.has, UPKEEP),

@@ -23,11 +23,10 @@ from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.signals import Signal
-from holdfast_service.storage import Store
+from holdfast_service.storage import Looks, Store
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0
 IDLE_TIMES = 20  # a look takes one part in so many of the time of its thread, however many checkpoints there are
 
 
@@ -43,6 +42,7 @@ class RootWatch:
         events: Events,
         absences: NegativeCache,
         *,
+        looks: Looks,
         thinned: Callable[[str, int], bool],
         replaced: Callable[[str, int], object],
         is_mine: Callable[[], bool],
@@ -57,6 +57,7 @@ class RootWatch:
         self._findings = findings
         self.suspected: Signal[[str, int, Damaged]] = Signal()  # subscribers repair or record; without any it is recorded
         self.unread: Signal[[Collection[CheckpointId]]] = Signal()  # checkpoints that are to be read back
+        self._looks, self._runs = looks, 0
         self._soon: set[str] = set()  # runs in which something is missing
         found = rotation.proofs.discoveries
         found.missing.subscribe(self.missing)
@@ -114,6 +115,7 @@ class RootWatch:
             self.relist(run)
         listed = self._catalog.all_proofs()
         steps_by_run = {run: set(self._store.steps(run)) for run in roots.runs(self._store.files)}
+        self._runs = len(steps_by_run)
         for run in sorted(listed.keys() | steps_by_run.keys()):
             if self._closing.is_set():
                 return
@@ -134,8 +136,10 @@ class RootWatch:
 
     def _look_at(self, run: str, listed: Mapping[int, str | None], steps: Collection[int]) -> None:
         unlisted = {step for step in steps if step not in listed}
-        if not listed.keys() <= set(steps) or self._is_news(run, unlisted):
+        if not listed.keys() <= set(steps) or self._is_news(run, unlisted) or self._is_replaced(run, steps):
             self.relist(run)
+        if not self._looks.at_files:
+            return
         for step, proven in listed.items():
             if proven is not None and step in steps and not self._stands(run, step, proven):
                 self._confirm(run, step)
@@ -144,6 +148,13 @@ class RootWatch:
         """Whether something is there for longer than a commit takes to be listed."""
         lasting = unlisted & self._unlisted.get(run, set())
         return any(roots.has_commit(self._store, run, step) for step in lasting)
+
+    def _is_replaced(self, run: str, steps: Collection[int]) -> bool:
+        """Whether a listed checkpoint is another one now, where that is not found by its files."""
+        if self._looks.at_files:
+            return False
+        before, now = self._catalog.stamps(run), self._store.stamps(run)
+        return any(before.get(step, stamp) not in (None, stamp) for step, stamp in now.items() if step in steps)
 
     def _stands(self, run: str, step: int, proven: str) -> bool:
         try:
@@ -170,5 +181,5 @@ class RootWatch:
                 log.warning("cannot scan the root: %s", error.detail)
             except Exception:
                 log.exception("scanning the root failed")
-            self._wake.wait(max(LOOK_S, IDLE_TIMES * (time.monotonic() - began)))
+            self._wake.wait(max(self._looks.every_s(self._runs), IDLE_TIMES * (time.monotonic() - began)))
             self._wake.clear()

@@ -12,13 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.operations import Level
+from holdfast_service.config import RootPlace
 from holdfast_service.daemon import tied_command
 from holdfast_service.daemon.tied_command import Command
 
@@ -40,7 +39,7 @@ class CommandNews(Protocol):
 class CommitCommands:
     """The thread that runs the command. Other threads report commits to it without waiting."""
 
-    def __init__(self, command: Command, news: CommandNews, recorded: Callable[[float], bool], root: Path) -> None:
+    def __init__(self, command: Command, news: CommandNews, recorded: Callable[[float], bool], root: RootPlace) -> None:
         """`recorded` waits at most so many seconds until the catalog has all commits, and returns whether it does."""
         self._command, self._news, self._recorded, self._root = command, news, recorded, root
         self._changed = threading.Condition()
@@ -104,7 +103,7 @@ class CommitCommands:
         if not self._is_mine(manifest):
             return
         began = time.monotonic()
-        ended = tied_command.run(self._command, self._root, self._wake, _about(manifest, self._root))
+        ended = tied_command.run(self._command, self._root.directory, self._wake, _about(manifest, self._root))
         log.info(
             "--on-commit for %s@%s: %s after %.1f s",
             manifest.run,
@@ -142,12 +141,12 @@ class CommitCommands:
         )
 
 
-def _about(manifest: Manifest, root: Path) -> dict[str, str]:
+def _about(manifest: Manifest, root: RootPlace) -> dict[str, str]:
     return {
         "HOLDFAST_RUN": manifest.run,
         "HOLDFAST_STEP": str(manifest.step),
         "HOLDFAST_ATTEMPT": str(manifest.attempt),
-        "HOLDFAST_PATH": str(root / naming.checkpoint_path(manifest.run, manifest.step)),
+        "HOLDFAST_PATH": root.checkpoint(manifest.run, manifest.step),
         "HOLDFAST_GROUPS": ",".join(manifest.groups),
         "HOLDFAST_BYTES": str(manifest.bytes),
     }

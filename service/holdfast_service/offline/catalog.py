@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck
 from holdfast_formats.rest.offline import CatalogWork
+from holdfast_formats.root_files import check_local
 from holdfast_formats.timestamps import utc_now
 from holdfast_service import config
 from holdfast_service.control.access import audit
@@ -18,13 +19,14 @@ from holdfast_service.control.catalog.attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import address
 from holdfast_service.storage import Store, lock_root, stored_in, tier_at
-from holdfast_service.storage.identity import known, settle
+from holdfast_service.storage.identity import Whereabouts, known, settle
 
 
 def run(work: CatalogWork) -> dict[str, Any]:
     """The report. `RootBusy` while a daemon serves the root, which then must do it."""
+    check_local(work.root)
     settings = config.parse(["--root", work.root, *(["--catalog", work.catalog] if work.catalog else [])])
-    root = settings.root.resolve()
+    root = settings.place.directory
     if not root.is_dir():
         raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     lock = lock_root(root)
@@ -40,7 +42,9 @@ def _made(act: str, root: Path, settings: config.Config) -> BaseModel:
     shared = address(url) if config.is_shared(url) else None
     if act not in ("rebuild", "adopt"):
         return _checked(root, store, url, thorough=act == "check-thorough")
-    who = ownership.Root(settle(tier, shared, leave=act == "adopt").mark.id, root, settings.node)
+    who = ownership.Root(
+        settle(tier, Whereabouts(root), shared, leave=act == "adopt").mark.id, str(root), root, settings.node
+    )
     opened = recovery.open_catalog(url)
     try:
         if act == "adopt":

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(arguments)
         node = config.node if is_shared(config.catalog_url) else ""
-        path = fd_keeper.holder_path(config.socket, config.root.resolve(), node)
+        path = fd_keeper.holder_path(config.socket, config.place.directory, node)
         with fd_keeper.reserved(path), fd_keeper.opened(path) as listener:
             command = fd_keeper.holder_command(path, listener.fileno())
             notify = fd_keeper.notify_path(path)

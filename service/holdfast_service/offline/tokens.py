@@ -23,7 +23,7 @@ from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
 from holdfast_service.storage import tier_at
-from holdfast_service.storage.identity import catalog_of, known
+from holdfast_service.storage.identity import Whereabouts, catalog_of, known
 from holdfast_service.storage.posix import make_root
 
 
@@ -61,7 +61,7 @@ def _catalog_url(root: Path, given: str | None) -> str:
     last served with another catalog: a daemon does not know tokens of that.
     """
     url = config.parse(["--root", str(root), *(["--catalog", given] if given else [])]).catalog_url
-    shared = catalog_of(tier_at(root))
+    shared = catalog_of(tier_at(root), Whereabouts(root))
     if shared is not None and not (config.is_shared(url) and address(url) == shared):
         hint = "pass its URL with --catalog, or set HOLDFAST_CATALOG"
         raise WrongRoot(f"the tokens of {root} are in the catalog {shared}", hint=hint)

@@ -6,7 +6,7 @@ from .memory import MemoryTier
 from .posix import PosixTier
 from .posix_store import PosixStore
 from .records import Records
-from .root_storage import RootStorage, stored_in, tier_at
+from .root_storage import Looks, RootStorage, stored_in, tier_at
 from .staged_directory import StagedDirectory
 from .store import CommitContents, Publication, StagedCheckpoint, StagedFiles, Store
 from .tier import Buffer, FileWriter, Tier
@@ -17,6 +17,7 @@ __all__ = [
     "CommitContents",
     "FileWriter",
     "HubSnapshot",
+    "Looks",
     "MemoryTier",
     "PosixStore",
     "PosixTier",

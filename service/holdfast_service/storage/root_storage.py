@@ -5,8 +5,9 @@ Everything above gets a `RootStorage` and asks `Records` and `Store`; `tier` is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
 
@@ -17,6 +18,26 @@ from .records import Records
 from .store import Store
 from .tier import Tier
 
+if TYPE_CHECKING:
+    from .objects.lease import BucketLease
+
+LOOK_S = 2.0  # between two looks at a directory
+
+
+class Looks(NamedTuple):
+    """How often a root is looked at for changes by others: after `every_s` of so many runs, in seconds. Without `at_files`
+    only commits are compared: a look at files would be a request for each.
+    """
+
+    every_s: Callable[[int], float]
+    at_files: bool
+
+
+DIRECTORY_LOOKS = Looks(lambda runs: LOOK_S, True)
+
+
+def _nothing() -> None: ...
+
 
 class RootStorage(NamedTuple):
     """A root's control files and checkpoints. `records` reads the files of both."""
@@ -24,6 +45,9 @@ class RootStorage(NamedTuple):
     records: Records
     store: Store
     tier: Tier | None  # the same root as a directory, if it is one
+    looks: Looks = DIRECTORY_LOOKS
+    close: Callable[[], None] = _nothing
+    lease: BucketLease | None = None  # of the only daemon of a bucket
 
     def directory(self, why: str) -> Tier:
         """The root as a directory; `InvalidRequest` if it is none, since `why` needs one."""

@@ -23,6 +23,7 @@ from holdfast_formats.timestamps import utc_now
 from holdfast_service import __version__
 from holdfast_service.config import (
     Config,
+    RootPlace,
     fd_store,
     is_shared,
     successor_environment,
@@ -62,8 +63,8 @@ from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.writing.disk_throughput import PROBE_BYTES
-from holdfast_service.storage import disk_speed, stored_in, tier_at
-from holdfast_service.storage.identity import Identity, catalog_of, settle
+from holdfast_service.storage import RootStorage, disk_speed, stored_in, tier_at
+from holdfast_service.storage.identity import Identity, Whereabouts, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.wing import RunningWing, installed, require
 from holdfast_service.wiring.commands import commit_commands, event_commands
@@ -89,7 +90,7 @@ SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends w
 class ServedRoot(NamedTuple):
     """A root that this daemon serves, and all that decides over it."""
 
-    path: Path
+    place: RootPlace
     identity: Identity
     control: Control
     nodes: NodesOfRoot
@@ -110,32 +111,35 @@ class NodeParts(NamedTuple):
     keeper: str  # of the memory of staged saves, if the daemon is killed
 
 
-def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
+def open_root(config: Config, stack: ExitStack) -> ServedRoot:
     """The root's storage and catalog; a missing or damaged catalog is rebuilt, one of another root is refused.
 
     With a catalog that several nodes can share, this daemon is a node of a cluster.
     """
     shared = is_shared(config.catalog_url)
     pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
-    tier = tier_at(root, pace, config.node if shared else "")
-    storage = stored_in(tier)
+    place = config.place
+    storage = _storage(config, pace, shared, stack)
+    where = Whereabouts(place.directory, place.label if place.bucket else "")
     Database.at(config.catalog_url).close()  # a URL that is none is refused by name
     shared_by = address(config.catalog_url) if shared else None
-    identity = settle(tier, shared_by, later=True)
-    owner = ownership.Root(identity.mark.id, root, config.node)
+    identity = settle(storage.records, where, shared_by, later=True)
+    owner = ownership.Root(identity.mark.id, place.label, place.directory, config.node)
     try:
         catalog, _, _, rebuilt = recovery.open_catalog(config.catalog_url, config.node)
         ownership.claim(storage.store, catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
-        if shared and catalog_of(tier) is None:  # a mistake in the URL must not be stored for later daemons
+        if (
+            shared and catalog_of(storage.records, where) is None
+        ):  # a mistake in the URL must not be stored for later daemons
             raise CatalogUnavailable(
-                f"{away.detail}; no daemon has served {root} with this catalog yet", hint=FIRST
+                f"{away.detail}; no daemon has served {place.label} with this catalog yet", hint=FIRST
             ) from away
         log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog, rebuilt = Catalog(Database.at(config.catalog_url), config.node), None
         catalog.database.away(away.detail, reads=True)
     stack.callback(catalog.close)
-    settle(tier, shared_by)
+    settle(storage.records, where, shared_by)
     serving = nodes_of(config, catalog.database)
 
     def claim() -> None:
@@ -151,12 +155,28 @@ def open_root(config: Config, root: Path, stack: ExitStack) -> ServedRoot:
     with suppress(CatalogUnavailable):
         serving.nodes.join()
     stack.callback(control.close)
-    return ServedRoot(root, identity, control, serving)
+    return ServedRoot(place, identity, control, serving)
+
+
+def _storage(config: Config, pace: Pace | None, shared: bool, stack: ExitStack) -> RootStorage:
+    place = config.place
+    if place.bucket is None:
+        return stored_in(tier_at(place.directory, pace, config.node if shared else ""))
+    from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
+
+    writers = None
+    if shared:
+        database = Database.at(config.catalog_url)
+        stack.callback(database.close)
+        writers = database.one_by_one
+    storage = open_bucket(place.bucket, config.node, place.directory, shared=writers, alone=config.alone)
+    stack.callback(storage.close)
+    return storage
 
 
 def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket. Adopts an earlier daemon's work, and starts due checks and copies."""
-    path, (mark, _), control, nodes = root
+    place, (mark, _), control, nodes = root
     records = control.records
     budget = Budget(config.arena_bytes_max)
     keeper = OfRoot(_keeper(root, config), mark.id)
@@ -168,10 +188,10 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     replication = Replication(config, control, holds.lend)
     checker = Checker(records, control, replication.repairer.repair)
     others = nodes.data_plane(control, holds, stack)
-    spill = Spill(path, partial(_staging_quotas, control)) if config.spill == "auto" else None
+    spill = Spill(place.directory, partial(_staging_quotas, control)) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, holds.make_room, Shares(config.run_share, config.token_share))
     averages = Averages(arena, others.agreement)
-    probe = partial(disk_speed.measure, path, PROBE_BYTES)
+    probe = None if place.bucket else partial(disk_speed.measure, place.directory, PROBE_BYTES)
     saver = Saver(records, control, config.node, checker, others, holds=holds, averages=averages, probe=probe)
     adoption = Adoption(arena, saver, control)
     on_event, busy = _commands(config, root, url, stack)
@@ -183,12 +203,13 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     replication.start()
     stack.callback(replication.close)
     RestoreRepair(checker, replication, control.repairs).serve(control.restores)
-    about = Serving(config.node, str(path), mark, __version__, url)
+    about = Serving(config.node, place.label, mark, __version__, url)
     trains = partial(_trains, saver, control)
     own = own_jobs(config.node, control, trains)
     parts = DataPlane(arena, saver, control, adoption, averages, others.slots(lambda: arena.spare_bytes), own)
     callers = Callers.of_group(config.socket_group)
-    callers.warn_if_closed(path)
+    if place.bucket is None:
+        callers.warn_if_closed(place.directory)
     daemon = Daemon(config.socket.absolute(), about, parts, callers, lambda: any(one() for one in busy))
     stack.callback(daemon.close)
     control.trash.restored.subscribe(scrub.check_soon)
@@ -217,8 +238,8 @@ def _commands(
 ) -> tuple[EventCommands | None, list[Callable[[], bool]]]:
     """The command for events, and what says whether it, or the one for commits, is at work."""
     commands, on_event = (
-        commit_commands(config, root.control, root.path, url),
-        event_commands(config, root.control.events, root.path),
+        commit_commands(config, root.control, root.place, url),
+        event_commands(config, root.control.events, root.place),
     )
     if on_event is not None:
         stack.callback(on_event.close)
@@ -240,7 +261,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             name=config.node,
             pid=os.getpid(),
             version=__version__,
-            root=str(root.path),
+            root=root.place.label,
             socket=str(daemon.path),
             started=started,
             arena_bytes=node.arena.bytes,
@@ -277,7 +298,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
 
     return Services(
         control,
-        root.path,
+        root.place,
         __version__,
         about,
         saver,
@@ -361,11 +382,20 @@ def _keeper(root: ServedRoot, config: Config) -> DescriptorKeeper:
 
 
 def _holder_path(root: ServedRoot, config: Config) -> Path:
-    return holder_path(config.socket, root.path, root.control.nodes.node)
+    return holder_path(config.socket, root.place.directory, root.control.nodes.node)
 
 
 def _successor(root: ServedRoot, config: Config) -> Start:
     """How to start a daemon that commits this one's staged saves, if it is killed and no other one comes."""
-    own = ["--root", str(root.path), "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
+    state = ["--state", str(root.place.directory)] if root.place.bucket else []
+    own = [
+        "--root",
+        root.place.label,
+        *state,
+        "--socket",
+        str(config.socket.absolute()),
+        "--exit-when-idle",
+        str(SUCCESSOR_IDLE_S),
+    ]
     command = [sys.executable, "-m", "holdfast_service", *config.arguments, *own]
-    return Start(command, os.getcwd(), successor_environment(), str(root.path), root.identity.mark.id)
+    return Start(command, os.getcwd(), successor_environment(), str(root.place.directory), root.identity.mark.id)

@@ -158,7 +158,7 @@ class Replication:
     """The configured replicas, each with a worker once started, and the repairs for which they have the bytes."""
 
     def __init__(self, config: Config, control: Control, lend: Lend) -> None:
-        check_apart(config.root, config.replica)
+        check_apart(config.place.directory, config.replica)
         self.replicators: dict[str, Replicator] = {}
         self.repairer = Repairer(control, lambda: reached(self.replicators), lend)
         self._places: list[Reached] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -41,7 +40,7 @@ def arrays(step: int) -> dict[str, dict[str, np.ndarray]]:
 def add(services: Services, control: Control, step: int) -> None:
     """A checkpoint as a saver leaves it: listed, examined, verified."""
     directory = naming.checkpoint_path(RUN, step)
-    made = build(Path(services.root) / directory, arrays(step), run=RUN, step=step).manifest
+    made = build(services.root.directory / directory, arrays(step), run=RUN, step=step).manifest
     described = bodies.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
     services.control.catalog.record_checkpoint(described)
     examined = Examination(services.control.records, control.health.before(RUN, step))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.link.address import DaemonAddress, place
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats.errors import InvalidRequest
 
 
@@ -87,7 +88,6 @@ def test_an_address_without_a_scheme_could_be_a_directory(here: Path, at: str) -
         "unix:///run/holdfast.sock",
         "unix:/run/holdfast.sock",
         "file:///data",
-        "s3://bucket/data",
         "http://",
         "http://:8420",
         "http:/localhost:8420",
@@ -191,3 +191,20 @@ def test_an_address_says_no_more_than_where(url: str) -> None:
     """A query or a password in it would be dropped, or sent to nobody who asks for it."""
     with pytest.raises(InvalidRequest, match="not the address of a daemon"):
         place(url)
+
+
+def test_a_bucket_has_a_directory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what its daemon keeps; another one for each address."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    one, other = place("s3://bucket/data"), place("s3://bucket/more")
+    assert one.bucket == BucketAddress("bucket", "data") and one.readable is not None
+    assert one.readable.label == "s3://bucket/data"
+    assert one.root is not None and one.root.parent == tmp_path / "holdfast" and one.root != other.root
+    assert one == place("s3://bucket/data/")
+
+
+@pytest.mark.parametrize("at", ["s3:/bucket/data", "S3://bucket", "gs://bucket/data", "s3://user:secret@bucket/data"])
+def test_addresses_of_no_bucket_are_refused(at: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        place(at)
+    assert "secret" not in str(caught.value) and "s3://" in caught.value.hint

@@ -22,7 +22,7 @@ from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken
-from holdfast_service.config import parse
+from holdfast_service.config import RootPlace, parse
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.wings.notify import alerts
 from holdfast_service.wings.notify.running import watched
@@ -209,7 +209,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
             with pytest.raises(InvalidRequest, match="--watch"):
                 watched(parse(flags, {}), stack)
         with pytest.raises(InvalidRequest, match="needs --on-event"):
-            event_commands(parse(["--on-event-kinds", "run-died"], {}), cast(Events, None), Path("/"))
+            event_commands(parse(["--on-event-kinds", "run-died"], {}), cast(Events, None), RootPlace("/", Path("/")))
 
 
 @pytest.mark.usefixtures("forked_programs")

@@ -17,7 +17,8 @@ from starlette.responses import Response, StreamingResponse
 
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, StorageFailed
+from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.files import Files
 from holdfast_service.api import problems
 from holdfast_service.api.read_protection import met
 
@@ -60,6 +61,18 @@ def fetch_posix(directory: Path) -> Fetch:
         except OSError as error:
             raise StorageFailed(f"cannot read {name}: {error.strerror}", file=name, errno=error.errno) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    return fetch
+
+
+def fetch_stored(files: Files, directory: str) -> Fetch:
+    """As `fetch_posix`, for files of another storage."""
+
+    async def fetch(name: str, start: int, length: int) -> bytes:
+        try:
+            return await asyncio.to_thread(files.read, f"{directory}/{name}", start, length)
+        except NoSuchResource as error:
+            raise CorruptManifest(f"{name} is missing", file=name) from error
 
     return fetch
 

@@ -129,7 +129,10 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
     if whole:
         verification.check_size(held.manifest, name, services.control.records.size(f"{held.directory}/{name}"))
     etag = f'"{held.sha256[:32]}-{entry.digest}"'
-    fetch = delivery.fetch_posix(services.root / held.directory)
+    if services.root.bucket is None:
+        fetch = delivery.fetch_posix(services.root.directory / held.directory)
+    else:
+        fetch = delivery.fetch_stored(services.control.records, held.directory)
     return Delivery(_media_type(name), etag, entry.bytes, delivery.proven(name, held.pieces[name], fetch))
 
 

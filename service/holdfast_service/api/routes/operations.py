@@ -64,7 +64,7 @@ def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
 def _health(status: str, services: Services, viewer: Principal) -> bodies.Health:
     if not viewer.known:
         return bodies.Health(status=status)
-    root = str(services.root) if viewer.sees_all else None
+    root = services.root.label if viewer.sees_all else None
     return bodies.Health(status=status, version=services.version, root=root)
 
 

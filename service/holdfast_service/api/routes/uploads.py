@@ -88,7 +88,7 @@ def put_rank(
     return bodies.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
-        root=str(services.root),
+        root=services.root.label,
         root_id=ranks.root_id,
         version=services.version,
         silence_max_s=ranks.silence_max_s,

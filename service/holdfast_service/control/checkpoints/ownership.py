@@ -31,15 +31,18 @@ HINT = (
 
 
 class Root(NamedTuple):
-    """A candidate owner: the root's id and path, and the machine's name."""
+    """A candidate owner: the root's id, its place as messages name it, the directory for what its daemon keeps, and the
+    machine's name.
+    """
 
     id: str
-    path: Path
+    label: str
+    directory: Path
     node: str
 
     @property
     def told(self) -> tuple[str, str, str]:
-        return self.id, str(self.path), self.node
+        return self.id, self.label, self.node
 
 
 def claim(store: Store, catalog: Catalog, root: Root, now: str) -> None:
@@ -47,14 +50,14 @@ def claim(store: Store, catalog: Catalog, root: Root, now: str) -> None:
 
     A catalog in the root's own directory belongs to it, also where the directory was copied.
     """
-    if _lies_in(catalog.database.url, root.path):
+    if _lies_in(catalog.database.url, root.directory):
         adopt(catalog, root, now)
         return
     with catalog.database.read() as session:
         fresh = session.get(OwnerRow, _ONLY) is None
     if fresh and not _lists(store, catalog):
         raise WrongRoot(
-            f"the catalog {without_password(catalog.database.url)} lists checkpoints that are not in {root.path}",
+            f"the catalog {without_password(catalog.database.url)} lists checkpoints that are not in {root.label}",
             hint=HINT,
         )
     with catalog.database.write() as session:
@@ -89,7 +92,7 @@ def _locked(session: Session, root: Root, now: str) -> OwnerRow:
     if row is None:
         try:
             with session.begin_nested():
-                session.add(OwnerRow(only=_ONLY, root=root.id, path=str(root.path), node=root.node, since=now))
+                session.add(OwnerRow(only=_ONLY, root=root.id, path=root.label, node=root.node, since=now))
         except IntegrityError:
             session.expire_all()  # the daemon of another root was faster
         row = session.get_one(OwnerRow, _ONLY, with_for_update=True)

@@ -68,7 +68,7 @@ class ObjectRecords:
         self._bucket.delete([path])
 
     def remove_empty(self, path: str) -> bool:
-        return not self._files.list(path)  # there are no directories
+        return not self.list(path) and self.size(path) is None  # there are no directories
 
     def _settled(self, path: str, data: bytes, etag: str | None) -> bool:
         done = self._puts.first(path, data) if etag is None else self._puts.replace(path, data, etag)

@@ -1,0 +1,173 @@
+"""The lease on a bucket that one daemon serves without others: an object that is written again while it serves.
+
+Another daemon takes the lease when the object has stood unchanged for twice its stated interval and `LATE_S`, by its own
+clock: no two clocks are compared (I17). It takes it at once where it can see that the process is gone. The lease keeps two
+daemons from serving a root by mistake; what keeps their checkpoints apart is each step's commit object. The interval is in
+the object, because an idle daemon writes it less often.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from holdfast_files.objects.client import Bucket
+from holdfast_formats import naming
+from holdfast_formats.body import Body
+from holdfast_formats.errors import CheckpointError, NoSuchResource, RootBusy
+from holdfast_formats.root_files import decode, encode
+
+log = logging.getLogger(__name__)
+
+BUSY_S, IDLE_S = 10.0, 70.0  # between two renewals, while ranks are connected and while none are
+LATE_S = 20.0  # that a renewal may come late, twice the interval aside
+LOOK_S = 1.0
+FILE_BYTES_MAX = 4096
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class OwnerFile(Body):
+    """Contents of `.holdfast.owner`. `state` is the daemon's directory for what it keeps, on its machine since it booted:
+    only one process at a time can have that locked. `process` is its process there.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    node: str = Field(max_length=64)
+    state: str = Field(max_length=200)
+    process: str = Field(max_length=200)
+    renews_s: Annotated[float, Field(gt=0, le=3600)]
+    count: Annotated[int, Field(ge=0)]
+
+
+class BucketLease:
+    """A lease that was taken, and is renewed by a thread until `close`."""
+
+    def __init__(self, bucket: Bucket, own: OwnerFile, etag: str) -> None:
+        self._bucket, self._own, self._etag = bucket, own, etag
+        self._busy, self._lost = True, ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(cls, bucket: Bucket, node: str, directory: Path) -> BucketLease:
+        """Wait until no other daemon renews it; `RootBusy`, which names the other one, as soon as one does. This process has
+        locked the `directory` for what it keeps.
+        """
+        state, process = _state(directory), _process(os.getpid())
+        own = OwnerFile(node=node, state=state, process=process, renews_s=BUSY_S, count=0)
+        seen: tuple[bytes, float] | None = None
+        while True:
+            found = _read(bucket)
+            if found is None:
+                written = bucket.put(naming.OWNER, encode(own), if_absent=True)
+            else:
+                data, etag = found
+                other, now = decode(OwnerFile, data), time.monotonic()
+                if seen is not None and seen[0] != data:
+                    raise _busy(bucket, other)
+                since = seen[1] if seen is not None else now
+                if other is not None and not _is_gone(other, own) and now - since < _patience_s(other):
+                    if seen is None:
+                        log.warning(
+                            "%s was served by %s: waiting %.0f s to see whether it still is",
+                            *(bucket.label, other.node, _patience_s(other)),
+                        )
+                    seen = data, since
+                    time.sleep(LOOK_S)
+                    continue
+                written = bucket.put(naming.OWNER, encode(own), if_match=etag)
+            if written.outcome == "done":
+                return cls(bucket, own, written.etag)
+            found = _read(bucket)
+            if found is not None and found[0] == encode(own):  # the answer was lost
+                return cls(bucket, own, found[1])
+
+    def lost(self, busy: bool) -> str:
+        """Why another daemon has it now; empty while it is held. While no rank is `busy` it is renewed less often."""
+        self._busy = busy
+        return self._lost
+
+    def close(self) -> None:
+        """Give it back, so that another daemon need not wait."""
+        self._closing.set()
+        self._thread.join()
+        try:
+            found = _read(self._bucket)
+            if found is not None and found[0] == encode(self._own):
+                self._bucket.delete([naming.OWNER])
+        except CheckpointError as error:
+            log.warning("the lease on %s could not be given back: %s", self._bucket.label, error.detail)
+
+    def _renew(self) -> None:
+        while not self._lost and not self._closing.wait(self._own.renews_s):
+            own = self._own.model_copy(
+                update={"renews_s": BUSY_S if self._busy else IDLE_S, "count": self._own.count + 1},
+            )
+            try:
+                self._lost = self._renewed(own)
+            except CheckpointError as error:
+                log.warning("the lease on %s could not be renewed: %s", self._bucket.label, error.detail)
+
+    def _renewed(self, own: OwnerFile) -> str:
+        """Why the lease is lost; empty if it is held."""
+        data = encode(own)
+        written = self._bucket.put(naming.OWNER, data, if_match=self._etag)
+        if written.outcome == "done":
+            self._own, self._etag = own, written.etag
+            return ""
+        found = _read(self._bucket)
+        if found is not None and found[0] in (data, encode(self._own)):
+            self._own, self._etag = own if found[0] == data else self._own, found[1]
+            return ""
+        other = None if found is None else decode(OwnerFile, found[0])
+        return f"{other.node} serves {self._bucket.label} now" if other else f"the lease on {self._bucket.label} is gone"
+
+
+def _patience_s(other: OwnerFile) -> float:
+    return 2 * other.renews_s + LATE_S
+
+
+def _is_gone(other: OwnerFile, own: OwnerFile) -> bool:
+    """Whether the daemon of a lease has surely ended: it had this process's directory, or was a process of this machine."""
+    if other.state == own.state:
+        return True
+    space, _, pid = other.process.rpartition(" ")[0].rpartition(" ")
+    same_space = space == own.process.rpartition(" ")[0].rpartition(" ")[0]
+    return same_space and pid.isdecimal() and _process(int(pid)) != other.process
+
+
+def _state(directory: Path) -> str:
+    at = os.stat(directory)
+    return f"{BOOT_ID.read_text().strip()} {at.st_dev} {at.st_ino}"
+
+
+def _process(pid: int) -> str:
+    """A process by machine, name space, number, and time of its start; with no time if there is none."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = "-"
+    return f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {pid} {started}"
+
+
+def _read(bucket: Bucket) -> tuple[bytes, str] | None:
+    try:
+        return bucket.read_tagged(naming.OWNER, FILE_BYTES_MAX)
+    except NoSuchResource:
+        return None
+
+
+def _busy(bucket: Bucket, other: OwnerFile | None) -> RootBusy:
+    return RootBusy(
+        f"{bucket.label} is in use by the daemon of {other.node if other else 'another machine'}",
+        hint="only one daemon can serve a bucket: use that daemon, stop it, or choose another prefix. Daemons of several "
+        "machines share one if all of them have the same --catalog postgresql://…",
+    )

@@ -1,0 +1,155 @@
+"""A daemon whose root is in a bucket: saves, deaths, an empty machine, and buckets that are not what they were."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer
+from holdfast.rest.api import Api
+from holdfast_formats import naming
+from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
+from tests.kit.objects import TestBucket, bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
+
+__all__ = ["bucket", "bucket_server", "moto", "moto_bucket", "radosgw", "seaweedfs", "seaweedfs_bucket"]
+
+RUN = "llama"
+
+
+@pytest.fixture(autouse=True)
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The settings by which this process and its daemons reach the test's bucket."""
+    name = next(name for name in ("bucket", "moto_bucket", "seaweedfs_bucket") if name in request.fixturenames)
+    for key, value in request.getfixturevalue(name).server.environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state-home"))
+
+
+@contextmanager
+def served(state: Path, url: str, *flags: str, listen: str = "none") -> Iterator[RunningDaemon]:
+    with running(state, "--root", url, "--state", str(state), *flags, listen=listen) as daemon:
+        yield daemon
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def weights(state: dict[str, Any]) -> list[torch.Tensor]:
+    moments = [value for one in state["optimizer"].state.values() for value in one.values()]
+    return [*state["model"].parameters(), *moments]
+
+
+def save(daemon: RunningDaemon, *steps: int, seed: int = 1) -> dict[str, Any]:
+    state = state_of(seed)
+    with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step).result(120)
+    return state
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+def test_an_empty_machine_goes_on_from_the_bucket_alone(bucket: TestBucket, tmp_path: Path) -> None:
+    """The daemon is killed and its directory is gone: the next one makes its catalog from the bucket, at once since the
+    process is seen to be gone, and a launch restores the same bits.
+    """
+    url, state = f"{bucket.url}/team", tmp_path / "state"
+    with served(state, url) as daemon:
+        saved = save(daemon, 3, 7)
+        daemon.kill()
+    shutil.rmtree(state)
+    with served(tmp_path / "other", url, listen="127.0.0.1:0") as daemon:
+        restored = state_of(2)
+        with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 7 and same(saved, restored)
+            checkpointer.save(8).result(120)
+        with Api(daemon.url) as api:
+            assert sorted(one.step for one in api.checkpoints(RUN)) == [3, 7, 8]
+            wait_until(lambda: api.checkpoint(RUN, 7).verified)
+    names = bucket.sizes("team/")
+    assert not [key for key in names if f"/{naming.STAGING}/" in key]
+    assert {f"team/{RUN}/{naming.COMMITS}/{naming.step_directory(step)}" for step in (3, 7, 8)} <= names.keys()
+    assert bucket.uploads() == [] and f"team/{naming.OWNER}" not in names
+
+
+def test_a_trainer_names_the_bucket(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """`at=s3://…` starts a daemon, which is found by the same address later; what it saved is opened without one."""
+    url = f"{moto_bucket.url}/team"
+    saved = state_of(1)
+    with Checkpointer(RUN, saved, at=url) as checkpointer:
+        assert checkpointer.restore() == 0
+        checkpointer.save(4).result(120)
+        assert checkpointer.root() is None
+    restored = state_of(2)
+    with Checkpointer(RUN, restored, at=url) as checkpointer:
+        assert checkpointer.steps() == [4]
+        assert checkpointer.restore() == 4 and same(saved, restored)
+    with holdfast.open(f"{url}/{RUN}@4") as checkpoint:
+        assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
+
+
+def test_one_daemon_serves_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Another one is refused by name as soon as it sees that the first one lives."""
+    with served(tmp_path / "one", moto_bucket.url) as daemon:
+        with pytest.raises(AssertionError, match="is in use by the daemon of"):
+            RunningDaemon(tmp_path / "two", "--root", moto_bucket.url, "--state", str(tmp_path / "two"))
+        save(daemon, 1)
+
+
+def test_an_emptied_bucket_is_no_new_root(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Not for a machine that has served it; the directory of that machine removed, it is a new one."""
+    state = tmp_path / "state"
+    with served(state, moto_bucket.url) as daemon:
+        save(daemon, 1)
+    for key in moto_bucket.sizes():
+        moto_bucket.delete(key)
+    with pytest.raises(AssertionError, match="was emptied, or is another bucket"):
+        RunningDaemon(state, "--root", moto_bucket.url, "--state", str(state))
+    shutil.rmtree(state)
+    with served(state, moto_bucket.url) as daemon:
+        save(daemon, 1)
+
+
+def test_a_copy_of_a_bucket_is_another_root(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Copied object by object, as `aws s3 sync` does: it has the checkpoints, and an id of its own."""
+    with served(tmp_path / "one", f"{moto_bucket.url}/one", listen="127.0.0.1:0") as daemon:
+        save(daemon, 1)
+        first = daemon.about["root"]["id"]
+    for key in moto_bucket.sizes("one/"):
+        moto_bucket.put(key.replace("one/", "two/", 1), moto_bucket.read(key))
+    with served(tmp_path / "two", f"{moto_bucket.url}/two", listen="127.0.0.1:0") as daemon:
+        assert daemon.about["root"]["id"] != first and "is a copy of another root" in daemon.log.read_text()
+        with Api(daemon.url) as api:
+            assert [one.step for one in api.checkpoints(RUN)] == [1]
+
+
+def test_runs_are_deleted_brought_back_and_read(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Pages, files and shards come out of the bucket; a removed checkpoint's objects go."""
+    with served(tmp_path / "one", moto_bucket.url, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        saved = save(daemon, 1, 2)
+        with holdfast.open(f"{RUN}@2", url=daemon.url) as checkpoint:
+            assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
+        for step in (1, 2):
+            wait_until_read_back(daemon, RUN, step)
+        api.remove(RUN, 1)
+        assert [one.step for one in api.checkpoints(RUN)] == [2]
+        api.request("DELETE", f"/v1/runs/{RUN}")
+        assert list(api.runs()) == []
+        api.request("POST", f"/v1/runs/{RUN}/undelete")
+        assert [one.step for one in api.checkpoints(RUN)] == [2]
+        wait_until(lambda: api.checkpoint(RUN, 2).verified)

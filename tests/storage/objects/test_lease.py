@@ -1,0 +1,120 @@
+"""The lease on a bucket: one holder, the death of a holder, and answers that are lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast_files.objects.client import Bucket, WriteOutcome
+from holdfast_formats import naming
+from holdfast_formats.errors import RootBusy
+from holdfast_formats.root_files import decode, encode
+from holdfast_service.storage.objects import lease
+from holdfast_service.storage.objects.lease import BucketLease, OwnerFile
+from tests.kit.memory_bucket import MemoryBucket
+
+TICK_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BUSY_S": TICK_S, "IDLE_S": 3 * TICK_S, "LATE_S": 600.0, "LOOK_S": TICK_S / 5}.items():
+        monkeypatch.setattr(lease, name, value)
+
+
+@pytest.fixture
+def bucket() -> MemoryBucket:
+    return MemoryBucket()
+
+
+def take(bucket: Bucket, directory: Path, node: str = "one") -> BucketLease:
+    directory.mkdir(exist_ok=True)
+    return BucketLease.take(bucket, node, directory)
+
+
+def owner(bucket: Bucket) -> OwnerFile | None:
+    return decode(OwnerFile, bucket.read_tagged(naming.OWNER, 4096)[0])
+
+
+def elsewhere(bucket: Bucket) -> OwnerFile:
+    """A holder on another machine, which does not write any more."""
+    own = OwnerFile(node="far", state="boot 1 2", process="boot pid:[1] 7 9", renews_s=TICK_S, count=3)
+    bucket.put(naming.OWNER, encode(own))
+    return own
+
+
+def test_a_second_daemon_is_refused_and_the_first_goes_on(bucket: Bucket, tmp_path: Path) -> None:
+    first = take(bucket, tmp_path / "one")
+    with pytest.raises(RootBusy, match="in use by the daemon of one"):
+        take(bucket, tmp_path / "two", "two")
+    assert first.lost(busy=True) == ""
+    first.close()
+    assert bucket.head(naming.OWNER) is None
+    take(bucket, tmp_path / "two", "two").close()
+
+
+def test_who_stands_still_loses_it(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After twice its interval and the allowance, by the clock of the one that waits."""
+    monkeypatch.setattr(lease, "LATE_S", 10 * TICK_S)
+    elsewhere(bucket)
+    began = time.monotonic()
+    held = take(bucket, tmp_path / "one")
+    assert time.monotonic() - began >= 2 * TICK_S + 10 * TICK_S
+    found = owner(bucket)
+    assert found is not None and found.node == "one"
+    held.close()
+
+
+def test_a_dead_process_of_this_machine_is_not_waited_for(bucket: Bucket, tmp_path: Path) -> None:
+    """Whether its directory is still there or not. Its pid may be another process's by now."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid in (ended.pid, 1):
+        process = f"{lease._process(pid).rpartition(' ')[0]} 1"
+        bucket.put(naming.OWNER, encode(OwnerFile(node="x", state="gone", process=process, renews_s=60, count=1)))
+        take(bucket, tmp_path / "one").close()
+    state = lease._state(tmp_path / "one")
+    bucket.put(naming.OWNER, encode(OwnerFile(node="x", state=state, process="boot pid:[1] 7 9", renews_s=60, count=1)))
+    take(bucket, tmp_path / "one").close()
+
+
+def test_a_lost_lease_is_told(bucket: Bucket, tmp_path: Path) -> None:
+    """Another daemon took it while this one stood still; it does not take it back, and does not remove it at its end."""
+    held = take(bucket, tmp_path / "one")
+    other = elsewhere(bucket)
+    limit = time.monotonic() + 60
+    while not held.lost(busy=True):
+        assert time.monotonic() < limit
+        time.sleep(TICK_S)
+    assert "far serves" in held.lost(busy=True)
+    held.close()
+    assert owner(bucket) == other
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"no JSON", b'{"node": 1}'])
+def test_what_is_no_owner_file_is_replaced(bucket: Bucket, tmp_path: Path, data: bytes) -> None:
+    bucket.put(naming.OWNER, data)
+    take(bucket, tmp_path / "one").close()
+
+
+def test_lost_answers_are_read_back(bucket: MemoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first write and of renewals: it is held all the same."""
+    put: Callable[..., WriteOutcome] = bucket.put
+
+    def losing(*arguments: object, **options: object) -> WriteOutcome:
+        put(*arguments, **options)
+        return WriteOutcome("unknown", detail="the answer was lost")
+
+    monkeypatch.setattr(bucket, "put", losing)
+    held = take(bucket, tmp_path / "one")
+    limit = time.monotonic() + 60
+    while (found := owner(bucket)) is None or not found.count:
+        assert time.monotonic() < limit
+        time.sleep(TICK_S)
+    assert held.lost(busy=True) == ""
+    held.close()
