@@ -29,16 +29,17 @@ class BufferPool:
     def taken(self) -> Iterator[Bytes]:
         """A window; its contents are left from its last use."""
         held = self._free.get()
-        window = _make() if held is None else held
+        window = page_aligned(WINDOW_BYTES) if held is None else held
         try:
             yield window
         finally:
             self._free.put(window)
 
 
-def _make() -> Bytes:
+def page_aligned(size: int) -> Bytes:
+    """New memory of its own pages, huge ones where the system has them."""
     # Private: kernels rarely make shared memory of huge pages, and from small ones direct writes are a third slower.
-    memory: Any = mmap.mmap(-1, WINDOW_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory: Any = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # fewer pages to make and to pin
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -57,10 +57,11 @@ def test_no_key_is_used_twice(bucket: MemoryBucket) -> None:
     assert len(set(written)) == len(written)
 
 
-def test_requests_of_a_save(bucket: MemoryBucket, store: ObjectStore) -> None:
+@pytest.mark.parametrize("place", [ALONE, JOINT], ids=["one node", "several"])
+def test_requests_of_a_save(bucket: MemoryBucket, store: ObjectStore, place: Place) -> None:
     """At most one a part, four a file and six: no list among them, and the commit object is the last write."""
     bucket.requests.clear()
-    save(store, ALONE, FIRST)
+    save(store, place, FIRST)
     acts = [act for act, _ in bucket.requests]
     assert "list" not in acts and "uploads" not in acts
     parts = sum(-(-len(data) // 2**16) for data in FIRST.files.values() if len(data) > 2**16)

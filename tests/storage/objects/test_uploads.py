@@ -164,6 +164,19 @@ def test_bytes_that_are_written_twice(bucket: SlowBucket) -> None:
     writer.discard()
 
 
+def test_a_store_that_is_closed_meanwhile(bucket: SlowBucket) -> None:
+    """Parts that are under way end, later ones are refused, and nothing waits for ever."""
+    made = uploads(bucket)
+    writer = made.create("file", 3 * PART)
+    writer.write(0, [DATA[:PART]])
+    made.close()
+    with pytest.raises(StorageFailed, match="is closed"):
+        writer.write(PART, [DATA[:PART]])
+    with pytest.raises(StorageFailed, match="is closed"):
+        writer.finish()
+    assert made.taken_bytes == 0 and bucket.names() == []
+
+
 def test_a_size_below_zero(bucket: SlowBucket) -> None:
     with pytest.raises(InvalidRequest):
         uploads(bucket).create("file", -1)

@@ -48,7 +48,7 @@ from holdfast_service.storage.store import Alone, CommitContents, Publication
 
 from .conditional_puts import ConditionalPuts
 from .object_sweep import Sweep
-from .prefixes import erase, fence_of, has_objects
+from .prefixes import erase, exists, fence_of, has_objects
 from .staged_objects import StagedObjects, StoredObjects
 from .step_commits import Standing, StepCommits, data_of
 from .trashed_runs import TrashedRuns
@@ -314,7 +314,7 @@ class ObjectStore:
             return _PUBLISHED
         prefix, witness = data_of(place.run, mine), next(iter(contents.staged), naming.COMMIT)
         try:
-            if self._bucket.head(fence_of(prefix)) is None and self._bucket.head(f"{prefix}/{witness}") is not None:
+            if not exists(self._bucket, fence_of(prefix)) and exists(self._bucket, f"{prefix}/{witness}"):
                 return _PUBLISHED
             self._commits.withdraw(_id(place), mine.data)
         except CheckpointError as error:
@@ -344,7 +344,7 @@ class ObjectStore:
         if old is None:
             return _Kept((), None)
         first, second = (*standing.replaced, None, None)[:2]
-        if self._bucket.head(f"{data_of(place.run, old)}/{naming.COMMIT}") is None:
+        if not exists(self._bucket, f"{data_of(place.run, old)}/{naming.COMMIT}"):
             return _Kept((first, second), old)
         return _Kept((old, second), None) if first is None else _Kept((first, old), second)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast_files.objects.client import Bucket
+from holdfast_formats.errors import NoSuchResource
 
 FENCE = ".discarded"  # after the name of a prefix: an object that is there while the files of a round are thrown away
 
@@ -35,6 +36,15 @@ def names_in(bucket: Bucket, directory: str) -> Iterator[str]:
 
 def has_objects(bucket: Bucket, directory: str) -> bool:
     return any(page.objects for page in bucket.pages(f"{directory}/"))
+
+
+def exists(bucket: Bucket, key: str) -> bool:
+    """Whether there is an object. One request: HEAD needs two, to tell a missing object from a missing bucket."""
+    try:
+        bucket.read(key, 0, 1)
+    except NoSuchResource:
+        return False
+    return True
 
 
 def erase(bucket: Bucket, directory: str) -> bool:
