@@ -1,4 +1,4 @@
-"""Mutants of twelve modules that must not be wrong: one call, check, lock or comparison of each is changed, one at a time.
+"""Mutants of thirteen modules that must not be wrong: one call, check, lock or comparison of each is changed, one at a time.
 
     python -m tests.crash.mutants MODULE [NUMBER ...]
 
@@ -24,6 +24,10 @@ TEST_TIMEOUT_S = 900  # of a busy machine
 TESTS = {
     "service/holdfast_service/storage/posix.py": ("tests/storage/test_posix.py", "tests/crash/test_power_cut.py"),
     "service/holdfast_service/storage/posix_store.py": (
+        "tests/storage/test_posix_store.py",
+        "tests/crash/test_power_cut.py",
+    ),
+    "service/holdfast_service/storage/posix_answers.py": (
         "tests/storage/test_posix_store.py",
         "tests/crash/test_power_cut.py",
     ),
