@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 CONNECT_S = 10.0
 IDLE_S = 20.0  # a connection that was not used for longer is not used again: servers and balancers close them
 IDLE_MAX = 32
-PIECE_BYTES = 2**20  # of a body between two looks for an early answer
+PIECE_BYTES = 2**23  # of a body between two looks for an early answer: each costs a switch of threads
 READ_BUFFER_BYTES = 2**16
 DRAIN_BYTES_MAX = 2**16  # of an answer that is not wanted, rather than a new connection
 
