@@ -42,6 +42,9 @@ class MemoryBucket(Bucket):
     def using(self, **_: Any) -> MemoryBucket:
         return self
 
+    def checks_crc32(self, key: str) -> bool:
+        return False
+
     def head(self, key: str) -> Found | None:
         with self._asked("head", key):
             held = self._objects.get(key)

@@ -223,6 +223,12 @@ def test_bytes_that_change_on_their_way(
     assert bucket.head("key") is None
 
 
+def test_whether_crc32_is_checked(bucket: Bucket, bucket_server: BucketServer) -> None:
+    """By a part with a wrong one: radosgw 16 and moto take it."""
+    assert bucket.checks_crc32("probe") == (bucket_server.kind == "seaweedfs")
+    assert bucket.head("probe") is None and not list(bucket.uploads(""))
+
+
 def test_it_sees_what_others_store(bucket: Bucket, stored: TestBucket) -> None:
     """And others see what it stores, by the same keys."""
     stored.put(f"team/checkpoints/{ODD}", b"theirs")

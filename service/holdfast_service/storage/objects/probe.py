@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Literal, NamedTuple
 
-from holdfast_files.objects.client import Bucket
+from holdfast_files.objects.client import Bucket, Checksum
 from holdfast_formats.errors import CheckpointError, StorageFailed
 
 PROBES = ".holdfast.probe"
@@ -15,10 +15,11 @@ Condition = Literal["honoured", "refused", "ignored"]
 
 
 class Honours(NamedTuple):
-    """What a bucket honours of the conditions of puts."""
+    """What a bucket honours of the conditions of puts, and the cheapest `checksum` of bodies that it checks."""
 
     if_absent: Condition
     if_match: Condition
+    checksum: Checksum = "md5"
 
     @property
     def arbitrates(self) -> bool:
@@ -48,11 +49,12 @@ def probe(bucket: Bucket) -> Honours:
             raise _lies(bucket, "an object does not have the bytes that were written")
         if_absent = _asked(bucket, key, if_absent=True)
         if_match = _if_match(bucket, key)
+        checksum: Checksum = "crc32" if bucket.checks_crc32(key) else "md5"
     finally:
         bucket.delete([key])
     if bucket.head(key) is not None:
         raise _lies(bucket, "an object exists after it was deleted")
-    return Honours(if_absent, if_match)
+    return Honours(if_absent, if_match, checksum)
 
 
 def _if_match(bucket: Bucket, key: str) -> Condition:
