@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -150,7 +151,7 @@ class Bucket:
             return 0
 
         def take(response: HTTPResponse) -> int:
-            _check_range(response, offset)
+            _check_range(response, offset, view.nbytes)
             return connections.read_into(response, view)
 
         return self._read(key, offset, view.nbytes, take, 0)
@@ -391,6 +392,7 @@ class Bucket:
         return refusals.strange(why, self._sender.asked(request, f"{self.label}/{key}"))
 
 
+_CONTENT_RANGE = re.compile(r"bytes[ =](?P<first>\d+)-(?P<last>\d+)/(?P<total>\d+|\*)")
 _XMLNS = "http://s3.amazonaws.com/doc/2006-03-01/"
 _XML = {"Content-Type": "application/xml"}
 
@@ -430,18 +432,23 @@ def _nothing(response: HTTPResponse) -> None:
     """A success has no body that is wanted."""
 
 
-def _check_range(response: HTTPResponse, offset: int) -> None:
-    """`Malformed` for an answer with other bytes than those from the offset on."""
+def _check_range(response: HTTPResponse, offset: int, length: int | None) -> None:
+    """`Malformed` for an answer with other bytes than those from the offset on, or fewer, before the object's end."""
     _etag(response)
-    if response.status == 206:
-        if not response.headers.get("Content-Range", "").replace("=", " ").startswith(f"bytes {offset}-"):
-            raise Malformed(f"the range {response.headers.get('Content-Range', '')[:60]!r} for one from {offset} on")
-    elif offset:
-        raise Malformed("all of an object for a range of it")
+    if response.status != 206:
+        if offset:
+            raise Malformed("all of an object for a range of it")
+        return
+    stated = response.headers.get("Content-Range", "")
+    found = _CONTENT_RANGE.fullmatch(stated)
+    end = 0 if found is None else int(found["last"]) + 1
+    is_whole = found is not None and (found["total"] == str(end) or end - offset == length)
+    if found is None or int(found["first"]) != offset or not is_whole:
+        raise Malformed(f"the range {stated[:60]!r} for one from {offset} on")
 
 
 def _bytes_of(response: HTTPResponse, offset: int, length: int | None) -> bytes | None:
-    _check_range(response, offset)
+    _check_range(response, offset, length)
     if length is None:
         return read_whole(response, READ_BYTES_MAX)
     return connections.read_first(response, length)

@@ -201,7 +201,9 @@ def test_lists_that_no_server_gives(said: Said, s3_settings: pytest.MonkeyPatch)
 def test_objects_that_no_server_gives(s3_settings: pytest.MonkeyPatch) -> None:
     """Another range than was asked for, all for a range, no tag: none of it is handed over."""
     other = Said(answer(206, b"01", f"{ETAG}Content-Range: bytes 5-6/10\r\n"))
-    for said in (other, READ):
+    fewer = Said(answer(206, b"3", f"{ETAG}Content-Range: bytes 3-3/10\r\n"))
+    unread = Said(answer(206, b"34", ETAG))
+    for said in (other, fewer, unread, READ):
         with scripted(said) as server:
             bucket = _bucket(server, s3_settings)
             with pytest.raises(StorageFailed, match="strange"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import json
 import logging
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,28 @@ def test_keys_that_end_are_looked_for_again(s3_settings: pytest.MonkeyPatch, tmp
         bucket.close()
     used = [one.headers["authorization"].partition("Credential=")[2].partition("/")[0] for one in server.requests]
     assert used == ["old", "old", "new"]
+
+
+def test_keys_that_are_lent_are_renewed(s3_settings: pytest.MonkeyPatch) -> None:
+    """A container's keys end after hours, while a save goes on: the next ones are asked for before."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        s3_settings.delenv(name)
+    soon = (datetime.now(timezone.utc) + timedelta(minutes=5)).isoformat()
+    lent = [
+        Said(
+            answer(200, json.dumps({"AccessKeyId": key, "SecretAccessKey": "s", "Token": key, "Expiration": soon}).encode())
+        )
+        for key in ("one", "two", "three")
+    ]
+    with scripted(*(Said(answer(200, keys)) for keys in lent)) as lending, scripted(Said(answer(200, b"1", ETAG))) as server:
+        s3_settings.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{lending.url}/keys")
+        s3_settings.setenv("AWS_ENDPOINT_URL_S3", server.url)
+        bucket = client.opened("s3://bucket/p")
+        for _ in range(2):
+            bucket.read("key")
+        bucket.close()
+    used = [one.headers["x-amz-security-token"] for one in server.requests]
+    assert used == ["two", "three"]
 
 
 SAID = {
