@@ -301,6 +301,19 @@ def test_control_files_go_to_the_trash_and_back(bucket: MemoryBucket, store: Obj
     assert not [name for name in bucket.names() if name.startswith(".holdfast.trash")] and standing(store) is FIRST
 
 
+def test_a_sweep_spares_what_the_trash_names(bucket: MemoryBucket, store: ObjectStore) -> None:
+    """Also where the same step of a new run of the name has garbage, or a checkpoint."""
+    save(store, JOINT, FIRST)
+    store.put_away(RUN, ENTRY)
+    stage(store, OTHER, SECOND)
+    assert store.sweep() == [naming.data_path(OTHER)]
+    save(store, OTHER, SECOND)
+    assert store.sweep() == [] and standing(store) is SECOND
+    store.free(store.remove(RUN, STEP))
+    store.take_out(ENTRY, RUN)
+    assert standing(store) is FIRST
+
+
 def test_a_purge_that_died_is_finished(bucket: MemoryBucket, store: ObjectStore) -> None:
     """From the note that lists what to remove on: nothing comes back, and nothing is left."""
     save(store, JOINT, FIRST)

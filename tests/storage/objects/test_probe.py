@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ class ChangedPuts(MemoryBucket):
         self._put = put
 
     def put(self, key: str, data: Any, **how: Any) -> WriteOutcome:
-        return self._put(super().put, key, data, how.get("if_absent", False), how.get("if_match"))
+        put = partial(super().put, writer=how.get("writer", ""))
+        return self._put(put, key, data, how.get("if_absent", False), how.get("if_match"))
 
 
 def ignoring_match(put: Any, key: str, data: Any, if_absent: bool, if_match: str | None) -> WriteOutcome:
@@ -106,7 +108,14 @@ class Stale(MemoryBucket):
         return b"older"
 
 
-@pytest.mark.parametrize("kind", [SaysYes, Forgets, Keeps, Stale])
+class WithoutMetadata(MemoryBucket):
+    """It drops what a lost write is known by."""
+
+    def put(self, key: str, data: Any, **how: Any) -> WriteOutcome:
+        return super().put(key, data, **{**how, "writer": ""})
+
+
+@pytest.mark.parametrize("kind", [SaysYes, Forgets, Keeps, Stale, WithoutMetadata])
 def test_a_bucket_that_says_what_is_not_so(kind: type[MemoryBucket]) -> None:
     """It cannot be a root, and is refused."""
     with pytest.raises(CheckpointError) as caught:

@@ -10,6 +10,7 @@ from holdfast_formats.errors import LimitExceeded, NoSuchResource, StorageFailed
 from holdfast_formats.files import split_leaf
 
 from .conditional_puts import ConditionalPuts
+from .prefixes import has_objects
 
 
 class ObjectRecords:
@@ -68,7 +69,9 @@ class ObjectRecords:
         self._bucket.delete([path])
 
     def remove_empty(self, path: str) -> bool:
-        return not self.list(path) and self.size(path) is None  # there are no directories
+        """There are no directories, but some servers list those for a while that had objects."""
+        split_leaf(path)
+        return not has_objects(self._bucket, path) and self.size(path) is None
 
     def _settled(self, path: str, data: bytes, etag: str | None) -> bool:
         done = self._puts.first(path, data) if etag is None else self._puts.replace(path, data, etag)

@@ -9,7 +9,7 @@ from holdfast_files.objects.client import Bucket, Checksum
 from holdfast_formats.errors import CheckpointError, StorageFailed
 
 PROBES = ".holdfast.probe"
-_FIRST, _SECOND = b"first", b"second"
+_FIRST, _SECOND, _WRITER = b"first", b"second", "probe"
 
 Condition = Literal["honoured", "refused", "ignored"]
 
@@ -43,10 +43,13 @@ def probe(bucket: Bucket) -> Honours:
     key = f"{PROBES}/{uuid.uuid4().hex}"
     if bucket.head(key) is not None:
         raise _lies(bucket, "an object that was never written exists")
-    bucket.put(key, _FIRST)
+    bucket.put(key, _FIRST, writer=_WRITER)
     try:
         if bucket.read(key) != _FIRST:
             raise _lies(bucket, "an object does not have the bytes that were written")
+        found = bucket.head(key)
+        if found is None or found.writer != _WRITER:
+            raise _lies(bucket, "an object does not keep its metadata")
         if_absent = _asked(bucket, key, if_absent=True)
         if_match = _if_match(bucket, key)
         checksum: Checksum = "crc32" if bucket.checks_crc32(key) else "md5"
@@ -82,5 +85,5 @@ def _asked(bucket: Bucket, key: str, *, if_absent: bool = False, if_match: str |
 
 def _lies(bucket: Bucket, what: str) -> StorageFailed:
     return StorageFailed(
-        f"{bucket.label} cannot be a root: {what}", hint="use a bucket whose reads and lists show each write at once"
+        f"{bucket.label} cannot be a root: {what}", hint="use a bucket that keeps what is written, and shows it at once"
     )
