@@ -153,9 +153,7 @@ def test_keys_that_are_lent_are_renewed(s3_settings: pytest.MonkeyPatch) -> None
         s3_settings.delenv(name)
     soon = (datetime.now(timezone.utc) + timedelta(minutes=5)).isoformat()
     lent = [
-        Said(
-            answer(200, json.dumps({"AccessKeyId": key, "SecretAccessKey": "s", "Token": key, "Expiration": soon}).encode())
-        )
+        json.dumps({"AccessKeyId": key, "SecretAccessKey": "s", "Token": key, "Expiration": soon}).encode()
         for key in ("one", "two", "three")
     ]
     with scripted(*(Said(answer(200, keys)) for keys in lent)) as lending, scripted(Said(answer(200, b"1", ETAG))) as server:
