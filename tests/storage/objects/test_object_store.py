@@ -145,10 +145,12 @@ class TestObjectStoreOnServersInShort:
 
 @pytest.mark.parametrize("size", [5 * 2**20, 12 * 2**20 + 5])
 def test_parts_on_servers(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Parts of 5 MiB out of windows of other sizes, whose buffers are used again at once."""
+    """Parts of 5 MiB out of windows of other sizes, whose buffers are used again at once, with the checksum that the server
+    checks.
+    """
     data = np.random.default_rng(1).bytes(size)
     with reaching.opened(bucket, monkeypatch) as opened:
-        writer = Uploads(opened, part_bytes=5 * 2**20).create("file", size)
+        writer = Uploads(opened.using(checksum=probe(opened).checksum), part_bytes=5 * 2**20).create("file", size)
         buffer = bytearray(2**20 + 17)
         for at in range(0, size, len(buffer)):
             window = data[at : at + len(buffer)]

@@ -40,7 +40,7 @@ def open_bucket(place: BucketAddress, node: str, state: Path, *, shared: Alone |
         if shared is None and honours.arbitrates:
             lease = BucketLease.take(bucket, node, state)
             stack.callback(lease.close)
-        uploads = Uploads(bucket)
+        uploads = Uploads(bucket.using(checksum=honours.checksum))
         stack.callback(uploads.close)
         opened = stack.pop_all()
     return RootStorage(ObjectRecords(bucket, puts), ObjectStore(uploads, puts), None, LOOKS, opened.close, lease)
