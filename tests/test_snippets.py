@@ -136,6 +136,7 @@ PARSED = {
     "docs/merging.md": "needs several models: tests/wings/merge",
     "docs/operating.md": "needs systemd and a container engine: tests/test_deploy.py",
     "docs/programs.md": "needs models of several systems: tests/formats/programs",
+    "docs/object-storage.md": "needs a bucket: tests/daemon/bucket",
     "docs/replicas.md": "needs a second disk, and the loss of one: tests/daemon/copying",
     "docs/security.md": "needs addresses, users and groups of a machine: tests/api/access",
     "docs/telling.md": "needs receivers of alerts: tests/wings/notify",

@@ -21,7 +21,9 @@ class Files(Protocol):
         """Bytes of a file, None if there is no file at `path`."""
 
     def stamp(self, path: str, /) -> str:
-        """A text that changes when the file at `path` is written, replaced or made again; empty if there is no file."""
+        """A text that changes when the file at `path` is written, replaced or made again; empty if there is no file, or
+        if that cannot be said. It begins with the file's size in hexadecimal digits and a dot.
+        """
 
     def list(self, path: str, /) -> list[str]:
         """The names in a directory, `""` for the top, sorted; empty for anything but a directory."""

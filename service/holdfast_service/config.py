@@ -189,6 +189,8 @@ class Config(BaseModel):
             raise ValueError("a root that is a directory holds what its daemon keeps: --state is for one in a bucket")
         if self.alone and isinstance(self.root, Path):
             raise ValueError("only a root in a bucket needs --alone")
+        if self.write_bytes_per_second is not None and not isinstance(self.root, Path):
+            raise ValueError("--write-bytes-per-second cannot limit the writes to a bucket")
         return self
 
     @model_validator(mode="after")

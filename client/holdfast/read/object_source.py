@@ -66,7 +66,7 @@ class ObjectSource(Source):
 
     def stamp(self, name: str) -> str:
         found = self._list().get(name)
-        return "" if found is None else f"{found.etag}.{found.size:x}"
+        return "" if found is None else f"{found.size:x}.{found.etag}"
 
     def list(self, path: str) -> list[str]:
         return sorted(self._list()) if not path else []

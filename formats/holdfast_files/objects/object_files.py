@@ -71,7 +71,7 @@ class ObjectFiles:
     def stamp(self, path: str) -> str:
         split_leaf(path)
         found = self._found(path)
-        return "" if found is None else f"{found.etag}.{found.modified:.0f}"
+        return "" if found is None else f"{found.size:x}.{found.etag}.{found.modified:.0f}"
 
     def list(self, path: str) -> list[str]:
         names = split_path(path)

@@ -126,7 +126,7 @@ def _session() -> Session:
         ) from error
     logger = logging.getLogger("botocore")
     if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)  # at DEBUG it would write signatures and session tokens
+        logger.setLevel(logging.WARNING)  # at DEBUG it would write signatures and session tokens
     return botocore.session.Session(session_vars={"region": _REGION})
 
 

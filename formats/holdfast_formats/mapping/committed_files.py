@@ -72,7 +72,7 @@ class CommittedFiles:
     def stamp(self, path: str) -> str:
         """Identifies a file's content by its size and the digests of its pieces. It never changes."""
         size = self._size(path)
-        return f"{size}-{digest(''.join(piece.digest for piece in self._pieces[path]).encode())}"
+        return f"{size:x}.{digest(''.join(piece.digest for piece in self._pieces[path]).encode())}"
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None if it is not part of the checkpoint. `CorruptManifest` if its size is wrong."""

@@ -80,7 +80,7 @@ class CheckpointParts(RecordParts):
             lambda run, insists: nodes.locked(deciding(run), insists=insists),
         )
         self.findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
-        self.lineage_index = lineage = LineageIndex(store, catalog, record_queue, self.findings)
+        self.lineage_index = lineage = LineageIndex(store, catalog, record_queue, self.findings, asks=storage.looks.at_files)
         self.empty_runs = EmptyRuns(records, catalog, attempts, files, events)
         self.trash = trash = RunTrash(
             records, store, catalog, attempts, rotation, events, record_queue.enqueue, lineage.forget, trash_days

@@ -165,7 +165,7 @@ class MemoryTier:
 
     def stamp(self, path: str) -> str:
         held = self._files.get(tuple(split_path(path)))
-        return "" if held is None else f"{id(held):x}.{hashlib.sha256(held).hexdigest()[:32]}"
+        return "" if held is None else f"{len(held):x}.{id(held):x}.{hashlib.sha256(held).hexdigest()[:32]}"
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         top = tuple(split_path(path))

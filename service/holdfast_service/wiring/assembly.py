@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, NoSpace
+from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import matches
 from holdfast_formats.timestamps import utc_now
@@ -162,14 +162,14 @@ def _storage(config: Config, pace: Pace | None, shared: bool, stack: ExitStack) 
     place = config.place
     if place.bucket is None:
         return stored_in(tier_at(place.directory, pace, config.node if shared else ""))
+    if shared:
+        raise InvalidRequest(
+            f"--catalog: daemons of several machines cannot share {place.label}: they would write parts of one object",
+            hint="start one daemon without --catalog, and let ranks of other machines save over HTTP: at=http://HOST:PORT",
+        )
     from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
 
-    writers = None
-    if shared:
-        database = Database.at(config.catalog_url)
-        stack.callback(database.close)
-        writers = database.one_by_one
-    storage = open_bucket(place.bucket, config.node, place.directory, shared=writers, alone=config.alone)
+    storage = open_bucket(place.bucket, config.node, place.directory, alone=config.alone)
     stack.callback(storage.close)
     return storage
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.kit.objects import TestBucket, bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
+from tests.kit.objects_proxy import SLOW_DOWN, faulty
 
 __all__ = ["bucket", "bucket_server", "moto", "moto_bucket", "radosgw", "seaweedfs", "seaweedfs_bucket"]
 
@@ -153,3 +154,45 @@ def test_runs_are_deleted_brought_back_and_read(moto_bucket: TestBucket, tmp_pat
         api.request("POST", f"/v1/runs/{RUN}/undelete")
         assert [one.step for one in api.checkpoints(RUN)] == [2]
         wait_until(lambda: api.checkpoint(RUN, 2).verified)
+
+
+@pytest.mark.parametrize("conditions", ["refused", "ignored"])
+def test_a_bucket_without_conditions_needs_a_word(
+    moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conditions: Literal["refused", "ignored"]
+) -> None:
+    """Two daemons could replace each other's checkpoints there; who says that there is only one may save."""
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        proxy.conditions = conditions
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        with pytest.raises(AssertionError, match=f"If-None-Match are {conditions}"):
+            RunningDaemon(tmp_path / "one", "--root", moto_bucket.url, "--state", str(tmp_path / "one"))
+        with served(tmp_path / "two", moto_bucket.url, "--alone") as daemon:
+            save(daemon, 1, 2)
+    assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(2)}" in moto_bucket.sizes()
+
+
+def test_a_bucket_that_is_away_for_a_while(moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save()` returns at once, and the save is committed when the bucket answers again."""
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        with (
+            served(tmp_path / "one", moto_bucket.url) as daemon,
+            Checkpointer(RUN, state_of(1), at=str(daemon.socket)) as checkpointer,
+        ):
+            checkpointer.save(1).result(120)
+            away = [True]
+            proxy.choose = lambda request: SLOW_DOWN if away[0] else None
+            ticket = checkpointer.save(2)
+            assert ticket.wait_staged(60) and not ticket.done
+            away[0] = False
+            ticket.result(120)
+    assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(2)}" in moto_bucket.sizes()
+
+
+def test_daemons_of_several_machines_are_refused(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Before the catalog is asked: they would write parts of one object."""
+    with pytest.raises(AssertionError, match="daemons of several machines cannot share"):
+        RunningDaemon(
+            tmp_path / "one",
+            *("--root", moto_bucket.url, "--state", str(tmp_path / "one"), "--catalog", "postgresql://127.0.0.1:1/x"),
+        )

@@ -47,9 +47,10 @@ class StorageProbe:
         stamps = list(listed.pair)
         for name, size in listed.files:
             path = f"{directory}/{name}"
-            if self._files.size(path) != size:
+            stamp = self._files.stamp(path)
+            if not stamp.startswith(f"{size:x}."):
                 verification.check_size(roots.load_manifest(self._files, run, step), name, self._files.size(path))
-            stamps.append(self._files.stamp(path))
+            stamps.append(stamp)
         return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
 
     def proof(self, run: str, step: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import (
     ArgumentError,
     DataError,
@@ -36,7 +36,6 @@ from holdfast_service.control.signals import Signal
 log = logging.getLogger(__name__)
 
 _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
-_ONE_BY_ONE = 0x686F6C64  # PostgreSQL's advisory locks of `one_by_one`, with the hash of a name
 STUCK_S = 3.0  # for one transaction; then optional ones are refused
 DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
 _WITHOUT_TABLES = ("no such table", "does not exist")
@@ -212,13 +211,6 @@ class Database:
                 self._plain = plain(self.engine)
         with translated(), self._plain.connect() as connection:
             yield connection
-
-    @contextmanager
-    def one_by_one(self, name: str) -> Iterator[None]:
-        """Of all nodes, one at a time is in a block of this name. It needs a server, and no tables in it."""
-        with translated(), Session(self.engine) as session, session.begin():
-            session.execute(select(func.pg_advisory_xact_lock(_ONE_BY_ONE, func.hashtext(name))))
-            yield
 
     def _refuse_if_away(self, hopeful: bool = False) -> None:
         since = self.keeper_since

@@ -31,7 +31,11 @@ READ_MAX = 16  # manifests that are read without asking the catalog first
 class LineageIndex:
     """The lineage of all runs of one root. Thread-safe."""
 
-    def __init__(self, store: Store, catalog: Catalog, record_queue: RecordQueue, findings: Findings) -> None:
+    def __init__(
+        self, store: Store, catalog: Catalog, record_queue: RecordQueue, findings: Findings, *, asks: bool = True
+    ) -> None:
+        """Unless it `asks`, a save of a new step does not wait for the storage, which may be far away: publishing asks."""
+        self._asks = asks
         self._store, self._catalog, self._record_queue, self._findings = store, catalog, record_queue, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
@@ -86,7 +90,7 @@ class LineageIndex:
 
     def place(self, run: str, step: int, attempt: int, intent: Intent) -> lineage_records.SavePlace:
         """The place of a save of this intent; `AlreadyCommitted` where it may not be saved."""
-        steps = self._there(run)
+        steps = self._there(run) if self._asks or step in self._runs.get(run, {}) else self._known(run)
         at = next((number for number, placed in enumerate(steps) if placed.step == step), None)
         if at is not None and not roots.stands(self._store.files, run, step):
             steps[at] = steps[at]._replace(sound=False)
@@ -109,6 +113,11 @@ class LineageIndex:
         if (known.attempt, known.turn) != (listed_checkpoint.attempt, listed_checkpoint.turn):
             return listed_checkpoint._replace(sound=listed_checkpoint.sound and seen is None)
         return listed_checkpoint._replace(sound=known.damage is None, healthy=known.healthy)
+
+    def _known(self, run: str) -> list[ListedCheckpoint]:
+        """As last read, by step."""
+        with self._lock:
+            return [one for _, one in sorted(self._runs.get(run, {}).items())]
 
     def _there(self, run: str) -> list[ListedCheckpoint]:
         """The checkpoints in the directory, by step."""

@@ -86,7 +86,12 @@ class Verdicts:
         ]
 
     def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
-        """This policy's decisions about the existing candidates, as of the newest commit."""
+        """This policy's decisions about the existing candidates, as of the newest commit. Storage is looked at only where it
+        removes or thins any of the listed ones.
+        """
+        decisions = decide(candidates, policy, _newest_commit(candidates))
+        if policy.keep_full is None and policy.optim is None and all(decision.keep for decision in decisions):
+            return ProvenDecisions(list(candidates), decisions)
         return self._proofs.decided(run, candidates, lambda now: decide(now, policy, _newest_commit(now)))
 
     def foreseen(self, run: str, candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy) -> list[int]:

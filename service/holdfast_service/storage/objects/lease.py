@@ -168,6 +168,5 @@ def _read(bucket: Bucket) -> tuple[bytes, str] | None:
 def _busy(bucket: Bucket, other: OwnerFile | None) -> RootBusy:
     return RootBusy(
         f"{bucket.label} is in use by the daemon of {other.node if other else 'another machine'}",
-        hint="only one daemon can serve a bucket: use that daemon, stop it, or choose another prefix. Daemons of several "
-        "machines share one if all of them have the same --catalog postgresql://…",
+        hint="only one daemon can serve a bucket: use that daemon, stop it, or choose another prefix",
     )

@@ -25,19 +25,19 @@ LOOK_S = 600.0  # for each request of a look: an idle daemon asks once a minute,
 LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), False)
 
 
-def open_bucket(place: BucketAddress, node: str, state: Path, *, shared: Alone | None, alone: bool) -> RootStorage:
-    """A root in a bucket. `shared` lets one writer of all nodes through at a time, where several daemons serve the root;
-    None for a daemon that takes the lease. `alone`: nothing else writes to a bucket that cannot keep two writers apart.
+def open_bucket(place: BucketAddress, node: str, state: Path, *, alone: bool) -> RootStorage:
+    """A root in a bucket. `alone`: nothing else writes to a bucket that cannot keep two writers apart.
 
-    Raises `InvalidRequest` for such a bucket without either, `RootBusy` where another daemon has the lease.
+    Raises `InvalidRequest` for such a bucket without that, `RootBusy` where another daemon has the lease.
     """
     with ExitStack() as stack:
         bucket = client.opened(place.label)
         stack.callback(bucket.close)
         honours = probe(bucket)
-        puts = ConditionalPuts(bucket, honours, _arbiter(bucket.label, honours, shared, alone))
+        bucket = bucket.using(checksum=honours.checksum)
+        puts = ConditionalPuts(bucket, honours, _arbiter(bucket.label, honours, alone))
         lease = None
-        if shared is None and honours.arbitrates:
+        if honours.arbitrates:
             lease = BucketLease.take(bucket, node, state)
             stack.callback(lease.close)
         uploads = Uploads(bucket.using(checksum=honours.checksum))
@@ -46,17 +46,13 @@ def open_bucket(place: BucketAddress, node: str, state: Path, *, shared: Alone |
     return RootStorage(ObjectRecords(bucket, puts), ObjectStore(uploads, puts), None, LOOKS, opened.close, lease)
 
 
-def _arbiter(label: str, honours: Honours, shared: Alone | None, alone: bool) -> Alone | None:
+def _arbiter(label: str, honours: Honours, alone: bool) -> Alone | None:
     if honours.arbitrates:
         return None
-    if shared is not None:
-        log.warning("%s cannot keep two writers apart (%s): the catalog does", label, honours.lacking)
-        return shared
     if alone:
         log.warning("%s cannot keep two writers apart (%s): nothing else may write there", label, honours.lacking)
         return lambda run: nullcontext()
     raise InvalidRequest(
         f"{label} cannot keep two writers apart: {honours.lacking}",
-        hint="serve it with --catalog postgresql://…, which keeps them apart, or pass --alone if no other daemon ever "
-        "writes there",
+        hint="use a server that honours conditional writes, or pass --alone if no other daemon ever writes there",
     )
