@@ -25,7 +25,7 @@ from holdfast_formats.root_files import decode, encode
 
 log = logging.getLogger(__name__)
 
-BUSY_S, IDLE_S = 10.0, 70.0  # between two renewals, while ranks are connected and while none are
+BUSY_S, IDLE_S = 10.0, 120.0  # between two renewals, while ranks are connected and while none are
 LATE_S = 20.0  # that a renewal may come late, twice the interval aside
 LOOK_S = 1.0
 FILE_BYTES_MAX = 4096

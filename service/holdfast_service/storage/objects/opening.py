@@ -21,7 +21,7 @@ from .uploads import Uploads
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 600.0  # for each request of a look: an idle daemon asks once a minute, lease included
+LOOK_S = 120.0  # for each request of a look: with the lease, an idle daemon asks once a minute
 LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), False)
 
 
