@@ -49,9 +49,10 @@ class RecordsSuite:
 
     def test_remove_empty_keeps_what_is_there(self, records: Records, raw: Raw) -> None:
         raw.write("run/rooms/file", b"1")
+        assert not records.is_empty("run/rooms") and not records.is_empty("run/rooms/file")
         assert not records.remove_empty("run/rooms") and not records.remove_empty("run/rooms/file")
         records.remove_file("run/rooms/file")
-        assert records.remove_empty("run/rooms") and records.remove_empty("run")
+        assert records.is_empty("run/rooms") and records.remove_empty("run/rooms") and records.remove_empty("run")
 
     def test_swap_needs_the_bytes_that_it_names(self, records: Records, raw: Raw) -> None:
         """Other bytes, a missing file and an unexpected one stay as they are; nothing else is left behind."""

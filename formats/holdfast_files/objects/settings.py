@@ -19,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from holdfast_files.objects.connections import Endpoint
 from holdfast_formats.errors import InvalidRequest, StorageFailed
+from holdfast_formats.installing import install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,9 +122,7 @@ def _session() -> Session:
     try:
         import botocore.session
     except ImportError as error:
-        raise InvalidRequest(
-            "object storage needs the package botocore", hint="pip install 'holdfast-checkpoint[s3]'"
-        ) from error
+        raise InvalidRequest("object storage needs the package botocore", hint=install("s3")) from error
     logger = logging.getLogger("botocore")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)  # at DEBUG it would write signatures and session tokens

@@ -182,6 +182,9 @@ class MemoryTier:
         with self._lock:
             self._files.pop(tuple(split_path(path)), None)
 
+    def is_empty(self, path: str) -> bool:
+        return tuple(split_path(path)) in self._directories and not self.list(path)
+
     def remove_empty(self, path: str) -> bool:
         parent, leaf = split_leaf(path)
         top = (*parent, leaf)

@@ -251,6 +251,10 @@ class PosixTier:
         with translated("remove", path), self._directory(parent) as directory:
             os.unlink(leaf, dir_fd=directory)
 
+    def is_empty(self, path: str) -> bool:
+        with self._there(path) as directory:
+            return directory is not None and not os.listdir(directory)
+
     def remove_empty(self, path: str) -> bool:
         parent, leaf = split_leaf(path)
         with translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:

@@ -37,6 +37,9 @@ class Records(Files, Protocol):
     def remove_file(self, path: str) -> None:
         """Remove one file."""
 
+    def is_empty(self, path: str) -> bool:
+        """Whether this is an empty directory, or, where there are none, nothing; False for a file and for a link."""
+
     def remove_empty(self, path: str) -> bool:
         """Remove an empty directory, where there are directories; False if something is in it, or it is none. True for a
         missing one.

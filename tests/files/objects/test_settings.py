@@ -13,6 +13,7 @@ import pytest
 
 from holdfast_files.objects import client, settings
 from holdfast_formats.errors import InvalidRequest, StorageFailed
+from holdfast_formats.installing import install
 from tests.files.objects.scripted import Said, answer, refused, scripted
 from tests.kit.objects import SECRET
 
@@ -122,7 +123,7 @@ def test_without_botocore(s3_settings: pytest.MonkeyPatch) -> None:
     s3_settings.setattr(builtins, "__import__", without)
     with pytest.raises(InvalidRequest, match="botocore") as failed:
         client.opened("s3://bucket/p")
-    assert failed.value.hint == "pip install 'holdfast-checkpoint[s3]'"
+    assert failed.value.hint == install("s3")
 
 
 def test_keys_that_end_are_looked_for_again(s3_settings: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from holdfast_formats import naming
+from holdfast_service.config import RootPlace
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.insight import run_figures
 from holdfast_service.wings.console.rendering import CSP
@@ -297,7 +298,7 @@ def test_a_root_without_runs_says_how_to_begin(tmp_path: Path) -> None:
 
 def test_what_was_given_to_the_service_is_text(tmp_path: Path) -> None:
     """The root's own name is not markup either."""
-    with served(tmp_path, root=Path("/data/<script>")) as running:
+    with served(tmp_path, root=RootPlace("/data/<script>", Path("/data/<script>"))) as running:
         text = httpx.get(running.url, trust_env=False).text
     assert "<script>" not in text.replace("<script src=", "").partition("<footer>")[2]
     assert "&lt;script&gt;" in text

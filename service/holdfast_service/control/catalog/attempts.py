@@ -349,3 +349,4 @@ def make_one(records: Records) -> None:
         records.remove_file(name)
     for name in records.list(naming.CLAIMS):
         records.remove_file(f"{naming.CLAIMS}/{name}")
+    records.remove_empty(naming.CLAIMS)

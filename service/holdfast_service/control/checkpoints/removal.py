@@ -54,7 +54,7 @@ def is_bare(records: Records, run: str) -> bool:
     """Whether a run's directory, if any, holds only a run file with default values."""
     names = set(records.list(naming.check_run(run)))
     rooms = [f"{run}/{name}" for name in names - {*_FILES}]
-    if not names <= OF_A_RUN or any(records.list(room) or records.size(room) is not None for room in rooms):
+    if not names <= OF_A_RUN or not all(records.is_empty(room) for room in rooms):
         return False
     try:
         file = read_run_file(records, run)

@@ -68,10 +68,13 @@ class ObjectRecords:
             raise NoSuchResource(f"there is no file {path}", path=path)
         self._bucket.delete([path])
 
-    def remove_empty(self, path: str) -> bool:
+    def is_empty(self, path: str) -> bool:
         """There are no directories, but some servers list those for a while that had objects."""
         split_leaf(path)
         return not has_objects(self._bucket, path) and self.size(path) is None
+
+    def remove_empty(self, path: str) -> bool:
+        return self.is_empty(path)
 
     def _settled(self, path: str, data: bytes, etag: str | None) -> bool:
         done = self._puts.first(path, data) if etag is None else self._puts.replace(path, data, etag)

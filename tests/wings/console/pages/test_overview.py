@@ -279,6 +279,6 @@ def test_views_are_saved_and_removed(browser: httpx.Client) -> None:
 
 def test_a_damaged_file_of_views_is_named(service: Served, browser: httpx.Client) -> None:
     """And the page has everything else."""
-    (service.services.root / naming.VIEWS).write_text("{")
+    (service.services.root.directory / naming.VIEWS).write_text("{")
     page = Page(browser.get("/").text)
     assert naming.VIEWS in page.text and "Training 1" in page.text and "Save this view" not in page.text
