@@ -191,7 +191,11 @@ class Session:
         """The daemon's root if it is readable here: the same directory or bucket, not another one at its path."""
         if address.is_address(welcome.root):
             if self._bucket is None:
-                self._bucket = BucketRoot(address.parse(welcome.root))
+                stored = self._stored
+                if isinstance(stored, BucketRoot) and stored.label == welcome.root:
+                    self._bucket = stored
+                else:
+                    self._bucket = BucketRoot(address.parse(welcome.root))
             return self._bucket if self._bucket.is_root(welcome.mark.id) else None
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
         found = (path for path in places if path is not None and roots.is_at(path, welcome.mark))

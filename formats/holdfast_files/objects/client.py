@@ -328,7 +328,7 @@ class Bucket:
             raise
 
     def presign(self, key: str, seconds: int) -> str:
-        """A URL by which anybody can read this object for `seconds`. It holds a signature: it is never logged."""
+        """A URL that reads this object for `seconds` without keys. It contains a signature, so it is never logged."""
         return self._sender.keys.presigned(self._sender.url(self._whole(key)), seconds)
 
     def _copied(self, request: ObjectRequest, key: str, name: str) -> str:

@@ -65,7 +65,7 @@ class Keys:
         return dict(request.headers.items())
 
     def presigned(self, url: str, seconds: int) -> str:
-        """An URL by which anybody can read this one for `seconds`, while the keys that signed it are valid."""
+        """A URL that reads `url` without keys for `seconds`, as long as the keys that signed it are valid."""
         from botocore.auth import S3SigV4QueryAuth
         from botocore.awsrequest import AWSRequest
 

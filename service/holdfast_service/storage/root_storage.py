@@ -1,4 +1,4 @@
-"""The storage of one root, and how it is opened: the only module that knows which kind of storage a root has.
+"""The storage of one root, and how a directory is opened as one; `objects/opening.py` opens a bucket.
 
 Everything above gets a `RootStorage` and asks `Records` and `Store`; `tier` is for what only a directory can do.
 """

@@ -129,9 +129,8 @@ def open_root(config: Config, stack: ExitStack) -> ServedRoot:
         catalog, _, _, rebuilt = recovery.open_catalog(config.catalog_url, config.node)
         ownership.claim(storage.store, catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
-        if (
-            shared and catalog_of(storage.records, where) is None
-        ):  # a mistake in the URL must not be stored for later daemons
+        # A mistake in the URL must not be stored for later daemons.
+        if shared and catalog_of(storage.records, where) is None:
             raise CatalogUnavailable(
                 f"{away.detail}; no daemon has served {place.label} with this catalog yet", hint=FIRST
             ) from away
@@ -388,14 +387,7 @@ def _holder_path(root: ServedRoot, config: Config) -> Path:
 def _successor(root: ServedRoot, config: Config) -> Start:
     """How to start a daemon that commits this one's staged saves, if it is killed and no other one comes."""
     state = ["--state", str(root.place.directory)] if root.place.bucket else []
-    own = [
-        "--root",
-        root.place.label,
-        *state,
-        "--socket",
-        str(config.socket.absolute()),
-        "--exit-when-idle",
-        str(SUCCESSOR_IDLE_S),
-    ]
+    place = ["--root", root.place.label, *state]
+    own = [*place, "--socket", str(config.socket.absolute()), "--exit-when-idle", str(SUCCESSOR_IDLE_S)]
     command = [sys.executable, "-m", "holdfast_service", *config.arguments, *own]
     return Start(command, os.getcwd(), successor_environment(), str(root.place.directory), root.identity.mark.id)

@@ -89,6 +89,7 @@ class BucketLease:
             found = _read(bucket)
             if found is not None and found[0] == encode(own):  # the answer was lost
                 return cls(bucket, own, found[1])
+            time.sleep(LOOK_S)
 
     def lost(self, busy: bool) -> str:
         """Why another daemon has it now; empty while it is held. While no rank is `busy` it is renewed less often."""

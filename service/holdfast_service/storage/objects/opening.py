@@ -40,7 +40,7 @@ def open_bucket(place: BucketAddress, node: str, state: Path, *, alone: bool) ->
         if honours.arbitrates:
             lease = BucketLease.take(bucket, node, state)
             stack.callback(lease.close)
-        uploads = Uploads(bucket.using(checksum=honours.checksum))
+        uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
     return RootStorage(ObjectRecords(bucket, puts), ObjectStore(uploads, puts), None, LOOKS, opened.close, lease)
