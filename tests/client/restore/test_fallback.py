@@ -17,7 +17,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, DaemonGone, NoSuchCheckpoint, NotCommitted
 from tests.checkpoints import flip
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon, running, wait_until
 
 STEPS = (100, 200, 300)
 SIZE = 5000
@@ -108,7 +108,7 @@ def test_what_the_daemon_can_mend_is_restored(daemon: RunningDaemon) -> None:
     trainer = Trainer(at=daemon.socket)
     assert trainer.restored() == 300
     with Api(daemon.url) as api:
-        assert api.checkpoint("r", 300).state == "verified"
+        wait_until(lambda: api.checkpoint("r", 300).state == "verified")
 
 
 def test_over_http(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

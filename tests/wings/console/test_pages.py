@@ -121,7 +121,7 @@ def test_page(pages: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("path", [*PAGES, "/v1/runs", "/v1/runs/tiny", "/v1/runs/tiny/summary", "/v1/summaries"])
 def test_a_page_asks_the_catalog_few_questions(pages: httpx.Client, engine: Engine, path: str) -> None:
-    """Under ten queries, however many runs and saves there are: what it shows of a run is one row."""
+    """At most ten queries, however many runs and saves there are: what it shows of a run is one row."""
     pages.get(path)
     asked: list[str] = []
 
@@ -135,7 +135,7 @@ def test_a_page_asks_the_catalog_few_questions(pages: httpx.Client, engine: Engi
     finally:
         event.remove(engine, "before_cursor_execute", note)
     queries = [statement for statement in asked if statement.startswith("SELECT")]
-    assert len(queries) < QUERIES_MAX, "\n".join(queries)
+    assert len(queries) <= QUERIES_MAX, "\n".join(queries)
 
 
 def test_every_link_leads_somewhere(pages: httpx.Client) -> None:
