@@ -179,7 +179,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 def forget(directory: Path) -> None:
     """Make the page cache forget the files of a checkpoint, so that reading them waits for the disk."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 180
     for path in directory.iterdir():
         with open(path, "rb") as file:
             while cached_pages(file.fileno()):

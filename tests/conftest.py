@@ -15,7 +15,7 @@ from tests.forked_programs import forked_programs
 from tests.kit.daemons import daemon, run
 from tests.kit.objects import bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
 
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 180.0
 
 # Fixtures of every test.
 __all__ = [

@@ -25,6 +25,7 @@ from holdfast_formats.errors import CatalogUnavailable
 from tests.forked import PYTHON, Forked
 
 START_TIMEOUT_S = 240.0  # a start takes two seconds, and many times that beside other tests
+WAIT_TIMEOUT_S = 180.0  # of anything else: only what has failed takes so long
 PAUSE_S, PAUSE_MAX_S = 0.01, 0.1
 DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
 PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for servers that name none
@@ -106,7 +107,7 @@ class RunningDaemon:
         """Ask it to end and wait; returns its exit status. Fails with its log, and where it stands, when it does not."""
         self.process.terminate()
         try:
-            return self.process.wait(60)
+            return self.process.wait(WAIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)
             self.process.wait()
@@ -161,7 +162,7 @@ def free_port() -> int:
             return port
 
 
-def wait_until(condition, timeout_s: float = 60.0) -> None:
+def wait_until(condition, timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Poll a condition until it holds; fails the test when it does not in time. It does not hold while the catalog that it
     asks is away, or has just come back.
     """

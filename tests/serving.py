@@ -110,14 +110,14 @@ def served(
         finally:
             server.should_exit = True
             made.control.events.hang_up()
-            thread.join(timeout=20)
+            thread.join(timeout=180)
             made.audit.close()
 
 
 @pytest.fixture
 def http(service: Served) -> Iterator[httpx.Client]:
     """A connection to the module's `service`."""
-    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=60) as client:
+    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=180) as client:
         yield client
 
 

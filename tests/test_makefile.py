@@ -20,7 +20,7 @@ def test_tools_are_marked_in_an_environment_that_is_not_there_yet(tmp_path: Path
     slow_python.write_text('#!/bin/sh\nsleep 0.2\nmkdir -p "$3/bin"\ntouch "$3/bin/python"\n')
     slow_python.chmod(0o755)
     command = ["make", "--jobs", "2", f"PYTHON={slow_python}", ".venv/.tools"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / ".venv" / ".tools").exists()
 
@@ -42,7 +42,7 @@ def test_every_test_that_make_test_leaves_out_is_in_a_lane(request: pytest.Fixtu
 def _paths(lane: str) -> list[Path]:
     """The files and folders of tests that a target of the Makefile gives to pytest; all of them where it names none."""
     said = subprocess.run(
-        ["make", "--dry-run", lane], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        ["make", "--dry-run", lane], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
     ).stdout
     (command,) = (line for line in said.splitlines() if "-m pytest" in line)
     return [ROOT / word for word in command.split() if word.startswith("tests/")] or [ROOT / "tests"]

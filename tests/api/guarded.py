@@ -37,7 +37,7 @@ class Guarded:
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         return httpx.request(
-            method, self.running.url + path, headers=headers, trust_env=False, timeout=30, verify=_NO_TLS, **parts
+            method, self.running.url + path, headers=headers, trust_env=False, timeout=180, verify=_NO_TLS, **parts
         )  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def login_proxy(upstream: str, people: Mapping[str, Person], secret: str, family
         headers.append(("X-Holdfast-Proxy-Secret", secret))
         target = upstream + request.url.path + (f"?{request.url.query}" if request.url.query else "")
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers if name != "accept-encoding"]
-        async with httpx.AsyncClient(trust_env=False, timeout=60, verify=_NO_TLS) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=180, verify=_NO_TLS) as client:
             raw.append((b"accept-encoding", b"identity"))
             got = await client.request(request.method, target, headers=raw, content=await request.body())
         return Response(got.content, got.status_code, {k: v for k, v in got.headers.items() if k not in HOPS})
@@ -66,4 +66,4 @@ def login_proxy(upstream: str, people: Mapping[str, Person], secret: str, family
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=180)

@@ -46,7 +46,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Families
         model = torch.nn.Linear(64, 64)
         with Checkpointer("llama", {"model": model}, at=str(daemon.socket)) as checkpointer:
             for step in (1, 2, 3):
-                checkpointer.save(step).result(60)
+                checkpointer.save(step).result(180)
             httpx.get(f"{daemon.url}/v1/runs/nope", trust_env=False)
             httpx.get(f"{daemon.url}/no/such/path", trust_env=False)
             path = f"{daemon.url}/v1/runs/llama/checkpoints/3"

@@ -97,7 +97,7 @@ def test_a_save_during_which_training_goes_on_holds_the_state_of_the_call(
             checkpointer.fence()
             for parameter in state["model"].parameters():
                 parameter.data.zero_()
-        ticket.result(60)
+        ticket.result(180)
         checkpointer.restore()
     assert all(torch.equal(t, before[n]) for n, t in state["model"].state_dict().items())
 
@@ -290,7 +290,7 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
     stuck = threading.Thread(target=lambda: tickets.append(checkpointer.save(2)))
     stuck.start()
     daemon.kill()
-    stuck.join(60)
+    stuck.join(180)
     assert not stuck.is_alive()
     wait_until(lambda: tickets[0].done)
     assert isinstance(tickets[0].error, DaemonGone)
@@ -319,7 +319,7 @@ def test_a_failed_save_is_told_by_the_next_one(tmp_path: Path) -> None:
         staging.write_text("in the way")
         ticket = checkpointer.save(2)
         with pytest.raises(Exception, match="storage-failed"):
-            ticket.result(60)
+            ticket.result(180)
         staging.unlink()
         with pytest.warns(SaveWarning, match="r@2 failed"):
             checkpointer.save(3, wait="durable")
@@ -341,7 +341,7 @@ def test_a_world_of_which_one_rank_never_saves(daemon: RunningDaemon, run: str, 
         ticket.result(0.2)
     second.close()
     with pytest.raises(RoundAborted):
-        ticket.result(30)
+        ticket.result(180)
     first.close(wait=False)
 
 

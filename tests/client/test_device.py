@@ -336,7 +336,7 @@ def check_steps(daemon: RunningDaemon, run: str, home: torch.device, options: di
             before = copied(state)
             ticket = checkpointer.save(number, wait="staged" if number == 2 else None)
             step(state["model"], state["optim"])
-            ticket.result(60)
+            ticket.result(180)
         assert checkpointer.restore() == 3
     after = copied(state)
     assert after.keys() == before.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -360,7 +360,7 @@ def test_a_torn_save_fails_by_name_and_the_next_one_is_fine(daemon: RunningDaemo
             for tensor in state["ema"].values():
                 tensor.add_(1)
             try:
-                ticket.result(60)
+                ticket.result(180)
             except TornSnapshot as error:
                 task_error = error
                 break
@@ -470,7 +470,7 @@ def test_cuda_save_and_fence_do_not_wait_for_the_device(daemon: RunningDaemon) -
         checkpointer.fence()
         state["w"].zero_()
         assert not torch.cuda.current_stream(home).query(), "somebody waited for the device"
-        ticket.result(60)
+        ticket.result(180)
         checkpointer.restore(2)
     assert torch.equal(state["w"].cpu(), expected)
 
@@ -488,7 +488,7 @@ def test_cuda_writes_under_the_copy_are_noticed(daemon: RunningDaemon, change: C
             ticket = checkpointer.save(number)
             change(state["w"])
             try:
-                ticket.result(60)
+                ticket.result(180)
             except TornSnapshot as error:
                 torn += 1
                 assert error.members["tensors"] == ["extra/w"]
@@ -515,7 +515,7 @@ def test_cuda_steps_can_be_captured_while_a_save_is_on_its_way(daemon: RunningDa
             state["optim"].step()
         checkpointer.fence()
         graph.replay()
-        ticket.result(60)
+        ticket.result(180)
         checkpointer.restore(1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in copied(state).items())
 

@@ -130,7 +130,7 @@ def test_a_step_right_after_the_save_changes_nothing_of_it(daemon: RunningDaemon
     tickets = [rank.save(1) for rank in world.ranks]
     for state, parameter in pairs:
         step(state["optim"], parameter)
-    assert all(ticket.result(60) for ticket in tickets)
+    assert all(ticket.result(180) for ticket in tickets)
     after = [parameter.detach().clone() for _, parameter in pairs]
     world.close()
 

@@ -55,7 +55,7 @@ def ended_as(tickets: list[list[SaveTicket]]) -> tuple[list[int], list[int]]:
     for pair in tickets:
         for ticket in pair:
             try:
-                ticket.result(60)
+                ticket.result(180)
             except GenerationDropped as error:
                 assert ticket.dropped and error.retryable and "slots" in error.hint
     assert all(first.dropped == second.dropped for first, second in tickets)

@@ -24,7 +24,7 @@ from holdfast_formats.staging.wire import StopAt
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.kit.daemons import own_daemon
 
-GRACE_S = 60.0
+GRACE_S = 360.0
 
 
 daemon = own_daemon(listen="none")
@@ -56,6 +56,12 @@ def stop_after(made: Checkpointer, first: int, **how: Any) -> int:
         time.sleep(0.01)
         step += 1
     return step
+
+
+def decided(made: Checkpointer) -> bool:
+    """Whether the thread that the signal has woken knows where training stops."""
+    preemption = made._training_stop._preemption
+    return preemption is not None and preemption._decided.is_set()
 
 
 def test_the_step_of_the_signal_is_saved_and_the_loop_told(daemon: RunningDaemon) -> None:
@@ -143,9 +149,8 @@ def test_a_forked_child_ends_by_the_signal(daemon: RunningDaemon) -> None:
             warnings.simplefilter("ignore")
             child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
-        time.sleep(0.2)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         assert not made.should_stop(1), "the parent was told nothing"
@@ -226,7 +231,7 @@ def test_one_rank_over_http_needs_nobody_to_agree_with(tmp_path: Path, monkeypat
             made.save(0, wait="durable")
             monkeypatch.setattr("holdfast.stage.saves.LAST_SAVE_S_MIN", 0.5)
             come()
-            time.sleep(0.1)
+            wait_until(lambda: decided(made))
             daemon.freeze()
             try:
                 with pytest.raises(DeadlineExceeded):
@@ -242,7 +247,7 @@ def test_a_save_that_outlasts_the_time_is_told_of(daemon: RunningDaemon, monkeyp
         made.save(0, wait="durable")
         monkeypatch.setattr("holdfast.stage.saves.LAST_SAVE_S_MIN", 0.001)
         come()
-        time.sleep(0.1)
+        wait_until(lambda: decided(made))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             step = stop_after(made, 1)
@@ -287,7 +292,7 @@ def test_steps_that_are_not_asked_about_are_passed_over() -> None:
     made = preempted(Launch(StopAt(reply_to=0, step=21)))
     assert not made.reached(10)
     made.asked()
-    time.sleep(0.2)
+    wait_until(lambda: made._pending)  # its thread has heard
     assert [made.reached(step) for step in (20, 30)] == [False, True]
     made.close()
 
@@ -295,7 +300,7 @@ def test_steps_that_are_not_asked_about_are_passed_over() -> None:
 def test_ranks_that_do_not_answer_are_named_when_half_of_the_time_is_over() -> None:
     made = preempted(Launch(StopAt(reply_to=0, missing=(2, 5))), grace_s=0.4)
     made.asked()
-    time.sleep(0.1)
+    wait_until(lambda: bool(made._missing))
     with pytest.raises(DeadlineExceeded, match="ranks 2, 5 have not answered"):
         made.reached(1)
     made.close()
@@ -307,7 +312,7 @@ def test_a_rank_that_has_given_up_stops_at_no_step_that_it_hears_of_later() -> N
     made = preempted(launch, grace_s=0.2)
     assert not made.reached(5)
     made.asked()
-    time.sleep(0.05)
+    wait_until(lambda: bool(made._missing))
     for step in (6, 7, 8):
         with pytest.raises(DeadlineExceeded, match="rank 1 has not answered"):
             made.reached(step)
@@ -320,7 +325,7 @@ def test_a_rank_that_was_away_when_the_others_agreed_stops_nowhere() -> None:
     made = preempted(Launch(StopAt(reply_to=0, step=9)))
     assert not made.reached(12)
     made.asked()
-    time.sleep(0.2)
+    wait_until(lambda: made._pending)  # its thread has heard
     with pytest.raises(DeadlineExceeded, match="the other ranks stop after step 9, but this rank has passed step 12"):
         made.reached(13)
     made.close()

@@ -67,7 +67,7 @@ def test_over_http(tmp_path: Path) -> None:
                 ticket = checkpointer.save(1)
                 checkpointer.fence()
                 proxy.bytes_per_s = None
-                ticket.result(60)
+                ticket.result(180)
             assert stall(api, 1) > 0
 
 

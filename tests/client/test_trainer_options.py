@@ -177,7 +177,7 @@ def test_names_left_out_are_not_in_the_files(daemon: RunningDaemon, run: str) ->
         with pytest.raises(InvalidRequest, match=r"model/weight, and it is trained"):
             checkpointer.save(1, exclude=("model/w*",))
         ticket = checkpointer.save(1, exclude=("model/*rotary*", "extra/cache"))
-        ticket.result(60)
+        ticket.result(180)
         assert ticket.notes == (
             "left out by exclude=, so not in the checkpoint: extra/cache, extra/cache/big, model/rotary",
         )
@@ -197,10 +197,10 @@ def test_a_save_with_names_left_out_is_not_the_same_as_one_with_all(daemon: Runn
     out = ("extra/replay",)
     with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         under_way = checkpointer.save(1, exclude=out)
-        assert checkpointer.save(1, exclude=out, existing="same").result(60).step == 1
+        assert checkpointer.save(1, exclude=out, existing="same").result(180).step == 1
         with pytest.raises((AlreadyCommitted, StateMismatch)):
             checkpointer.save(1, existing="same", wait="durable")
-        under_way.result(60)
+        under_way.result(180)
         with pytest.raises(AlreadyCommitted) as told:
             checkpointer.save(1, existing="same")
         assert "exclude=" in told.value.hint

@@ -153,7 +153,7 @@ def test_retention_of_what_the_other_node_saved(mounted: MountedSite) -> None:
             for step in (2 * number + 1, 2 * number + 2):
                 for ticket in world.save(step):
                     ticket.result()
-    wait_until(lambda: steps(mounted.root, "run") == [7, 8], 120)
+    wait_until(lambda: steps(mounted.root, "run") == [7, 8])
     sound(mounted, "run", [7, 8])
 
 

@@ -70,9 +70,9 @@ def test_a_node_that_is_away_for_a_while(site: Site, marks: Marks, point: str) -
     for ticket in tickets:
         ticket.result(120)
     check(site, 3, range(1, 4), SIZE, dropped=0, lost=0)
-    wait_until(lambda: all(one.ema.ready for one in world.checkpointers), 120)
+    wait_until(lambda: all(one.ema.ready for one in world.checkpointers))
     world.train(7)
-    wait_until(lambda: all(one.ema.ready for one in world.checkpointers), 120)
+    wait_until(lambda: all(one.ema.ready for one in world.checkpointers))
     counts = {one.ema.n for one in world.checkpointers}
     assert len(counts) == 1
     for ticket in world.save(7):

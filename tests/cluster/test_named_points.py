@@ -52,7 +52,7 @@ class Marks:
 
     def victim(self, daemons: dict[str, Daemon]) -> str:
         """The node whose daemon waits at the point; nobody else stops there."""
-        wait_until(lambda: self._hit.endswith("\n"), 60)
+        wait_until(lambda: self._hit.endswith("\n"))
         (self._directory / "armed").unlink()
         return next(name for name, daemon in daemons.items() if daemon.process.pid == int(self._hit))
 

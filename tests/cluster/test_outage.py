@@ -78,7 +78,7 @@ def test_training_does_not_feel_it(site: Site, request: pytest.FixtureRequest) -
         tickets = [step(number, without, away_s / (SAVES - BEFORE)) for number in range(BEFORE + 1, SAVES + 1)]
         site.postgres.start()
         began = time.monotonic()
-        wait_until(lambda: steps(site.root, "run")[-1] == SAVES, 60)
+        wait_until(lambda: steps(site.root, "run")[-1] == SAVES)
         back_s = time.monotonic() - began
         for saved in tickets:
             heard = {how_it_ended(ticket) for ticket in saved}

@@ -45,7 +45,7 @@ def save(daemon: Daemon, run: str) -> torch.Tensor:
             optimizer.step()
             checkpointer.save(step, wait="durable").result(120)
     with Api(daemon.url) as api:
-        wait_until(lambda: [one.verified for one in api.checkpoints(run)] == [True] * len(STEPS), 120)
+        wait_until(lambda: [one.verified for one in api.checkpoints(run)] == [True] * len(STEPS))
     return model.weight.detach().clone()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from holdfast import Checkpointer, Ema, Fragment
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 DECAY = 0.97
 
 

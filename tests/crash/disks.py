@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-COMMAND_TIMEOUT_S = 60
+COMMAND_TIMEOUT_S = 180
 
 
 def command(*words: object) -> str:

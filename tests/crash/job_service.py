@@ -59,7 +59,7 @@ class JobService:
 
     def restarted(self) -> Api:
         """Wait for the death, and start it again."""
-        assert self.process is not None and self.process.wait(60) == -9
+        assert self.process is not None and self.process.wait(180) == -9
         return self.start()
 
     @property

@@ -49,7 +49,7 @@ class Ranks:
     def wait_for(self, line: str, *ranks: int) -> None:
         """Wait until these ranks (all that live, unless given) have said a line."""
         asked = ranks or range(len(self.processes))
-        wait_until(lambda: all(line in self.said[rank] or self.processes[rank].poll() is not None for rank in asked), 120)
+        wait_until(lambda: all(line in self.said[rank] or self.processes[rank].poll() is not None for rank in asked))
         assert any(line in self.said[rank] for rank in asked), (line, self.said)
         assert not ranks or all(line in self.said[rank] for rank in ranks), (line, self.said)
 
@@ -73,7 +73,7 @@ class Ranks:
         for process, reader in zip(self.processes, self._readers, strict=True):
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
-            process.wait(60)
+            process.wait(180)
             reader.join()
             process.stdout.close()
 

@@ -40,7 +40,7 @@ def place() -> Iterator[Place]:
         kill_all()
         for pid in processes(directory, b"\0holdfast_service\0"):
             os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: holders(directory) == [], 20)
+        wait_until(lambda: holders(directory) == [])
 
 
 def stop_at(point: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 
 PERIOD = 2**15  # of the bits that are kept: what follows is the same again, and need not be computed
-WAIT_S = 60.0
+WAIT_S = 180.0
 _lock = threading.Lock()
 
 

@@ -80,7 +80,7 @@ class Trainers:
 
     def end(self) -> None:
         for process in self.ranks:
-            assert process.wait(120) == 0
+            assert process.wait(180) == 0
             assert process.stdout is not None and process.stdin is not None
             process.stdout.close()
             process.stdin.close()

@@ -112,7 +112,7 @@ class Saving(Launch):
             wait_until(lambda: 3 in committed_steps(self.place.root, RUN))
         self.ranks.end()
         after = self.launch("9")
-        wait_until(lambda: all(after.said), 60)
+        wait_until(lambda: all(after.said))
         told = {said[0] for said in after.said}
         newest = (3, 2) if either else (3,) if third else (2,)
         assert told in [{f"restored {step}"} for step in newest], after.said
@@ -174,7 +174,7 @@ class Working:
 
     def check(self) -> None:
         self.service.serve_again()
-        self.submitting.join(60)
+        self.submitting.join(180)
         with self.api as api:
             assert [ended(api, job).state for job in self.jobs] == ["done"] * len(STEPS)
             wait_until(lambda: 2 in committed_steps(self.place.root, RUN))

@@ -130,7 +130,7 @@ class Program:
         with self._begun() as process:
             assert process.stdout is not None
             text = process.stdout.read()
-            status = process.wait(60)
+            status = process.wait(180)
         return Ended(status, json.loads(text) if text.strip() else {}, self._log.read_text().splitlines())
 
     @contextmanager
@@ -286,7 +286,7 @@ def test_one_export_to_a_name_at_a_time(root: Path, tmp_path: Path) -> None:
         with pytest.raises(InUse, match="another export"):
             export(reader, program.place / "out", [], lambda count: None)
         first.kill()
-        first.wait(60)
+        first.wait(180)
     assert program.run().status == 0 and program.there() == ["out"]
     shutil.rmtree(program.place / "out")
     export(reader, program.place / "out", [], lambda count: None)
@@ -322,7 +322,7 @@ def test_ctrl_c_waits_until_all_is_cleaned_up(root: Path, tmp_path: Path) -> Non
         wait_until(lambda: stopped(worker))
         starter.send_signal(signal.SIGINT)
         os.kill(worker, signal.SIGCONT)
-        assert starter.wait(60) == 130 and program.there() == []
+        assert starter.wait(180) == 130 and program.there() == []
     finally:
         starter.kill()
         starter.communicate()

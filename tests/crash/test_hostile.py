@@ -283,7 +283,7 @@ def test_too_few_descriptors(place: Path) -> None:
         late.start()
         time.sleep(0.5)
         limit(daemon, resource.RLIMIT_NOFILE, soft)
-        late.join(60)
+        late.join(180)
         assert not late.is_alive(), "a rank that came meanwhile was never heard"
         assert trainer.save(3) is None
         assert committed_steps(daemon.root, RUN) == [3, 1]
@@ -331,7 +331,7 @@ def test_dev_shm_too_small(place: Path) -> None:
     """Shared memory is no file in /dev/shm: 64 KiB there are enough for any state."""
     script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
     try:
-        subprocess.run(["unshare", "-m", "sh", "-c", script, "sh", "true"], check=True, timeout=30)
+        subprocess.run(["unshare", "-m", "sh", "-c", script, "sh", "true"], check=True, timeout=180)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no mount namespace of one's own here: {error}")
     daemon = RunningDaemon(place / "root", before=("unshare", "-m", "sh", "-c", script, "sh"))
@@ -354,7 +354,7 @@ def test_a_second_daemon_while_the_first_one_saves(place: Path) -> None:
         wait_until(lambda: (daemon.root / RUN / "staging").is_dir())
         other = ["--root", str(daemon.root), "--socket", str(place / "other.sock"), "--listen", "none"]
         command_line = [sys.executable, "-m", "holdfast_service", *other]
-        done = subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command_line, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 4 and "root-busy" in done.stderr and str(daemon.process.pid) in done.stderr
         thread.join()
         assert saved == [None]

@@ -41,7 +41,7 @@ class Position:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
         if self._restored is not None:
-            self._restored.wait(60)
+            self._restored.wait(180)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon
         assert not any(each.done() for each in filling)
         daemon.kill()
         for each, into in zip(filling, states, strict=True):
-            found = each.result(60)
+            found = each.result(180)
             assert not found.from_slots and "the in-memory checkpoint could not be used" in found.notes[0]
             assert np.array_equal(into, content())
 

@@ -80,11 +80,11 @@ def test_a_disk_that_is_full_in_a_merge(tmp_path: Path, tries: int) -> None:
             ledger.tried(FULL)
             service.arm(1 + (number - 1) * (acts - 1) // tries, "STOP")
             submitted = pool.submit(api.submit_job, wanted(number))  # it may be answered once the service goes on
-            wait_until(lambda: service.stopped, 120)
+            wait_until(lambda: service.stopped)
             fill(filler)
             service.go_on()
-            job = submitted.result(120)
-            wait_until(lambda job=job: has_ended(service, job), 120)
+            job = submitted.result(180)
+            wait_until(lambda job=job: has_ended(service, job))
             filler.unlink()
             while (found := api.job(job.id, 5)).state in ("queued", "running"):
                 pass

@@ -87,11 +87,11 @@ def test_kills_at_random_moments(daemon: RunningDaemon) -> None:
     for _ in range(5):
         world = launch(daemon, ",".join(str(done + 1 + i) for i in range(8)))
         lines = chance.randrange(1, 25)
-        wait_until(lambda world=world, lines=lines: len(world.said[0]) >= lines, 120)
+        wait_until(lambda world=world, lines=lines: len(world.said[0]) >= lines)
         time.sleep(chance.uniform(0, 0.01))
         world.end()
         probe = launch(daemon, "999999!")
-        wait_until(lambda probe=probe: all(probe.said), 120)
+        wait_until(lambda probe=probe: all(probe.said))
         probe.end()
         committed = committed_steps(daemon.root, "r")
         assert world.steps("sealed") <= set(committed), f"seed {seed}"

@@ -173,7 +173,7 @@ def test_of_two_jobs_that_start_at_once_one_is_let_in(tries: int, monkeypatch: p
             def start(
                 name: str, ranks: RemoteRanks = ranks, both: threading.Barrier = both, refused: list = refused
             ) -> None:
-                both.wait(60)
+                both.wait(180)
                 try:
                     ranks.hello(name * 32, hello(0, 1, f"launch-{name}", process=name))
                 except RunBusy:

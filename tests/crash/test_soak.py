@@ -93,7 +93,7 @@ class Soak:
         steps = ",".join(str(self._next + i) for i in range(STEPS_A_LAUNCH))
         ranks = Ranks(self.daemon.socket, steps, SIZE, self._place.root)
         newest = max([0, *committed_steps(self._place.root, RUN)])
-        wait_until(lambda: all(ranks.said), 60)
+        wait_until(lambda: all(ranks.said))
         time.sleep(self._chance.uniform(0.2, LIFE_S))
         if daemon_dies:
             ledger.tried(LANE)
@@ -110,7 +110,7 @@ class Soak:
         (restored,) = {said[0] for said in ranks.said}  # what the launch before had sealed may have come in between
         assert restored.startswith("restored ") and int(restored.split()[1]) >= newest, (newest, restored)
         assert not [line for said in ranks.said for line in said if line.split()[0] in ("wrong", "lost")]
-        wait_until(lambda: is_empty(self._place.root, naming.STAGING), 60)
+        wait_until(lambda: is_empty(self._place.root, naming.STAGING))
         told = {int(line.split()[1]) for said in ranks.said for line in said if line.startswith("committed")}
         visible = committed_steps(self._place.root, RUN)
         assert max(visible) >= max([0, *told]), "an announced step is gone"

@@ -136,7 +136,7 @@ def forms(root: Path, run: str) -> list[str]:
 
 def check_done(service: ThinningService, api: Api, run: str) -> None:
     """All is done, proven, and listed as it is."""
-    wait_until(lambda: is_done(service.root, run), 120)
+    wait_until(lambda: is_done(service.root, run))
     assert [form(service.root, run, step) for step in STEPS] == FORMS
 
     def listed() -> list[str]:
@@ -170,12 +170,12 @@ def test_killed_in_a_thinning(tmp_path: Path, again: bool) -> None:
             service.arm(number)
             begin(api, run)
             api.close()
-            assert service.process.wait(120) == -signal.SIGKILL
+            assert service.process.wait(180) == -signal.SIGKILL
             check_between(service.root, run)
             if again:
                 service.arm(number)
                 service.launch()
-                wait_until(lambda run=run: service.process.poll() is not None or is_done(service.root, run), 120)
+                wait_until(lambda run=run: service.process.poll() is not None or is_done(service.root, run))
                 service.process.kill()
                 service.process.wait()
                 check_between(service.root, run)
@@ -207,10 +207,10 @@ def test_a_disk_that_is_full_in_a_thinning(tmp_path: Path, tries: int) -> None:
             service.arm(number, "STOP")
             setting = threading.Thread(target=begin, args=(api, run))
             setting.start()
-            wait_until(lambda: service.stopped, 120)
+            wait_until(lambda: service.stopped)
             fill(filler)
             service.go_on()
-            wait_until(lambda run=run: is_done(service.root, run) or told(service, run), 120)
+            wait_until(lambda run=run: is_done(service.root, run) or told(service, run))
             assert all(one in ("whole", new) for one, new in zip(forms(service.root, run), FORMS, strict=True))
             filler.unlink()
             setting.join()

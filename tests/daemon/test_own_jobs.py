@@ -128,7 +128,7 @@ _STRANGER = """
 import os, socket, sys
 os.setgroups(eval(sys.argv[1])); os.setgid(65534); os.setuid(65534)
 made = socket.socket(socket.AF_UNIX)
-made.settimeout(20)
+made.settimeout(180)
 made.connect(sys.argv[2])
 made.send(bytes.fromhex(sys.argv[3]))
 os.write(1, made.recv(65536))
@@ -146,7 +146,7 @@ def test_other_users_are_refused(model: Path) -> None:
             for groups in ((), (GROUP,)):
                 daemon.socket.chmod(0o666)
                 command = [sys.executable, "-I", "-c", _STRANGER, str(groups), str(daemon.socket), encoded]
-                heard = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+                heard = subprocess.run(command, capture_output=True, timeout=180, check=True).stdout
                 (answer,) = wire.FrameDecoder(wire.TO_RANK).feed(heard)
                 assert answer.problem["code"] == "forbidden"
             assert not (daemon.root / "mine").exists()
@@ -164,7 +164,7 @@ OwnDaemon.serving(Path({str(root)!r})).do(parse({job.model_dump()!r}), lambda do
 """
     with running(root):
         command = ["unshare", "--user", "--map-current-user", "--mount", sys.executable, "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         if done.stderr.startswith("unshare:"):
             pytest.skip(done.stderr)
         assert "Forbidden" in done.stderr and "sees other files" in done.stderr

@@ -32,5 +32,5 @@ def test_a_connection_that_is_closed_has_lost_its_rank() -> None:
         assert not conversation.socket.has_lost_its_rank()
         conversation.thread.start()
         there.close()
-        conversation.thread.join(60)
+        conversation.thread.join(180)
         assert ended == [conversation] and conversation.socket.has_lost_its_rank()

@@ -323,7 +323,7 @@ def test_a_question_before_the_saves_are_written_is_asked_again(
     plan = planner.plan
 
     def slow(tables: object) -> object:
-        may_commit.wait(30)
+        may_commit.wait(180)
         return plan(tables)  # type: ignore[arg-type]
 
     monkeypatch.setattr(planner, "plan", slow)
@@ -340,7 +340,7 @@ def test_a_hello_that_overtakes_itself_makes_one_rank(world: SaverWorld, ranks: 
     entering = world.saver.entering
 
     def together(run: str) -> threading.Lock:
-        both_asked.wait(30)
+        both_asked.wait(180)
         return entering(run)
 
     world.saver.entering = together  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def test_descriptors_that_two_threads_ask_for_are_not_taken_for_each_others(daem
         asking = threading.Thread(target=reserve)
         asking.start()
         assert not done.wait(0.3)
-    asking.join(60)
+    asking.join(180)
     assert done.is_set()
     with_us.close()
 
@@ -81,7 +81,7 @@ def test_garbage_ends_one_conversation_only(daemon: RunningDaemon, garbage: byte
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.connect(str(daemon.socket))
     raw.sendall(garbage)
-    raw.settimeout(60)
+    raw.settimeout(180)
     assert raw.recv(100) == b""
     raw.close()
     other = link(daemon)
@@ -138,9 +138,9 @@ def test_only_ones_own_segment_can_be_attached(daemon: RunningDaemon) -> None:
     noise = os.memfd_create("noise")
     os.ftruncate(noise, 10_000)
     for fd, message in ((noise, "not a staging arena"), (with_us._state.segment, "attached a segment of")):
-        reply = other._ask(wire.Attach(id=other.next_id()), time.monotonic() + 60, (fd,))
+        reply = other._ask(wire.Attach(id=other.next_id()), time.monotonic() + 180, (fd,))
         assert isinstance(reply, wire.Failed) and message in reply.problem["detail"]
-    reply = with_us._ask(wire.Attach(id=with_us.next_id(), open=(3,)), time.monotonic() + 60, (with_us._state.segment,))
+    reply = with_us._ask(wire.Attach(id=with_us.next_id(), open=(3,)), time.monotonic() + 180, (with_us._state.segment,))
     assert isinstance(reply, wire.Done)
     os.close(noise)
     other.close()
@@ -159,7 +159,7 @@ def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same:
     root = daemon.root if same == "root" else tmp_path / "other"
     path = daemon.socket if same == "socket" else tmp_path / "s.sock"
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(path), "--listen", "none"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 4 and "root-busy" in done.stderr and "hint" in done.stderr
     still = link(daemon)
     assert hello(still).attempt >= 1
@@ -192,7 +192,7 @@ def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
             assert daemon.stdout is not None and daemon.stdout.readline() == "not told yet\n"
             wait_until(about.exists)
             daemon.terminate()
-            assert daemon.wait(60) == 0
+            assert daemon.wait(180) == 0
         finally:
             daemon.kill()
     assert not about.exists()
@@ -218,6 +218,6 @@ def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
 def test_bad_flags_are_refused_by_name(tmp_path: Path, flags: list[str]) -> None:
     """A flag that cannot be understood ends the start with status 2 and makes nothing."""
     command = [sys.executable, "-m", "holdfast_service", "--root", str(tmp_path / "root"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2, done.stderr
     assert not (tmp_path / "root").exists()

@@ -25,7 +25,7 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!
 
 
 def wait_for_family(job: LaunchedJob, count: int) -> list[ProcessId]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(job.family) < count and time.monotonic() < deadline:
         job.poll()
         time.sleep(0.01)

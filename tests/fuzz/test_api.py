@@ -63,7 +63,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def described(daemon: RunningDaemon) -> Any:
-    return schemathesis.openapi.from_url(f"{daemon.url}/openapi.json", timeout=120)
+    return schemathesis.openapi.from_url(f"{daemon.url}/openapi.json", timeout=180)
 
 
 def is_whole_problem(context: CheckContext, response: Any, case: Any) -> None:
@@ -99,7 +99,7 @@ def ask(described: Any, mode: GenerationMode, examples: int, seconds: float = in
                 if name in REAL:
                     moves = (case.method.upper(), case.operation.path) in MOVES_RUNS
                     case.path_parameters[name] = data.draw(st.sampled_from(["spare"] if moves else REAL[name]), name)
-            case.call_and_validate(checks=CHECKS, timeout=60)
+            case.call_and_validate(checks=CHECKS, timeout=180)
 
         with suppress(Unsatisfiable):  # an operation that takes nothing cannot be asked wrongly
             check()

@@ -42,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def raw(service: Served, target: bytes, *headers: bytes, method: bytes = b"GET", body: bytes = b"") -> bytes:
     """The answer to a request whose target is sent as it is: no client tidies it up."""
     host, _, port = service.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=180) as connection:
         lines = [method + b" " + target + b" HTTP/1.1", b"Host: localhost", b"Connection: close", *headers]
         connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
         return received(connection)
@@ -169,10 +169,10 @@ def test_links_that_were_planted(tmp_path: Path, kind: str) -> None:
     build_root(root, {"tiny": (5,)})
     with served(root) as service:
         path = planted(root, kind)
-        answer = httpx.get(service.url + path, trust_env=False, timeout=30)
+        answer = httpx.get(service.url + path, trust_env=False, timeout=180)
         assert answer.status_code in (404, 500, 503) and SECRET not in answer.content
         assert answer.json()["code"] in PLANTED, answer.text
-        listed = httpx.get(f"{service.url}{STEP}/files", trust_env=False, timeout=30)
+        listed = httpx.get(f"{service.url}{STEP}/files", trust_env=False, timeout=180)
         assert listed.status_code in (200, 404, 500, 503)
 
 
@@ -184,7 +184,7 @@ def test_removing_a_checkpoint_removes_nothing_behind_a_link(tmp_path: Path) -> 
     build_root(root, {"tiny": (5, 10)})
     (root / naming.checkpoint_path("tiny", 5) / "more").symlink_to(outside)
     with served(root) as service:
-        answer = httpx.delete(service.url + STEP, trust_env=False, timeout=30)
+        answer = httpx.delete(service.url + STEP, trust_env=False, timeout=180)
         assert answer.status_code in (204, 409), answer.text
     assert (outside / "precious").read_bytes() == SECRET
 
@@ -250,7 +250,7 @@ def test_many_at_once_on_one_upload(daemon: RunningDaemon) -> None:
     statuses: list[int] = []
 
     def send(order: list[tuple[int, bytes]]) -> None:
-        with httpx.Client(trust_env=False, timeout=60) as client:
+        with httpx.Client(trust_env=False, timeout=180) as client:
             for at, piece in order * 10:
                 answer = client.put(f"{path}/data", content=piece, headers=chunk(piece, at, len(data)))
                 statuses.append(answer.status_code)
@@ -260,7 +260,7 @@ def test_many_at_once_on_one_upload(daemon: RunningDaemon) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(180)
     assert set(statuses) <= {200, 400} and 200 in statuses
     assert httpx.get(path, trust_env=False).json()["data_bytes"] == len(data)
 
@@ -271,7 +271,7 @@ def test_a_content_length_that_lies(daemon: RunningDaemon, stated: int, sent: in
     path = rank(daemon, 100 + stated % 97 + sent, f"lying-{stated}-{sent}")
     data = b"DELETE /v1/runs/x/checkpoints/1 HTTP/1.1\r\n".ljust(sent, b"x")
     host, _, port = daemon.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=180) as connection:
         headers = {**chunk(data, 0, sent), "Content-Length": str(stated), "Host": "localhost"}
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         target = path.removeprefix(daemon.url)

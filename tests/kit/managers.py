@@ -9,5 +9,5 @@ from pathlib import Path
 def manager_at(path: Path | str) -> socket.socket:
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.bind(str(path))
-    manager.settimeout(60)
+    manager.settimeout(180)
     return manager

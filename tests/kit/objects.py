@@ -155,7 +155,7 @@ def _takes_buckets(server: BucketServer) -> bool:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        urllib.request.urlopen(server.endpoint, timeout=5).close()
+        urllib.request.urlopen(server.endpoint, timeout=60).close()
     except urllib.error.HTTPError:
         pass  # it answers
     except OSError:

@@ -32,7 +32,7 @@ class World:
         errors = []
         for ticket in tickets:
             try:
-                ticket.result(60)
+                ticket.result(180)
                 errors.append(None)
             except CheckpointError as error:
                 errors.append(error)

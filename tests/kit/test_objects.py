@@ -120,7 +120,7 @@ def test_a_server_ends_with_a_tester_that_is_killed(tmp_path: Path) -> None:
 
 def answers(endpoint: str) -> bool:
     try:
-        urllib.request.urlopen(endpoint, timeout=60).close()
+        urllib.request.urlopen(endpoint, timeout=180).close()
     except urllib.error.HTTPError:
         return True
     except OSError:

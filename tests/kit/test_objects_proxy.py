@@ -48,7 +48,7 @@ class Client:
         assert address.hostname is not None
         self._bucket = bucket.name
         self._answer: http.client.HTTPResponse | None = None
-        self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=180)
 
     def ask(self, method: str, key: str, body: bytes | None = None) -> tuple[int, bytes]:
         self.send(method, key, body)

@@ -90,7 +90,7 @@ def asked(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
         yield one
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
 
 
 def set_quota(daemon: RunningDaemon, run: str) -> None:

@@ -141,7 +141,7 @@ def test_daemon_logs_json_alone(tmp_path: Path) -> None:
     """Every line of a daemon that saves, refuses and ends is such an object; a save can be followed by its fields."""
     with running(tmp_path / "root", "--log-format", "json", "--node", "node-1", listen="127.0.0.1:0") as daemon:
         with Checkpointer("llama", {"model": torch.nn.Linear(4, 4)}, at=str(daemon.socket)) as checkpointer:
-            checkpointer.save(3).result(60)
+            checkpointer.save(3).result(180)
         httpx.get(f"{daemon.url}/v1/runs/nope", trust_env=False)
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     assert all(line.keys() >= ALWAYS and set(line) <= set(FIELDS) for line in lines)

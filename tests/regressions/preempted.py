@@ -96,7 +96,7 @@ def main(socket: str, first: int, every: int) -> None:
     for ticket in tickets:
         if not isinstance(ticket, str):
             try:
-                ticket.result(60)
+                ticket.result(180)
                 ticket = "saved"
             except CheckpointError as error:
                 ticket = error.code

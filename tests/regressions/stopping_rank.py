@@ -23,8 +23,8 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast_formats.errors import CheckpointError
 
-GRACE_S = 60.0
-BRIEF_GRACE_S = 6.0
+GRACE_S = 360.0
+BRIEF_GRACE_S = {"brief": 6.0, "deaf": 12.0}  # half of it is for the answers
 STEPS = 100_000
 
 
@@ -42,8 +42,7 @@ def main(at: str, kind: str) -> None:
         first = checkpointer.restore() + 1
         listens = kind != "deaf" or rank < int(os.environ["WORLD_SIZE"]) - 1
         if listens:
-            grace_s = BRIEF_GRACE_S if kind in ("brief", "deaf") else GRACE_S
-            checkpointer.on_preemption((signal.SIGTERM, signal.SIGUSR1), grace_s)
+            checkpointer.on_preemption((signal.SIGTERM, signal.SIGUSR1), BRIEF_GRACE_S.get(kind, GRACE_S))
         print("FROM", first - 1, flush=True)
         for step in range(first, first + STEPS):
             optimizer.zero_grad()

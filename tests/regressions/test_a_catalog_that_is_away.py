@@ -43,7 +43,7 @@ def on_sqlite(tmp_path: Path) -> Place:
     locks: list[sqlite3.Connection] = []
 
     def lock() -> None:
-        locks.append(sqlite3.connect(path, timeout=60, isolation_level=None))
+        locks.append(sqlite3.connect(path, timeout=180, isolation_level=None))
         locks[0].execute("BEGIN IMMEDIATE")
 
     return Place(root, f"sqlite:///{path}", lock, lambda: locks.pop().close())
@@ -91,24 +91,24 @@ def test_training_goes_on_while_the_catalog_is_away(place: Place) -> None:
     with serving(place) as daemon:
         first, weight = trainer(daemon, 0.0)
         assert first.restore() == 0
-        first.save(1).result(60)
+        first.save(1).result(180)
         place.away()
         for step in range(2, LAST):
             weight.fill_(step)
-            first.save(step).result(60)
+            first.save(step).result(180)
         assert committed(place) == list(range(1, LAST))
         second, restored = trainer(daemon, -1.0)
         assert second.restore() == LAST - 1 and restored.eq(LAST - 1).all()
         with pytest.raises(StaleAttempt):
-            first.save(LAST).result(60)
-        second.save(LAST).result(60)
-        wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "degraded")
+            first.save(LAST).result(180)
+        second.save(LAST).result(180)
+        wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=180).json()["status"] == "degraded")
         with Api(daemon.url) as api:
             metrics = api.request("GET", "/metrics").text
         assert "holdfast_catalog_up 0.0" in metrics and "holdfast_ranks 2.0" in metrics
         place.back()
         with Api(daemon.url) as api:
-            wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "ok")
+            wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=180).json()["status"] == "ok")
             wait_until(lambda: all(made.verified for made in api.checkpoints("run")))
             assert sorted(made.step for made in api.checkpoints("run")) == list(range(1, LAST + 1))
             rounds = [made for made in api.rounds("run") if made.state == "committed"]
@@ -124,18 +124,18 @@ def test_a_daemon_starts_without_its_catalog(tmp_path: Path, postgres: Postgres)
     with serving(place) as daemon:
         first, weight = trainer(daemon, 3.0)
         first.restore()
-        first.save(3).result(60)
+        first.save(3).result(180)
         first.close()
     place.away()
     try:
         with serving(place) as daemon:
             second, weight = trainer(daemon, 0.0)
             assert second.restore() == 3 and weight.eq(3).all()
-            second.save(4).result(60)
+            second.save(4).result(180)
             assert "starts without it" in daemon.log.read_text()
             place.back()
             with Api(daemon.url) as api:
-                wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "ok")
+                wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=180).json()["status"] == "ok")
                 assert api.run("run").attempt == 2
                 wait_until(lambda: [made.step for made in api.checkpoints("run") if made.verified] == [4, 3])
             second.close()
@@ -152,7 +152,7 @@ def test_a_catalog_that_comes_back_as_another(tmp_path: Path, left: bytes | None
     with serving(place) as daemon:
         first, _ = trainer(daemon, 1.0)
         first.restore()
-        first.save(1).result(60)
+        first.save(1).result(180)
         with Api(daemon.url) as api:
             wait_until(lambda: api.checkpoint("run", 1).verified)
         for name in (naming.CATALOG, f"{naming.CATALOG}-wal", f"{naming.CATALOG}-shm"):
@@ -160,7 +160,7 @@ def test_a_catalog_that_comes_back_as_another(tmp_path: Path, left: bytes | None
         if left is not None:
             path.write_bytes(left)
         for step in (2, 3):
-            first.save(step).result(60)
+            first.save(step).result(180)
         with Api(daemon.url) as api:
             wait_until(lambda: path.exists() and sorted(made.step for made in api.checkpoints("run")) == [1, 2, 3])
             assert api.run("run").attempt == 1

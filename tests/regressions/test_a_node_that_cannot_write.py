@@ -50,7 +50,7 @@ def wait_until_asked(site: Site, column: str = "unable") -> None:
     """Until this of the newest round's hand-over is known."""
     newest = f"SELECT {column} IS NOT NULL FROM joint_rounds ORDER BY id DESC LIMIT 1"
     with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql"), autocommit=True) as connection:
-        wait_until(lambda: (connection.execute(newest).fetchone() or [False])[0], 60)
+        wait_until(lambda: (connection.execute(newest).fetchone() or [False])[0])
 
 
 def told(daemon: Daemon) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def is_written(world: Ranks, step: int) -> None:
 def is_committed(site: Site, world: Ranks, tickets: list[Any], step: int) -> None:
     """All ranks hear it, every byte is there, and is what they hold."""
     for ticket in tickets:
-        ticket.result(120)
+        ticket.result(180)
     assert step in steps(site.root, "run")
     verify(PosixTier(site.root), naming.checkpoint_path("run", step))
     world.set(step + 1000)
@@ -90,12 +90,12 @@ def test_another_node_writes_the_share_of_one_that_cannot(site: Site) -> None:
             is_written(world, 2)
         is_committed(site, world, [], 2)
         assert (site.root / naming.checkpoint_path("run", 2) / "config.json").read_bytes()
-        wait_until(lambda: bool(handed_over(a)), 60)
+        wait_until(lambda: bool(handed_over(a)))
         assert handed_over(a) == handed_over(b) == [(2, "b", "a", "warning")]
         with Api(b.url) as api:
             (said,) = [event["text"] for event in told(b)]
             assert said.startswith("on node b: ") and "File too large" in said and "node a has written" in said
-            wait_until(lambda: api.checkpoint("run", 2).verified, 60)
+            wait_until(lambda: api.checkpoint("run", 2).verified)
         is_committed(site, world, world.save(3), 3)
         assert len(handed_over(a)) == 1
 
@@ -109,7 +109,7 @@ def test_a_save_that_no_node_can_write_names_both(site: Site) -> None:
             whys = set()
             for ticket in world.save(2, wait=None):
                 with pytest.raises(StorageFailed) as failed:
-                    ticket.result(120)
+                    ticket.result(180)
                 whys.add(failed.value.detail)
                 assert "ulimit -f" in failed.value.hint
             (why,) = whys
@@ -127,11 +127,11 @@ def test_a_helper_whose_disk_is_full_too(site: Site) -> None:
         tickets = world.save(2, wait=None)
         with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql"), autocommit=True) as connection:
             written = "SELECT count(*) FROM parts JOIN joint_rounds ON id = round_id WHERE step = 2 AND receipt IS NOT NULL"
-            wait_until(lambda: (connection.execute(written).fetchone() or [0])[0] == 1, 60)
+            wait_until(lambda: (connection.execute(written).fetchone() or [0])[0] == 1)
         with cannot_write(a, b):
             for ticket in tickets:
                 with pytest.raises(StorageFailed, match=r"^on node b: .*; on node a: .*, which was to write") as failed:
-                    ticket.result(120)
+                    ticket.result(180)
                 assert (failed.value.members["node"], failed.value.members["helper"]) == ("b", "a")
         is_committed(site, world, world.save(3), 3)
 
@@ -158,7 +158,7 @@ def test_a_daemon_is_killed_while_a_share_is_handed_over(site: Site, victim: str
         daemons[name].kill()
         daemons[name] = site.start(name, *(SLOW if name == "a" else ()))  # which could write now
         is_committed(site, world, tickets, 2)
-        wait_until(lambda: handed_over(daemons["a"]) == [(2, "b", "a", "warning")], 60)
+        wait_until(lambda: handed_over(daemons["a"]) == [(2, "b", "a", "warning")])
 
 
 @pytest.mark.cluster
@@ -210,7 +210,7 @@ def test_a_daemon_stands_still_for_long_while_a_share_is_handed_over(site: Site,
         finally:
             daemons[who].thaw()
         with pytest.raises(CheckpointError, match="on node b: "):
-            tickets[who == "b"].result(100)
+            tickets[who == "b"].result(180)
         is_committed(site, world, world.save(3), 3)
     assert steps(site.root, "run") == [1, 3]
 
@@ -237,5 +237,5 @@ def test_a_node_whose_mount_is_read_only(site: Site) -> None:
         subprocess.run([*inside, 'umount -l "$0"', run], check=True)
         for step in (2, 3):
             is_committed(site, world, [], step)
-        wait_until(lambda: {one[:2] for one in handed_over(a)} == {(2, "b"), (3, "b")}, 60)
+        wait_until(lambda: {one[:2] for one in handed_over(a)} == {(2, "b"), (3, "b")})
         assert all("Read-only file system" in event["text"] for event in told(a))

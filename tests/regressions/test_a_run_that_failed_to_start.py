@@ -36,7 +36,7 @@ def test_a_typo_in_the_first_save_is_no_alert(
             checkpointer.restore()
             typo(checkpointer, state)
         with Checkpointer("fine", {"w": torch.zeros(8)}, at=daemon.socket) as checkpointer:
-            checkpointer.save(1).result(60)
+            checkpointer.save(1).result(180)
         wait_until(lambda: http.get("/v1/runs/typo").json()["life"] == "failed")
         summary = http.get("/v1/runs/typo/summary").json()
         assert summary["attention"] == [] and summary["verdict"].startswith("Failed to start")

@@ -87,10 +87,10 @@ def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         state = {"w": torch.zeros(8)}
         with Checkpointer("ended", state, at=daemon.socket) as checkpointer:
-            checkpointer.save(1).result(60)
+            checkpointer.save(1).result(180)
         wait_until(lambda: of(daemon, "ended").state == "finished")
         with pytest.raises(ZeroDivisionError), Checkpointer("failed", state, at=daemon.socket) as failing:
-            failing.save(1).result(60)
+            failing.save(1).result(180)
             raise ZeroDivisionError
         wait_until(lambda: of(daemon, "failed").state == "died")
         assert of(daemon, "ended").exposed_s == 0.0 and not codes(daemon, "ended")

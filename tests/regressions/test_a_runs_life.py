@@ -80,7 +80,7 @@ def resumed(daemon: RunningDaemon, run: str, step: int) -> Iterator[None]:
     """A new launch that saves a step and ends in order."""
     with Checkpointer(run, STATE, at=daemon.socket) as checkpointer:
         checkpointer.goes_on_from(step - 1)
-        checkpointer.save(step).result(60)
+        checkpointer.save(step).result(180)
         yield
 
 
@@ -146,7 +146,7 @@ def test_how_a_trainer_ends(daemon: RunningDaemon, name: str, end: Callable[[For
     with trainer(daemon, name) as rank:
         heard(rank, "committed 1")
         end(rank)
-        rank.wait(60)
+        rank.wait(180)
     wait_until(lambda: life(daemon, name) == state)
     assert [item.code for item in of(daemon, name).attention] == ["run-died"]
 
@@ -170,13 +170,13 @@ def test_what_a_launch_says_is_remembered(daemon: RunningDaemon) -> None:
     """With what is found out beside it, for each launch; and it is in the run's directory, not in the catalog alone."""
     info = {"owner": "ana", "notes": "the one with 8 experts", "config": {"lr": 3e-4, "api_key": "mine"}}
     with Checkpointer("told", STATE, at=daemon.socket, info=info) as checkpointer:
-        checkpointer.save(1).result(60)
+        checkpointer.save(1).result(180)
     wait_until(lambda: len(about(daemon, "told").launches) == 1)
     with Checkpointer(
         "told", STATE, at=daemon.socket, info={"owner": "ben", "host": None, "tags": ["sweep:lr"]}
     ) as checkpointer:
         checkpointer.restore()
-        checkpointer.save(2).result(60)
+        checkpointer.save(2).result(180)
     wait_until(lambda: [launch.attempt for launch in about(daemon, "told").launches] == [2, 1])
     found = about(daemon, "told")
     newer, older = (launch.info for launch in found.launches)
@@ -204,7 +204,7 @@ def test_what_is_taken_is_taken_over_http_too() -> None:
 def test_what_people_set_counts(daemon: RunningDaemon) -> None:
     """Owner and notes; given back they are the trainer's again. No more is changed than was said."""
     with Checkpointer("noted", STATE, at=daemon.socket, info={"owner": "ana"}) as checkpointer:
-        checkpointer.save(1).result(60)
+        checkpointer.save(1).result(180)
     wait_until(lambda: about(daemon, "noted").owner == "ana")
     assert "owner       cleo" in holdfast("note", "noted", "--owner", "cleo", "--url", daemon.url)
     assert "notes       stopped: bad data" in holdfast("note", "noted", "--notes", "stopped: bad data", "--url", daemon.url)
@@ -250,7 +250,7 @@ def test_a_run_that_was_moved_away_is_not_made_again(tmp_path: Path) -> None:
     with running(root, listen="127.0.0.1:0") as daemon, trainer(daemon, "killed") as rank:
         heard(rank, "committed 1")
         checkpointer = Checkpointer("r", STATE, at=daemon.socket, keep_last=3, info={"owner": "ana"})
-        checkpointer.save(1).result(60)
+        checkpointer.save(1).result(180)
         rank.kill()
         wait_until(lambda: of(daemon, "killed").state_since is not None)
         away.mkdir()
@@ -276,7 +276,7 @@ def test_a_deleted_run_comes_back_as_it_was(daemon: RunningDaemon) -> None:
     """By the command line, with a living daemon: gone from every list and from `latest`, and restored from again."""
     weights = {"w": torch.arange(8.0)}
     with Checkpointer("gone", weights, at=daemon.socket) as checkpointer:
-        checkpointer.save(3).result(60)
+        checkpointer.save(3).result(180)
         refused = CliRunner().invoke(app, ["rm", "gone", "--yes", "--url", daemon.url])
         assert refused.exit_code == 4 and "connected" in refused.output
     holdfast("rm", "gone", "--dry-run", "--url", daemon.url)

@@ -98,7 +98,7 @@ def test_no_save_is_taken_in_the_middle_of_a_step(daemon: RunningDaemon) -> None
 
     optimizer.handler = handler
     optimizer.step()
-    tickets[0].result(60)
+    tickets[0].result(180)
     nn.utils.vector_to_parameters(torch.zeros(12), model.parameters())
     assert checkpointer.restore() == 2
     assert bool((nn.utils.parameters_to_vector(model.parameters()) == 1).all())
@@ -138,8 +138,8 @@ def test_two_signals_in_one_step_are_two_saves(daemon: RunningDaemon) -> None:
     assert len(tickets) == 3
     for ticket in tickets:
         with suppress(GenerationDropped):  # three at once may be more than there are slots for
-            ticket.result(60)
-    tickets[-1].result(60)
+            ticket.result(180)
+    tickets[-1].result(180)
     optimizer.handler = lambda: None
     optimizer.step()
     checkpointer.close()

@@ -75,7 +75,7 @@ def test_a_write_token_is_told_that_it_only_wishes(tmp_path: Path) -> None:
         for number, (scope, kept) in enumerate((("write", None), ("admin", 1))):
             headers = {"Authorization": f"Bearer {tokens[scope]}"}
             path = f"{daemon.url}/v1/ranks/{number:032x}"
-            welcome = httpx.put(path, json=hello, headers=headers, trust_env=False, timeout=30).json()
+            welcome = httpx.put(path, json=hello, headers=headers, trust_env=False, timeout=180).json()
             assert len(welcome["notices"]) == (kept is None)
-            found = httpx.get(f"{daemon.url}/v1/runs/r", headers=headers, trust_env=False, timeout=30).json()
+            found = httpx.get(f"{daemon.url}/v1/runs/r", headers=headers, trust_env=False, timeout=180).json()
             assert found["keep_last"] == kept

@@ -19,7 +19,7 @@ def refused(root: Path, url: str, *flags: str) -> subprocess.CompletedProcess[st
     """A daemon that is started at `url`, and does not stay."""
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--listen", "none", "--exit-when-idle", "1"]
     command += ["--socket", str(root.parent / "refused.sock"), "--catalog", url, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
 @pytest.mark.parametrize("mistake", ["no server", "no database", "no user", "tables of others"])

@@ -83,7 +83,7 @@ class World:
 
     def settle(self, n: int) -> None:
         """Wait until all that was brought is dealt with, and so many updates are in the average of every rank."""
-        wait_until(lambda: all(one.ema.ready and one.ema.n == n for one in self.checkpointers), 120)
+        wait_until(lambda: all(one.ema.ready and one.ema.n == n for one in self.checkpointers))
 
     def save(self, step: int) -> list[Any]:
         return [one.save(step) for one in self.checkpointers]
@@ -121,7 +121,7 @@ def test_nodes_keep_one_average_and_any_world_goes_on_with_it(site: Site) -> Non
         world.settle(step)
         if step in (3, 6):
             for ticket in world.save(step):
-                ticket.result(120)
+                ticket.result(180)
                 assert "ema" in ticket.groups
     world.close()
     check(site, 3, range(1, 4), dropped=0, lost=0)
@@ -132,7 +132,7 @@ def test_nodes_keep_one_average_and_any_world_goes_on_with_it(site: Site) -> Non
         world.train(step)
         world.settle(step)
     for ticket in world.save(8):
-        ticket.result(120)
+        ticket.result(180)
     world.close()
     check(site, 8, range(1, 9), dropped=0, lost=0)
     world = World([b], "third")
@@ -140,7 +140,7 @@ def test_nodes_keep_one_average_and_any_world_goes_on_with_it(site: Site) -> Non
     world.train(9)
     world.settle(9)
     for ticket in world.save(9):
-        ticket.result(120)
+        ticket.result(180)
     world.close()
     check(site, 9, range(1, 10), dropped=0, lost=0)
 
@@ -161,12 +161,12 @@ def test_what_one_node_leaves_out_is_left_out_by_all(site: Site) -> None:
     tickets = world.save(6)
     site.postgres.start()
     for ticket in tickets:
-        ticket.result(120)
+        ticket.result(180)
     world.settle(3)
     check(site, 6, [1, 3, 4], dropped=3)
     world.train(7, [1.0, 1.0])
     world.settle(4)
     for ticket in world.save(7):
-        ticket.result(120)
+        ticket.result(180)
     world.close()
     check(site, 7, [1, 3, 4, 7], dropped=3)

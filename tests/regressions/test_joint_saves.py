@@ -63,7 +63,7 @@ def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
         assert not any(ticket.done for ticket in tickets[2] + tickets[6])
         site.postgres.start()
         for ticket in tickets[2] + tickets[6]:
-            ticket.result(60)
+            ticket.result(180)
         assert {_end(ticket) for step in (3, 4, 5) for ticket in tickets[step]} == {"generation-dropped"}
         whys = {str(ticket.error) for step in (3, 4, 5) for ticket in tickets[step]}
         assert all("step 2 is waiting for" in why and "storage" not in why for why in whys), whys
@@ -126,7 +126,7 @@ def test_a_rank_that_gives_up_ends_the_save_on_all_nodes(site: Site) -> None:
         tickets = world.each(lambda rank, one: one.save(1))
         for ticket in tickets:
             with pytest.raises(ReplicasDiffer, match="model/alike"):
-                ticket.result(60)
+                ticket.result(180)
         for ticket in world.save(2):
             ticket.result()
     assert steps(site.root, "run") == [2]

@@ -164,7 +164,7 @@ def test_a_catalog_that_stops_answering_stalls_no_save(site: Site) -> None:
         site.postgres.signal_all(signal.SIGSTOP)
         try:
             for step in range(2, 8):
-                one.save(step).result(timeout=60)
+                one.save(step).result(timeout=180)
             assert a.log.read_text().count("the catalog did not answer within") <= 3
             with Checkpointer("another", a_state(1.0), at=a.socket) as another:
                 another.save(1, wait="durable").result()
@@ -192,7 +192,7 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
     assert refused.returncode == 4 and "wrong-root" in refused.stderr, refused.stderr
     assert "catalog adopt" in refused.stderr and "secret" not in refused.stderr and "postgresql" in refused.stderr
     asked = CatalogWork(act="adopt", root=str(site.root)).model_dump_json().encode()
-    assert subprocess.run(service_jobs.command(), input=asked, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(service_jobs.command(), input=asked, capture_output=True, timeout=180).returncode == 0
     assert started(site.root).returncode == 0
 
 
@@ -236,4 +236,4 @@ def started(root: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """A daemon that ends by itself if it is let in."""
     where = ["--root", str(root), "--socket", str(root.parent / "another.sock"), "--listen", "none"]
     command = [sys.executable, "-m", "holdfast_service", *where, *flags, "--exit-when-idle", "1"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)

@@ -25,7 +25,7 @@ from tests.wings.cluster.nodes import Nodes, nodes
 __all__ = ["nodes", "tmp_path"]
 
 WAITS_S = 1  # for another node's lock; ten, but for the length of these tests
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 class Stopping(PosixTier):

@@ -27,7 +27,7 @@ from tests.daemons import RunningDaemon, running, wait_until
 from tests.kit.commands import call
 
 RUN = "run"
-LIMIT_S = 120
+LIMIT_S = 180.0
 
 
 class Place:

@@ -46,12 +46,12 @@ def started(root: Path, url: str) -> subprocess.CompletedProcess[str]:
     """A daemon that is to be refused; it ends by itself where it is not."""
     flags = ["--root", str(root), "--catalog", url, "--socket", str(root.parent / "second.sock")]
     command = [sys.executable, "-m", "holdfast_service", *flags, "--listen", "none", "--exit-when-idle", "1"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
 def tool(work: str, root: Path, url: str) -> subprocess.CompletedProcess[str]:
     asked = CatalogWork(act=work, root=str(root), catalog=url).model_dump_json()
-    return subprocess.run(service_jobs.command(), input=asked, capture_output=True, text=True, timeout=120)
+    return subprocess.run(service_jobs.command(), input=asked, capture_output=True, text=True, timeout=180)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ class TestAnOlderCatalog:
             def start(name: str, began: threading.Barrier = began, refused: list[str] = refused) -> None:
                 opened = Catalog(Database.open(str(catalog.database.engine.url.render_as_string(hide_password=False))))
                 try:
-                    began.wait(60)
+                    began.wait(180)
                     self.claim(tmp_path, opened, name)
                 except WrongRoot:
                     refused.append(name)

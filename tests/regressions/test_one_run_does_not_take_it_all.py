@@ -29,13 +29,15 @@ def client(daemon: RunningDaemon, runs: str | None = None) -> httpx.Client:
     """Requests of the owner's, or of a new token's that may write to these runs."""
     owner = owner_token.owners(daemon.url)
     assert owner is not None
-    made = httpx.Client(base_url=daemon.url, headers={"Authorization": f"Bearer {owner.token}"}, trust_env=False, timeout=60)
+    made = httpx.Client(
+        base_url=daemon.url, headers={"Authorization": f"Bearer {owner.token}"}, trust_env=False, timeout=180
+    )
     if runs is None:
         return made
     with made:
         wanted = {"name": uuid.uuid4().hex, "scope": "write", "runs": runs}
         token = made.post("/v1/tokens", json=wanted).json()["token"]
-    return httpx.Client(base_url=daemon.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=60)
+    return httpx.Client(base_url=daemon.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=180)
 
 
 def hello(http: httpx.Client, run: str) -> tuple[str, httpx.Response]:

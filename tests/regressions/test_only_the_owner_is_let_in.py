@@ -59,7 +59,7 @@ def token(daemon: RunningDaemon) -> str:
 
 
 def ask(daemon: RunningDaemon, path: str, **parts: object) -> httpx.Response:
-    return httpx.get(daemon.url + path, trust_env=False, timeout=60, **parts)  # type: ignore[arg-type]
+    return httpx.get(daemon.url + path, trust_env=False, timeout=180, **parts)  # type: ignore[arg-type]
 
 
 def test_its_user_needs_nothing(daemon: RunningDaemon) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 import uuid
@@ -22,7 +23,7 @@ __all__ = ["site"]
 pytestmark = pytest.mark.usefixtures("forked_programs")
 RANKS = 4
 ROUNDS = 12  # of the long test
-LIMIT_S = 120
+LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,8 @@ def test_a_rank_that_does_not_answer_is_named(daemon: RunningDaemon) -> None:
     with launched([daemon.socket] * 3, "deaf") as processes:
         processes[0].send_signal(signal.SIGTERM)
         for process in processes[:2]:
-            assert "rank 2 has not answered" in " ".join(said(process, "FAILED"))
+            told = " ".join(said(process, "FAILED"))
+            assert re.search(r"(rank 2 has|ranks [01], 2 have) not answered", told), told  # the other one may be late
 
 
 def test_ranks_over_http_stop_after_one_step(far: RunningDaemon) -> None:

@@ -49,7 +49,7 @@ def test_killed_while_a_step_takes_its_own_place(
         daemon.kill()
         (place.marks / "go").touch()
         daemon = RunningDaemon(place.root)
-        ticket.result(60)
+        ticket.result(180)
         fill(state, 0.0)
         assert checkpointer.restore() == 1 and float(state["x"][0]) == 2.0
         fill(state, 3.0)
@@ -68,7 +68,7 @@ def test_a_catalog_that_lags_behind_removes_nothing_by_what_it_knows_of_the_old_
                 fill(state, float(step))
                 checkpointer.save(step, wait="durable")
             wait_until(lambda: all(c.verified for c in api.checkpoints(RUN)))
-            other = sqlite3.connect(root / naming.CATALOG, timeout=5, isolation_level=None)
+            other = sqlite3.connect(root / naming.CATALOG, timeout=180, isolation_level=None)
             other.execute("BEGIN IMMEDIATE")
             try:
                 fill(state, 21.0)

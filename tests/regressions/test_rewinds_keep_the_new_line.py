@@ -249,7 +249,7 @@ def test_who_downloads_what_is_replaced_holds_up_nobody(daemon: RunningDaemon, r
         assert training.checkpointer.restore(step=50) == 50
         name = next(file.name for file in api.files(run, 150) if file.name.endswith(".safetensors"))
         path = f"/v1/runs/{run}/checkpoints/150/files/{name}"
-        with httpx.stream("GET", f"{daemon.url}{path}", trust_env=False, timeout=30) as reading:
+        with httpx.stream("GET", f"{daemon.url}{path}", trust_env=False, timeout=180) as reading:
             old = reading.iter_raw(16)
             begun = next(old)
             training.save(150, 150.5)

@@ -49,12 +49,12 @@ def test_two_nodes_and_other_arrangements(site: Site, monkeypatch: pytest.Monkey
     for run, options in (("copied", {}), ("run", {"model": "from-master"})):
         with ranks(run, [a, a, b, b], f"saved-{run}", **options) as world:
             for ticket in world.save(3):
-                ticket.result(120)
+                ticket.result(180)
             layouts = [one._contents.layout for one in world.checkpointers]
             assert all(any(leaf.rounded_from for leaf in layout.leaves) == bool(options) for layout in layouts)
             lost(world)
         with Api(a.url) as api:  # else who checks it finds it spoiled
-            wait_until(lambda api=api, run=run: any(one.verified for one in api.checkpoints(run)), 120)
+            wait_until(lambda api=api, run=run: any(one.verified for one in api.checkpoints(run)))
         directory = site.root / naming.checkpoint_path(run, 3)
         files.append({file.name: file.read_bytes() for file in directory.glob("*.safetensors*")})
     assert files[0] == files[1] and "model.safetensors" in files[0]

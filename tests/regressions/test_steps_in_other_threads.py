@@ -74,7 +74,7 @@ def test_what_another_thread_steps_meanwhile_is_not_saved(begins: str, tmp_path:
         def step() -> None:
             if steps.ident is None:
                 steps.start()
-                assert optimizer.inside.wait(60)
+                assert optimizer.inside.wait(180)
 
         if begins == "before the save":
             step()

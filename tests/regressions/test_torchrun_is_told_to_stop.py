@@ -13,7 +13,7 @@ import pytest
 from holdfast.read.directory_root import published_steps
 from tests.daemons import free_port, running, wait_until
 
-LIMIT_S = 120
+LIMIT_S = 180.0
 RANKS = 2
 
 

@@ -109,7 +109,7 @@ def test_a_compiled_step_waits_for_the_copy(daemon: RunningDaemon) -> None:
             copy = checkpointer._saves._last._copy
             compiled()
             assert copy._copied.is_set()
-            ticket.result(60)
+            ticket.result(180)
 
 
 def test_numbers_of_numpy_are_numbers(daemon: RunningDaemon) -> None:

@@ -225,7 +225,7 @@ def test_discard_under_a_writer_closes_afterwards(tier: PosixTier, monkeypatch: 
 
     def slow(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         inside.set()
-        assert go_on.wait(60)
+        assert go_on.wait(180)
         return os.pwritev(descriptor, buffers, offset)
 
     monkeypatch.setattr(posix, "_pwritev", slow)
@@ -233,7 +233,7 @@ def test_discard_under_a_writer_closes_afterwards(tier: PosixTier, monkeypatch: 
     writer = tier.create("file", 4)
     thread = threading.Thread(target=writer.write, args=(0, [b"data"]))
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(180)
     writer.discard()
     assert open_descriptors() == before + 1
     go_on.set()

@@ -37,5 +37,5 @@ class Signalled:
 def test_a_signal_at_any_line_of_the_wait_ends_it() -> None:
     for line in range(1, 60):
         waited = Signalled(line)
-        assert waited.ended.wait(60), f"a signal before line {line} of the wait: it has not ended"
+        assert waited.ended.wait(180), f"a signal before line {line} of the wait: it has not ended"
         assert waited.came

@@ -71,4 +71,4 @@ def test_a_daemon_without_stderr_serves(tmp_path: Path) -> None:
         "0.1",
     ]
     command = shlex.join([sys.executable, "-m", "holdfast_service", *flags])
-    assert subprocess.run(["sh", "-c", f"exec {command} 2>&-"], timeout=120, check=False).returncode == 0
+    assert subprocess.run(["sh", "-c", f"exec {command} 2>&-"], timeout=180, check=False).returncode == 0

@@ -180,7 +180,7 @@ def test_nobody_has_what_came_before_on_the_connection(tmp_path: Path) -> None:
         shown = f"Host: localhost\r\nAuthorization: Bearer {limited}\r\n"
         many = read(guard.running.url, f"GET /v1/runs HTTP/1.1\r\n{shown}\r\n".encode() * 30)
         assert many.status == 200 and b"HTTP/1.1 429" in many.body
-        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection = http.client.HTTPConnection(host, int(port), timeout=180)
         with closing(connection):
             bearer = {"Authorization": f"Bearer {admin}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/jobs", json.dumps({"kind": "x" * 500_000}), bearer)

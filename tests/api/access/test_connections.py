@@ -82,7 +82,7 @@ def test_a_body_longer_than_it_says(ajar: Guarded) -> None:
 @contextmanager
 def raw(guard: Guarded) -> Iterator[socket.socket]:
     host, _, port = guard.running.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=180) as connection:
         yield connection
 
 

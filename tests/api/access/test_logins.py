@@ -62,7 +62,9 @@ class Site(NamedTuple):
 
     def ask(self, who: str, method: str, path: str, **parts: Any) -> httpx.Response:
         headers = {"Cookie": f"_oauth2_proxy={who}".encode(), "Accept": "*/*", **parts.pop("headers", {})}
-        return httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=60, verify=_CONTEXT, **parts)
+        return httpx.request(
+            method, self.url + path, headers=headers, trust_env=False, timeout=180, verify=_CONTEXT, **parts
+        )
 
 
 @pytest.fixture(scope="module")

@@ -453,12 +453,12 @@ def test_what_lasts_ends_with_its_token(
         LASTING[what].replace(b"JOB", number.encode()) + f"Authorization: Bearer {token}\r\nHost: localhost\r\n\r\n".encode()
     )
     host, _, port = closed.running.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=180) as connection:
         connection.sendall(head + (b"{" if "body" in what else b""))
         if "stream" in what:
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
         if how == "revoked":
-            assert let_in.wait(30)  # revoked before that, it is refused at once, which is another case
+            assert let_in.wait(180)  # revoked before that, it is refused at once, which is another case
             services.tokens.revoke(services.tokens.verify(token).name)
         answer = b""
         with suppress(ConnectionError):
@@ -480,7 +480,7 @@ def test_streams_of_a_browser_that_keeps_a_token_end_when_it_signs_out(tmp_path:
         there, head = {"Cookie": f"{COOKIE}={token}", "Sec-Fetch-Site": "same-origin"}, {"Accept": "text/event-stream"}
         url = f"{closed.running.url}/v1/events"
         with (
-            httpx.Client(trust_env=False, timeout=60) as client,
+            httpx.Client(trust_env=False, timeout=180) as client,
             client.stream("GET", url, headers={**head, **there}) as tab,
             client.stream("GET", url, headers={**head, "Authorization": f"Bearer {token}"}) as program,
         ):
@@ -504,7 +504,7 @@ def test_a_session_s_streams_end_with_it(tmp_path: Path, whose: str) -> None:
         head = {"Accept": "text/event-stream"}
         url = f"{closed.running.url}/v1/events"
         with (
-            httpx.Client(trust_env=False, timeout=60) as client,
+            httpx.Client(trust_env=False, timeout=180) as client,
             client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={left}"}) as first,
             client.stream("GET", url, headers={**head, "Cookie": f"{COOKIE}={stays}"}) as second,
         ):

@@ -35,7 +35,7 @@ class CountingTier(PosixTier):
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
         self.reads.append((path, offset))
         if self.meeting.parties > len(self.reads) - 1 and self.meeting.parties > 1:
-            self.meeting.wait(60)
+            self.meeting.wait(180)
         return super().read_into(path, offset, buffer)
 
 
@@ -112,7 +112,7 @@ def test_few_slabs_serve_many_threads(tmp_path: Path, built: Built, monkeypatch:
 
         with held.opened(), ThreadPoolExecutor(8) as threads:
             for done in [threads.submit(read, seed) for seed in range(8)]:
-                done.result(60)
+                done.result(180)
         assert 0 < max(most) <= slabs * SLAB_BYTES
 
 
@@ -123,8 +123,8 @@ def test_two_who_want_the_same_read_it_once(tmp_path: Path, built: Built) -> Non
     large = [piece for piece in pieces(built) if piece.tensor == "t1"]
     with held.opened(), ThreadPoolExecutor(2) as threads:
         both = [threads.submit(take, held, large) for _ in range(2)]
-        tier.meeting.wait(60)  # one of them reads; the other one cannot
-        found = [done.result(60) for done in both]
+        tier.meeting.wait(180)  # one of them reads; the other one cannot
+        found = [done.result(180) for done in both]
     assert found[0] == found[1] == {piece: stored(built, piece) for piece in large}
     assert len(tier.reads) == 1
 

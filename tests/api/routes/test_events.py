@@ -42,7 +42,7 @@ def stream(service: Served, last: int | None = None, **query: Any) -> Iterator[I
     """The frames of a stream, each as its fields; a heartbeat has no data."""
     headers = STREAM | ({} if last is None else {"Last-Event-ID": str(last)})
     with (
-        httpx.Client(base_url=service.url, trust_env=False, timeout=30) as client,
+        httpx.Client(base_url=service.url, trust_env=False, timeout=180) as client,
         client.stream("GET", "/v1/events", headers=headers, params=query) as answer,
     ):
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -242,7 +242,7 @@ def test_one_reader_leaves_streams_for_others(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 0.05)
     with guarded(tmp_path, Policy(tokens=True)) as guard, ExitStack() as held:
         guard.running.app.state.event_streams = module.EventStreams(guard.running.services.control.events, 8)
-        client = held.enter_context(httpx.Client(base_url=guard.running.url, trust_env=False, timeout=30))
+        client = held.enter_context(httpx.Client(base_url=guard.running.url, trust_env=False, timeout=180))
 
         def opened(token: str) -> int:
             headers = STREAM | {"Authorization": f"Bearer {token}"}
@@ -259,7 +259,7 @@ def test_streams_end_when_the_service_does(tmp_path: Path) -> None:
     """An open stream, and who waits for a job, do not keep the service from ending; the stream ends whole."""
     build_root(tmp_path, {})
     with served(tmp_path) as running:
-        client = httpx.Client(base_url=running.url, trust_env=False, timeout=30)
+        client = httpx.Client(base_url=running.url, trust_env=False, timeout=180)
         with client.stream("GET", "/v1/events", headers=STREAM) as answer:
             frames = _frames(answer.iter_lines())
             next(frames)

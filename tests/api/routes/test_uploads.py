@@ -214,11 +214,11 @@ def test_outcomes_are_waited_for(http: httpx.Client, upload: str) -> None:
 def test_the_daemon_ends_though_ranks_wait(tmp_path: Path) -> None:
     """Who waits for an outcome is answered when the daemon is told to end, and does not keep it from ending."""
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
-        with httpx.Client(base_url=daemon.url, trust_env=False, timeout=30) as http:
+        with httpx.Client(base_url=daemon.url, trust_env=False, timeout=180) as http:
             rank = join(http)
         host, port = daemon.url.removeprefix("http://").split(":")
         asked = (f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n" for path in ("/healthz", f"{rank}/outcomes?wait_s=20"))
-        with socket.create_connection((host, int(port)), timeout=60) as line:
+        with socket.create_connection((host, int(port)), timeout=180) as line:
             line.sendall("".join(asked).encode())
             answers = line.recv(65_536)  # the first one is answered: the daemon has both, and waits with the second
             assert answers.startswith(b"HTTP/1.1 200")

@@ -41,7 +41,7 @@ def train(daemon: RunningDaemon, steps: range, keep_last: int | None = None) -> 
         assert restored == 0 or torch.equal(state["x"], torch.full((4096,), float(restored)))
         for step in steps:
             state["x"].fill_(step)
-            checkpointer.save(step).result(60)
+            checkpointer.save(step).result(180)
     return restored
 
 
@@ -91,13 +91,13 @@ def test_a_catalog_that_is_down_is_told_of_the_saves_when_it_is_back(tmp_path: P
     with running(tmp_path / "root", "--catalog", url, listen=HTTP) as daemon:
         state = {"x": torch.zeros(16)}
         with Checkpointer("run", {"model": state}, at=daemon.socket) as checkpointer:
-            checkpointer.save(1).result(60)
+            checkpointer.save(1).result(180)
             postgres.stop()
             try:
-                checkpointer.save(2).result(60)
+                checkpointer.save(2).result(180)
             finally:
                 postgres.start()
-            checkpointer.save(3).result(60)
+            checkpointer.save(3).result(180)
         wait_until(lambda: listed_if_there(daemon) == [3, 2, 1])
 
 

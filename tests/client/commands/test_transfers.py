@@ -182,25 +182,25 @@ def test_a_daemon_copies_and_people_see_it(root: Path, tmp_path: Path) -> None:
 
         verified = root / naming.CATALOG  # nothing verifies what stood there before: the catalog is told
         assert verified.exists()
-        with sqlite3.connect(verified, timeout=30) as database:
+        with sqlite3.connect(verified, timeout=180) as database:
             database.execute("UPDATE checkpoints SET verified = 1")
         database.close()
-        wait_until(copied, 90)
+        wait_until(copied)
         assert (found[0]["tier"], found[0]["problem"]) == ("far", None)
         shown = call("show", "tiny@10", "--url", daemon.url)
         assert "far (present" in shown.output
         assert call_json("show", "tiny@10", "--url", daemon.url)["replicas"][0]["tier"] == "far"
-        wait_until(lambda: (tmp_path / "far" / STEP_5).exists(), 90)
+        wait_until(lambda: (tmp_path / "far" / STEP_5).exists())
         damaged = max((root / STEP_5).glob("model*.safetensors"))
         flip(damaged, damaged.stat().st_size - 1)
         assert call("verify", "tiny@5", "--url", daemon.url).exit_code in (0, 5)  # the service repairs what a reader meets
-        wait_until(lambda: call("verify", "tiny@5", "--url", daemon.url).exit_code == 0, 90)
+        wait_until(lambda: call("verify", "tiny@5", "--url", daemon.url).exit_code == 0)
         told = call("verify", "tiny@5", "--url", daemon.url).output
         assert "was repaired from replica far" in told and "intact" not in told
     before = contents(root / STEP_5)
     (root / STEP_5 / naming.MANIFEST).write_bytes(b"{}")
     with running(root, "--replica", f"far={tmp_path / 'far'}"):
-        wait_until(lambda: contents(root / STEP_5) == before, 90)
+        wait_until(lambda: contents(root / STEP_5) == before)
     shutil.rmtree(root)
     assert [run["name"] for run in call_json("ls", "--root", tmp_path / "far")] == ["tiny"]
     assert call("restore", "tiny@latest", "--root", tmp_path / "far", "--out", tmp_path / "out").exit_code == 0

@@ -28,7 +28,7 @@ def test_waits_until_saves_are_verified(tmp_path: Path) -> None:
             ended = json.loads(call("--idle", "--json", "--url", daemon.url).stdout)
             assert ended["idle"] and ended["seconds"] > 0
             assert api.checkpoint("llama", 1).verified
-            ticket.result(60)
+            ticket.result(180)
         assert not api.nodes()[0].busy
 
 

@@ -144,8 +144,8 @@ def test_what_follows_a_save_and_fails_stops_nothing(daemon: RunningDaemon) -> N
     with Checkpointer("follows", {"model": torch.nn.Linear(2, 2)}, at=daemon.socket) as checkpointer:
         ticket = checkpointer.save(1)
         ticket.when_ended(lambda error: 1 / 0)
-        ticket.result(60)
-        checkpointer.save(2).result(60)
+        ticket.result(180)
+        checkpointer.save(2).result(180)
 
 
 def test_a_directory_that_the_daemon_cannot_read_is_said(daemon: RunningDaemon, tmp_path: Path) -> None:

@@ -58,10 +58,10 @@ def test_a_fork_at_the_wrong_moment_stops_nobody(root: Path, monkeypatch: pytest
     found: list[Path] = []
     thread = threading.Thread(target=lambda: found.append(embedded.start(root)), daemon=True)
     thread.start()
-    assert starting.wait(30)
+    assert starting.wait(180)
     with forked_child():
         forked.set()
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
     assert found
 
@@ -79,5 +79,5 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(root: Path) -> None:
         with embedded._turn(lock):
             living.enter_context(forked_child())
         threading.Thread(target=take, daemon=True).start()
-        assert taken.wait(30)
+        assert taken.wait(180)
     embedded.start(root)

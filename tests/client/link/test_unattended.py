@@ -78,7 +78,7 @@ def test_without_a_free_slot_the_new_save_gives_way(tmp_path: Path) -> None:
         tickets = [checkpointer.save(step) for step in (2, 3, 4)]
         assert tickets[2].dropped and "the daemon is gone" in str(tickets[2].error)
         second = RunningDaemon(root)
-        assert [ticket.result(60).step for ticket in tickets[:2]] == [2, 3]
+        assert [ticket.result(180).step for ticket in tickets[:2]] == [2, 3]
         with pytest.warns(SaveWarning, match="r@4 was dropped"):
             checkpointer.save(4, wait="durable")
         checkpointer.close()
@@ -99,7 +99,7 @@ def test_saves_go_on_while_the_daemon_is_dead(tmp_path: Path) -> None:
             tickets.append(checkpointer.save(step, wait="staged"))
         assert not any(ticket.done for ticket in tickets) and all(ticket.staged for ticket in tickets)
         second = RunningDaemon(root)
-        assert [ticket.result(60).step for ticket in tickets] == [2, 3]
+        assert [ticket.result(180).step for ticket in tickets] == [2, 3]
         state["x"].fill_(4)
         checkpointer.save(4, wait="durable")
         for step in (2, 3, 4):

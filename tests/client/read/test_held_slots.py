@@ -262,7 +262,7 @@ def test_any_sharding_from_any_other(
             checkpointer = Checkpointer("r", state, at=daemon.socket)
             stack.callback(checkpointer.close, wait=False)
             ticket = checkpointer.save(1)
-        ticket.result(30)
+        ticket.result(180)
     _, wanted = shards(2, other)
     _, empty = shards(2, other)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -22,7 +22,7 @@ class Asked:
         self.opened.set()
 
     def __call__(self, ranges: Sequence[SlotRange]) -> Collection[int]:
-        assert self.opened.wait(30)
+        assert self.opened.wait(180)
         self.requests.append(ranges)
         return {one.rank for one in ranges} & set(self.lost)
 
@@ -87,5 +87,5 @@ def test_who_waits_is_let_go_by_the_end() -> None:
     waiting.start()
     threading.Timer(0.2, asked.opened.set).start()
     peers.close()
-    waiting.join(30)
+    waiting.join(180)
     assert len(found) == 1

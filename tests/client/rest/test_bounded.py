@@ -39,7 +39,7 @@ def machine(head: str, body: bytes, times: int = 1, sent: list[int] | None = Non
                                 sent.append(len(body))
 
         threading.Thread(target=serve, daemon=True).start()
-        with Api(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=60) as api:
+        with Api(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=180) as api:
             yield api
 
 

@@ -75,7 +75,7 @@ def test_a_save_over_the_quota_is_told_by_its_ticket(daemon: RunningDaemon) -> N
         retention.set_policy(api, RUN, RetentionPolicy(quota_bytes=size * 3 // 2), retention.policy(api, RUN).tag)
         ticket = checkpointer.save(2)
         with pytest.raises(QuotaExceeded) as caught:
-            ticket.result(60)
+            ticket.result(180)
         assert (caught.value.members["used"], caught.value.members["quota"]) == (size, size * 3 // 2)
         assert [(made.step, made.code) for made in api.rounds(RUN, "aborted")] == [(2, "quota-exceeded")]
         assert steps(daemon.root) == [1]

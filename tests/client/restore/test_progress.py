@@ -55,7 +55,7 @@ def test_a_restore_that_takes_long_shows_how_far_it_is(
 
         def long(*arguments: Any) -> Any:
             filled = fill(*arguments)
-            assert not terminal or after_s or output.shown.wait(60)
+            assert not terminal or after_s or output.shown.wait(180)
             return filled
 
         monkeypatch.setattr(load, "fill", long)
@@ -79,7 +79,7 @@ def test_one_rank_shows_it(daemon: RunningDaemon, run: str, monkeypatch: pytest.
 
     def long(*arguments: Any) -> Any:
         filled = fill(*arguments)
-        assert output.shown.wait(60)
+        assert output.shown.wait(180)
         return filled
 
     monkeypatch.setattr(load, "fill", long)

@@ -306,7 +306,7 @@ def test_ranks_that_train_apart_have_no_average(daemon: RunningDaemon, run: str)
     assert world.save(2) == [None] * 2
     tickets = [rank.save(3) for rank in world.ranks]
     for ticket in tickets:
-        ticket.result(60)
+        ticket.result(180)
         assert "ema" not in ticket.groups and "model" in ticket.groups
         assert any("without the group ema" in note for note in ticket.notes)
     world.close()

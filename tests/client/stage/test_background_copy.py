@@ -162,7 +162,7 @@ def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon) -> None:
             ticket = checkpointer.save(step, check="full")
             state["x"].numpy()[-1] += 1
             try:
-                ticket.result(60)
+                ticket.result(180)
             except TornSnapshot:
                 break
             checkpointer.fence()
@@ -208,7 +208,7 @@ def test_a_step_right_behind_a_save_waits_for_the_copy(daemon: RunningDaemon, op
             before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
             ticket = checkpointer.save(number)
             step(state["model"], state["optim"])
-            ticket.result(60)
+            ticket.result(180)
         assert checkpointer.restore() == 3
     assert all(torch.equal(tensor, before[name]) for name, tensor in state["model"].state_dict().items())
 
@@ -224,7 +224,7 @@ def test_an_optimizer_that_was_not_registered_fails_the_save(daemon: RunningDaem
             ticket = checkpointer.save(number)
             stranger.step()  # the gradients are there already
             try:
-                ticket.result(60)
+                ticket.result(180)
             except TornSnapshot as error:
                 torn += 1
                 assert "model/" in error.detail and "fence()" in error.hint
@@ -247,7 +247,7 @@ def test_an_ema_updated_at_the_wrong_place_fails_the_save(daemon: RunningDaemon)
             for tensor in reversed(state["ema"].values()):
                 tensor.add_(1)
             try:
-                ticket.result(60)
+                ticket.result(180)
             except TornSnapshot as error:
                 torn = error
                 break
@@ -257,7 +257,7 @@ def test_an_ema_updated_at_the_wrong_place_fails_the_save(daemon: RunningDaemon)
         checkpointer.fence()
         for tensor in state["ema"].values():
             tensor.add_(1)
-        ticket.result(60)
+        ticket.result(180)
 
 
 def test_buffers_are_copied_before_save_returns(daemon: RunningDaemon) -> None:
@@ -269,7 +269,7 @@ def test_buffers_are_copied_before_save_returns(daemon: RunningDaemon) -> None:
         ticket = checkpointer.save(1)
         model(torch.randn(16, 8) + 5)
         assert not torch.equal(model[0].running_mean, mean)
-        ticket.result(60)
+        ticket.result(180)
         checkpointer.restore()
     assert torch.equal(model[0].running_mean, mean)
 

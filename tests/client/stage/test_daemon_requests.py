@@ -106,7 +106,7 @@ def test_a_rank_over_http_stages_into_its_own_memory_while_the_daemon_is_frozen(
     waiting = [ticket for ticket in tickets if not ticket.done]
     assert waiting
     daemon.thaw()
-    assert all(ticket.result(60).step == ticket.step for ticket in waiting)
+    assert all(ticket.result(180).step == ticket.step for ticket in waiting)
     checkpointer.close()
 
 

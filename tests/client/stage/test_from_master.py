@@ -324,7 +324,7 @@ def test_a_rank_whose_weights_differ_ends_the_save_for_all(daemon: RunningDaemon
     with pytest.raises(StateMismatch, match=r"model/w \(1 of 120 elements differ\)"):
         world.ranks[1].save(1)
     with pytest.raises(CheckpointError, match=r"1 of 120 elements differ"):
-        ticket.result(60)
+        ticket.result(180)
     world.ranks[0]._tickets.take_failure()
     states[1]["model"]["w"][1].tensor[-1, -1] -= 1
     states[1]["model"]["w"][1].tensor.copy_(WHOLE[12:].bfloat16())
@@ -428,7 +428,7 @@ def test_sealed_slots_outlive_the_daemon(tmp_path: Path, monkeypatch: pytest.Mon
     tickets = [world.ranks[0].save(2, wait="staged")]
     if point != "not all sealed":
         tickets.append(world.ranks[1].save(2, wait="staged"))
-        wait_until(lambda: (marks / "hit").exists(), 60)
+        wait_until(lambda: (marks / "hit").exists())
     daemon.kill()
     for part in (*states[0]["model"]["w"], *states[0]["master"]["w"]):
         part.tensor.zero_()
@@ -437,7 +437,7 @@ def test_sealed_slots_outlive_the_daemon(tmp_path: Path, monkeypatch: pytest.Mon
         if point == "not all sealed":
             tickets.append(world.ranks[1].save(2))
         for ticket in tickets:
-            ticket.result(120)
+            ticket.result(180)
         world.close()
         assert torch.equal(load_file(directory(daemon, run, 2) / "model.safetensors")["w"], WHOLE.bfloat16())
         verify(PosixTier(root), naming.checkpoint_path(run, 2))

@@ -182,7 +182,7 @@ def test_every_copy_has_them(
     imported = tmp_path / "new" / naming.checkpoint_path("imported", 7)
     far = daemon.root.parent / "far" / naming.checkpoint_path(run, 7)
     path = f"{daemon.url}/v1/runs/{run}/checkpoints/7/replicas"
-    wait_until(lambda: bool(httpx.get(path, trust_env=False).raise_for_status().json()["items"]) and far.exists(), 90)
+    wait_until(lambda: bool(httpx.get(path, trust_env=False).raise_for_status().json()["items"]) and far.exists())
     for copy in (tmp_path / "whole", imported, far):
         assert {name: stored(copy, name) for name in content} == expected, copy
     damaged = bytearray((tmp_path / "whole" / "raw").read_bytes())

@@ -97,7 +97,7 @@ def test_who_waits_is_woken(events: Events) -> None:
     """A wait ends with the next event, or says that there was none."""
     assert not events.wait(0.01)
     heard: list[bool] = []
-    waiting = threading.Thread(target=lambda: heard.append(events.wait(20)))
+    waiting = threading.Thread(target=lambda: heard.append(events.wait(180)))
     waiting.start()
     while waiting.is_alive():
         events.add("daemon-started", "a daemon serves")

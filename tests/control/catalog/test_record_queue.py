@@ -42,7 +42,7 @@ def test_many_notes_are_told_one_after_another(tmp_path: Path, monkeypatch: pyte
     for number in range(1000):
         record_queue.enqueue("a number", lambda number=number: done.append(number))  # type: ignore[misc]
     record_queue.enqueue("the end", ended.set)
-    assert ended.wait(60.0) and done == list(range(1000))
+    assert ended.wait(180.0) and done == list(range(1000))
     record_queue.close()
     record_queue.database.close()
 

@@ -30,7 +30,7 @@ def test_made_anew_behind_the_back() -> None:
     remembered = CachedValue(make, 0, 1000)
     assert remembered.get() == 1
     assert remembered.get() == 1
-    assert done.wait(60)
+    assert done.wait(180)
     assert makers[1] == "holdfast-remembered"
 
 

@@ -21,7 +21,7 @@ from tests.daemons import wait_until
 from tests.databases import sqlite_database
 
 VERIFY = VerifyJob(run="a", step=1)
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 database = sqlite_database

@@ -166,7 +166,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[P
 
     def scandir(path: str | Path) -> object:
         if str(path) == str(there):
-            back.wait(60)
+            back.wait(180)
         return scan(path)
 
     monkeypatch.setattr(protecting_links, "LOOK_S", 0.2)
@@ -202,6 +202,6 @@ def test_a_removal_that_has_looked_is_over_when_the_directory_is_watched(world: 
         told.start()
         told.join(0.3)
         assert told.is_alive()
-    told.join(60)
+    told.join(180)
     assert not told.is_alive()
     assert [one.path for one in world.files.read(RUN).link_directories] == [str(tmp_path / "out")]

@@ -184,7 +184,7 @@ class TestSpill:
         assert "RLIMIT_FSIZE, 4096 bytes; it cannot be staged on disk either" in refused and "File too large" in refused
         assert "ulimit -f" in hint and "ulimit -f" in again and "free memory" not in hint + again
         assert "may not create a file, or shared memory, of 8192 bytes" in mirror
-        assert made.wait(60) == 0
+        assert made.wait(180) == 0
 
     def test_a_full_disk_is_refused_with_both_numbers(self, tmp_path: Path) -> None:
         """Neither memory nor disk: the refusal says what was missing in each."""
@@ -248,7 +248,7 @@ class TestOutgrown:
         asking.join(0.2)
         assert not made and node.bytes == ASKED.segment_bytes
         old.release(slot)
-        asking.join(30)
+        asking.join(180)
         assert made[0].geometry == self.LARGER and node.bytes == self.LARGER.segment_bytes
         node.drop(made[0])
 

@@ -31,7 +31,7 @@ _STRANGER = """
 import os, socket, sys
 os.setgroups(eval(sys.argv[2])); os.setgid(65534); os.setuid(65534)
 made = socket.socket(socket.AF_UNIX, getattr(socket, sys.argv[3]))
-made.settimeout(20)
+made.settimeout(180)
 made.connect(sys.argv[1])
 try:
     made.send(bytes.fromhex(sys.argv[4]))
@@ -53,7 +53,7 @@ def place_() -> Iterator[Path]:
 def stranger(path: Path, message: bytes, groups: tuple[int, ...] = (), kind: str = "SOCK_STREAM") -> bytes:
     """What somebody else hears there who says this."""
     command = [sys.executable, "-I", "-c", _STRANGER, str(path), repr(list(groups)), kind, message.hex()]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
 
@@ -193,7 +193,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     os.chown(theirs, NOBODY, NOBODY)
     command = [sys.executable, "-m", "holdfast_service", "--root", str(tmp_path / "root"), "--listen", "none"]
     done = subprocess.run(
-        [*command, "--socket", str(theirs / "s.sock")], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--socket", str(theirs / "s.sock")], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 2 and "belongs to user 65534" in done.stderr
     assert not (theirs / "s.sock").exists()
@@ -233,7 +233,7 @@ def test_a_holder_of_somebody_else_is_not_believed(place_: Path) -> None:
         assert impostor.stdout is not None and impostor.stdout.readline()
         with pytest.raises(PermissionError, match="belongs to another user"):
             fd_keeper._connected(path)
-        impostor.wait(20)
+        impostor.wait(180)
 
 
 def test_the_holder_says_the_same() -> None:

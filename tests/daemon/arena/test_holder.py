@@ -155,7 +155,7 @@ def test_a_holder_refuses_what_it_does_not_know(path: Path, request_: bytes) -> 
 def test_the_holder_needs_nothing_but_the_standard_library() -> None:
     """It runs isolated, without site packages, and so starts in a blink."""
     command = [sys.executable, "-I", "-S", holder.__file__, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and "--listener" in done.stdout
 
 
@@ -242,7 +242,7 @@ def test_a_holder_left_alone_keeps_only_what_is_sealed(quick: pytest.MonkeyPatch
     """With no daemon for long, memory in which nothing is sealed goes back to the machine, and the holder ends with it."""
     os.pwrite(alone.fd, b"\0", arena.PAGE_BYTES + 12)  # free
     alone.serve()
-    alone.thread.join(60)
+    alone.thread.join(180)
     assert alone.about["segments"] == 0 and not alone.started.exists() and not alone.path.with_suffix(".lost").exists()
 
 
@@ -259,7 +259,7 @@ def test_a_holder_left_alone_starts_a_daemon_for_what_is_sealed(quick: pytest.Mo
     assert (told["segments"], told["saves"], told["root"]) == (1, ["r@5"], str(alone.root)) and told["bytes"] > 0
     assert lost_saves(alone.path) == []
     quick.setattr(holder, "GIVE_UP_S", 0.0)
-    alone.thread.join(60)
+    alone.thread.join(180)
     (record,) = lost_saves(alone.path)
     assert record["saves"] == [{"run": "r", "step": 5, "rank": 0, "world": 1}] and "no daemon" in record["why"]
     assert alone.about["segments"] == 0 and lost_saves(alone.path) == [], "it is told once"
@@ -279,7 +279,7 @@ def test_a_holder_starts_no_daemon_for_a_root_that_is_not_there(quick: pytest.Mo
         time.sleep(0.3)
         assert alone.thread.is_alive() and alone.about["segments"] == 1 and not alone.started.exists()
         alone.root.rmdir()
-    alone.thread.join(60)
+    alone.thread.join(180)
     (record,) = lost_saves(alone.path)
     assert record["why"] == f"its root {alone.root} is gone" and not alone.started.exists()
 
@@ -318,7 +318,7 @@ def test_a_daemon_below_the_holder_is_started_again_when_it_is_killed(path: Path
     assert (name, os.pread(taken, 10, 0)) == ("a", b"kept") and second != first
     os.close(taken)
     above.terminate()
-    assert above.wait(60) == 7 and not path.exists()
+    assert above.wait(180) == 7 and not path.exists()
     above.communicate()
 
 
@@ -329,7 +329,7 @@ def test_a_signal_that_comes_before_the_daemon_is_started_again_ends_the_holder(
     os.kill(int(above.stdout.readline()), signal.SIGKILL)
     assert "restarts in" in above.stderr.readline()
     above.terminate()
-    assert above.communicate(timeout=60) == ("", "") and above.returncode == 137
+    assert above.communicate(timeout=180) == ("", "") and above.returncode == 137
 
 
 READY = "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.connect(sys.argv[1]); "
@@ -354,7 +354,7 @@ def test_a_silent_daemon_below_the_holder_is_killed_and_started_again(path: Path
     assert "restarts in" in above.stderr.readline()
     assert int(above.stdout.readline()) != first
     above.terminate()
-    above.communicate(timeout=60)
+    above.communicate(timeout=180)
     assert not notify.exists()
 
 
@@ -370,7 +370,7 @@ def test_a_daemon_that_starts_stops_or_was_stopped_with_its_holder_is_not_silent
         os.kill(above.pid, number)
         os.kill(below, number)
         time.sleep(3 if number == signal.SIGSTOP else 0)
-    said, errors = above.communicate(timeout=60)
+    said, errors = above.communicate(timeout=180)
     assert said == "paused\nstopped\n" and errors == "" and above.returncode == 0
 
 
@@ -431,7 +431,7 @@ class Lives:
     def stop(self) -> tuple[str, str]:
         """What it says from SIGTERM on, and its errors."""
         self.above.terminate()
-        return self.above.communicate(timeout=120)
+        return self.above.communicate(timeout=180)
 
 
 def test_a_stopped_daemon_is_continued_to_write_what_is_staged(path: Path) -> None:
@@ -466,7 +466,7 @@ def test_a_daemon_that_takes_over_is_told_to_stop_once_it_is_ready(path: Path) -
     lives.above.terminate()
     time.sleep(1)  # long enough to be told too early
     assert lives.above.stdin is not None
-    said, _ = lives.above.communicate("go\n", timeout=120)
+    said, _ = lives.above.communicate("go\n", timeout=180)
     assert said == "1 ready\n1 wrote\n" and lives.above.returncode == 0
 
 
@@ -488,11 +488,11 @@ def test_what_the_daemon_says_is_passed_on_to_the_manager_of_the_holder(path: Pa
     notify, outer = path.with_name("notify"), tmp_path / "outer"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(outer))
-        manager.settimeout(60)
+        manager.settimeout(180)
         flags = ("--notify", str(notify), "--above", str(outer))
         above = supervise(path, READY + "s.send(b'READY=1'); time.sleep(1)", notify, watched=flags)
         assert manager.recv(100) == b"READY=1"
-        above.communicate(timeout=60)
+        above.communicate(timeout=180)
 
 
 FORKING = """
@@ -520,21 +520,21 @@ def test_a_signal_between_the_fork_and_its_number_ends_the_daemon(to: str) -> No
     it is neither lost nor taken for one that came before.
     """
     command = [sys.executable, "-c", FORKING, str(Path(holder.__file__).parent), to]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.returncode) == ("143 True\n", 0), done.stderr
 
 
 def test_a_daemon_below_the_holder_that_refuses_to_serve_ends_it(path: Path) -> None:
     """A flag is wrong, or the root is in use: the container ends, with that status, instead of trying for ever."""
     above = supervise(path, "import sys; sys.exit(4)")
-    assert above.communicate(timeout=60) == ("", "") and above.returncode == 4
+    assert above.communicate(timeout=180) == ("", "") and above.returncode == 4
 
 
 def test_the_service_manager_keeps_descriptors_too(tmp_path: Path) -> None:
     """FDSTORE messages of sd_notify, with the descriptor; FDSTOREREMOVE to drop it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(60)
+        manager.settimeout(180)
         store = FdStore(str(tmp_path / "notify"), ())
         fd = memory(b"kept")
         store.keep("name", fd)
@@ -588,7 +588,7 @@ class Manager:
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(60)
+        self._thread.join(180)
         self._socket.close()
         for fd in self._kept:
             os.close(fd)

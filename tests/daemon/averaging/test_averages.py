@@ -100,7 +100,7 @@ def filled(world: World, parts: dict[int, SealedSlot]) -> CheckpointError | None
     told: list[CheckpointError | None] = []
     ended = threading.Event()
     world.averages.fill(CREW, parts, lambda error: (told.append(error), ended.set()))
-    assert ended.wait(60)
+    assert ended.wait(180)
     return told[0]
 
 
@@ -177,7 +177,7 @@ def test_an_update_waits_for_the_save_before_it() -> None:
         world.averages.fill(CREW, parts, lambda error: told.set())
         world.bring(0, 2, 9.0)
         world.bring(1, 2, 9.0)
-    assert told.wait(60)
+    assert told.wait(180)
     world.wait_for(2)
     assert [taken(parts[rank]) for rank in (0, 1)] == [1.0, 1.0]
     assert world.values() == [5.0, 5.0]
@@ -225,17 +225,17 @@ def test_a_save_that_has_ended_gets_nothing(world: World) -> None:
 
     def wait_in_it(*given: Any) -> None:
         began.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(180)
         put(*given)
 
     put = saved_average.put
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_average, "put", wait_in_it)
         world.averages.fill(CREW, parts, lambda error: ended.set())
-        assert began.wait(60)
+        assert began.wait(180)
         assert not world.averages.withdraw(CREW, 1) and not ended.is_set()
         goes_on.set()
-        assert ended.wait(60)
+        assert ended.wait(180)
     assert not told and taken(parts[1]) == 1.0
 
 

@@ -57,7 +57,7 @@ def save(daemon: RunningDaemon, *steps: int, seed: int = 1) -> dict[str, Any]:
     state = state_of(seed)
     with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
         for step in steps:
-            checkpointer.save(step).result(120)
+            checkpointer.save(step).result(180)
     return state
 
 
@@ -78,7 +78,7 @@ def test_an_empty_machine_goes_on_from_the_bucket_alone(bucket: TestBucket, tmp_
         restored = state_of(2)
         with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
             assert checkpointer.restore() == 7 and same(saved, restored)
-            checkpointer.save(8).result(120)
+            checkpointer.save(8).result(180)
         with Api(daemon.url) as api:
             assert sorted(one.step for one in api.checkpoints(RUN)) == [3, 7, 8]
             wait_until(lambda: api.checkpoint(RUN, 7).verified)
@@ -94,7 +94,7 @@ def test_a_trainer_names_the_bucket(moto_bucket: TestBucket, tmp_path: Path) -> 
     saved = state_of(1)
     with Checkpointer(RUN, saved, at=url) as checkpointer:
         assert checkpointer.restore() == 0
-        checkpointer.save(4).result(120)
+        checkpointer.save(4).result(180)
         assert checkpointer.root() is None
     restored = state_of(2)
     with Checkpointer(RUN, restored, at=url) as checkpointer:
@@ -179,13 +179,13 @@ def test_a_bucket_that_is_away_for_a_while(moto_bucket: TestBucket, tmp_path: Pa
             served(tmp_path / "one", moto_bucket.url) as daemon,
             Checkpointer(RUN, state_of(1), at=str(daemon.socket)) as checkpointer,
         ):
-            checkpointer.save(1).result(120)
+            checkpointer.save(1).result(180)
             away = [True]
             proxy.choose = lambda request: SLOW_DOWN if away[0] else None
             ticket = checkpointer.save(2)
             assert ticket.wait_staged(60) and not ticket.done
             away[0] = False
-            ticket.result(120)
+            ticket.result(180)
     assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(2)}" in moto_bucket.sizes()
 
 

@@ -347,7 +347,7 @@ def test_a_policy_waits_for_what_is_being_published(world: CopiesWorld) -> None:
         setting.start()
         setting.join(0.3)  # a slow machine proves less, and fails no more
         assert rotation.file(RUN).policy is None
-    setting.join(60)
+    setting.join(180)
     assert rotation.file(RUN).policy == RetentionPolicy(last=9) and rotation.wait_until_applied()
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from holdfast_service.daemon.copying.computed_chunks import ComputedChunk, ComputedChunks
 
 PLAN = [ComputedChunk(0, 0, True), ComputedChunk(0, 8, True), ComputedChunk(1, 0, False), ComputedChunk(2, 0, True)]
-WAIT_S = 30
+WAIT_S = 180.0
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(restores.judge, rank(0, 3), 0, WELL, 60.0)
         assert restores.judge(rank(1, 3), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem())
-        assert waiting.result(30) == RestoreVerdict(problem=BAD.problem())
+        assert waiting.result(180) == RestoreVerdict(problem=BAD.problem())
     assert restores.judge(rank(2, 3), 0, WELL, 60.0) == RestoreVerdict(problem=BAD.problem())
     for number in range(3):  # the next turn is a new one
         restores.answered(rank(number, 3), 1, 400, named=False)
@@ -138,7 +138,7 @@ class OneIsLate:
         return found
 
     def begun(self) -> None:
-        assert self._begun.wait(30)
+        assert self._begun.wait(180)
 
 
 def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
@@ -153,7 +153,7 @@ def test_votes_of_one_node_are_counted_in_their_order(nodes: Nodes) -> None:
         first = threads.submit(there.judge, rank(1, 3), 0, WELL, 15.0)
         late.begun()
         second = threads.submit(there.judge, rank(2, 3), 0, WELL, 15.0)
-        assert [one.result(30) for one in (first, second, waiting)] == [GO_ON] * 3
+        assert [one.result(180) for one in (first, second, waiting)] == [GO_ON] * 3
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["well again", "cannot be read"])

@@ -338,7 +338,7 @@ def test_windows_are_bounded_and_used_again() -> None:
         waiting.start()
         waiting.join(0.05)
         assert waiting.is_alive()
-    waiting.join(60)
+    waiting.join(180)
     assert not waiting.is_alive()
 
 

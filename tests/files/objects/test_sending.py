@@ -93,7 +93,7 @@ def test_closing_ends_the_wait(s3_settings: pytest.MonkeyPatch) -> None:
         while not server.requests:
             time.sleep(0.01)
         bucket.close()
-        waiting.join(60)
+        waiting.join(180)
     assert isinstance(failures[0], StorageFailed)
 
 

@@ -130,7 +130,7 @@ def test_a_writer_that_waits_for_memory_hears_of_a_failure(bucket: SlowBucket) -
     time.sleep(0.05)
     assert waiting.is_alive()
     writer.discard()
-    waiting.join(10)
+    waiting.join(180)
     assert failures == ["file is closed already"]
     other.discard()
     assert made.taken_bytes == 0

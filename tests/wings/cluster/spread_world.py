@@ -21,7 +21,7 @@ from tests.regressions.test_daemons_that_share_a_root import Node
 from tests.wings.cluster.nodes import Nodes
 
 RUN = "run"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class SpreadNode(Node):

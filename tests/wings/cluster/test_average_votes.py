@@ -37,7 +37,7 @@ def test_who_listens_is_woken(nodes: Nodes) -> None:
 
     listener = NotifyListener(b.database, lambda: heard.append("round"), lambda: heard.append("check"), averaging)
     try:
-        assert ready.wait(60)  # it has looked once, when it began to listen
+        assert ready.wait(180)  # it has looked once, when it began to listen
         before = list(heard)
         a.votes.notify()
         wait_until(lambda: len(heard) > len(before))

@@ -72,5 +72,5 @@ def test_it_ends_when_it_is_told_to(nodes: Nodes) -> None:
     listening = NotifyListener(cluster.database, lambda: None)
     closing = threading.Thread(target=listening.close, daemon=True)
     closing.start()
-    closing.join(60)
+    closing.join(180)
     assert not closing.is_alive()

@@ -67,7 +67,7 @@ def test_who_listens_is_woken(nodes: Nodes) -> None:
 
     listener = NotifyListener(b.database, lambda: heard.append("round"), ranks=ranks)
     try:
-        assert ready.wait(60)  # it has looked once, when it began to listen
+        assert ready.wait(180)  # it has looked once, when it began to listen
         before = list(heard)
         a.words.notify()
         wait_until(lambda: len(heard) > len(before))

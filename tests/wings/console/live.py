@@ -49,4 +49,4 @@ def live(directory: Path, checkpoints: int = 4) -> Iterator[Live]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    process.wait(30)
+    process.wait(180)

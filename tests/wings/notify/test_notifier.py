@@ -261,7 +261,7 @@ def test_a_slow_receiver_holds_up_nobody(database: Database, web: Web, tmp_path:
             threading.Thread(target=self._later, args=(request, client_address), daemon=True).start()
 
         def _later(self, request: Any, client_address: Any) -> None:
-            hold.wait(60)
+            hold.wait(180)
             self.process_request_thread(request, client_address)
 
     with serving(Slow()) as slow:

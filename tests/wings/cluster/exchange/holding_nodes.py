@@ -61,7 +61,7 @@ class Relay:
                 if back and self.sent + len(data) > self.cut_after:
                     break
                 if back and self.sent + len(data) > self.stall_after:
-                    self._over.wait(30)
+                    self._over.wait(180)
                 sink.sendall(data)
                 self.sent += len(data) if back else 0
         for side in (source, sink):

@@ -63,7 +63,7 @@ def challenged() -> Iterator[tuple[ExchangeServer, http.client.HTTPConnection, s
     """A node, a connection to it, and the nonce that it has made up for the connection."""
     with (
         serving(NEW) as exchange,
-        closing(http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=5)) as here,
+        closing(http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=180)) as here,
     ):
         here.request("POST", proofs.CHALLENGE_PATH)
         yield exchange, here, here.getresponse().read().decode()
@@ -110,7 +110,7 @@ def test_whoever_took_the_address_of_a_dead_node_learns_nothing_and_is_not_belie
 def test_a_closed_connection_keeps_no_socket() -> None:
     """Nor does an answer of which nothing more is read, after which the server closes the connection."""
     unread = answer(b"forged!", "Connection: close")
-    with closing(Thief(NONCE, unread)) as thief, closing(NodeConnection(thief.url, [NEW], 5, 5)) as connection:
+    with closing(Thief(NONCE, unread)) as thief, closing(NodeConnection(thief.url, [NEW], 180, 180)) as connection:
         with pytest.raises(Unproven) as refused:
             connection.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
         response = refused.traceback[-1].frame.f_locals["response"]
@@ -122,13 +122,13 @@ def test_a_closed_connection_keeps_no_socket() -> None:
 def test_what_was_heard_is_of_no_use_at_the_node_itself() -> None:
     """Neither at another address of the cluster, nor later at the same one."""
     with serving(NEW) as exchange, closing(Thief(NONCE, b"")) as thief:
-        asking = NodeConnection(thief.url, [NEW], 5, 5)
+        asking = NodeConnection(thief.url, [NEW], 180, 180)
         with closing(asking), pytest.raises((OSError, http.client.HTTPException)):
             asking.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
         head, _, body = thief.heard.partition(b"\r\n\r\n")[2].partition(b"\r\n\r\n")
         stated = dict(line.split(": ", 1) for line in head.decode().splitlines()[1:])
         assert stated["Authorization"].startswith("Holdfast ")
-        again = http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=5)
+        again = http.client.HTTPConnection(exchange.url.removeprefix("http://"), timeout=180)
         for challenge in (False, True):
             with closing(again):
                 if challenge:
@@ -175,7 +175,7 @@ def test_while_a_secret_is_rotated_nodes_understand_each_other(here: tuple[str, 
 
 def test_a_connection_serves_several_questions() -> None:
     """With one challenge; and after it was closed, with another."""
-    with serving(NEW) as exchange, closing(NodeConnection(exchange.url, [OLD, NEW], 5, 5)) as connection:
+    with serving(NEW) as exchange, closing(NodeConnection(exchange.url, [OLD, NEW], 180, 180)) as connection:
         for number in range(4):
             found = connection.request("/rounds/7/bytes", b'{"ranges":[[0,0,7]]}')
             assert found.response.read(7) == b"private"
@@ -187,7 +187,7 @@ def test_a_connection_serves_several_questions() -> None:
 def test_a_node_that_is_hung_up_on_is_not_asked_again() -> None:
     """The limit for all of an answer holds for what is asked with the next secret as well."""
     with serving(OLD) as exchange:
-        connection = NodeConnection(exchange.url, [NEW, OLD], 5, 5)
+        connection = NodeConnection(exchange.url, [NEW, OLD], 180, 180)
         connection.connect()
         connection.hang_up()
         with closing(connection), pytest.raises((OSError, Unproven, http.client.HTTPException)):

@@ -246,9 +246,9 @@ def test_nothing_but_what_is_held(two: tuple[Holding, Holding], path: str, body:
     """Requests that no node makes; and without the secret, none is looked at."""
     slot = two[0].holds.lent(STEP)[0]
     body = body.replace(b"%s", slot.table_digest.encode())
-    with closing(NodeConnection(two[0].exchange.url, [SECRET], 10, 10)) as connection:
+    with closing(NodeConnection(two[0].exchange.url, [SECRET], 180, 180)) as connection:
         assert connection.request(path, body).status == status
-    with closing(NodeConnection(two[0].exchange.url, ["x"], 10, 10)) as connection, pytest.raises(Unproven):
+    with closing(NodeConnection(two[0].exchange.url, ["x"], 180, 180)) as connection, pytest.raises(Unproven):
         connection.request(path, body)
 
 

@@ -37,7 +37,7 @@ def never(seconds: float) -> bool:
 
 
 def post(exchange: ExchangeServer, path: str, body: bytes) -> tuple[int, bytes]:
-    with closing(NodeConnection(exchange.url, [SECRET], 10, 10)) as connection:
+    with closing(NodeConnection(exchange.url, [SECRET], 180, 180)) as connection:
         answer = connection.request(path, body)
         return answer.status, answer.response.read()
 
@@ -45,7 +45,7 @@ def post(exchange: ExchangeServer, path: str, body: bytes) -> tuple[int, bytes]:
 def raw(exchange: ExchangeServer, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     """As who knows no secret asks, after the challenge that everybody gets."""
     at = urlsplit(exchange.url)
-    with closing(http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection(at.hostname or "", at.port, timeout=180)) as connection:
         connection.request("POST", proofs.CHALLENGE_PATH)
         assert proofs.is_nonce(connection.getresponse().read().decode())
         connection.request("POST", path, body, headers)
@@ -77,11 +77,11 @@ def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) ->
         headers = {"Authorization": stated, proofs.BODY_HEADER: proofs.body_digest(asked)}
         assert raw(exchange, "/rounds/7/bytes", asked, headers) == (401, b"")
     for secrets in (["x"], [""], [], [SECRET + "x", SECRET[:-1]]):
-        connection = NodeConnection(exchange.url, secrets, 10, 10)
+        connection = NodeConnection(exchange.url, secrets, 180, 180)
         with closing(connection), pytest.raises(Unproven, match="shares no secret"):
             connection.request("/rounds/7/bytes", asked)
     exchange.secrets = tuple
-    with closing(NodeConnection(exchange.url, [SECRET, ""], 10, 10)) as connection, pytest.raises(Unproven):
+    with closing(NodeConnection(exchange.url, [SECRET, ""], 180, 180)) as connection, pytest.raises(Unproven):
         connection.request("/rounds/7/bytes", asked)
 
 
@@ -125,7 +125,7 @@ def test_other_methods_are_not_served(exchange: ExchangeServer) -> None:
     """There is one thing that can be asked."""
     at = urlsplit(exchange.url)
     for method in ("GET", "PUT", "DELETE", "OPTIONS"):
-        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
+        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=180)
         connection.request(method, "/rounds/7/bytes")
         assert connection.getresponse().status == 501
         connection.close()
@@ -182,7 +182,7 @@ def test_slots_that_are_withdrawn_are_not_proven_any_more(exchange: ExchangeServ
     data = bytearray(os.urandom(2 * wanted.CHUNK_BYTES))
     offered = bytes(data)
     exchange.offer(7, {0: memoryview(data)})
-    connection = NodeConnection(exchange.url, [SECRET], 10, 10)
+    connection = NodeConnection(exchange.url, [SECRET], 180, 180)
     body = wanted.encode_asked([SlotRange(0, 0, len(data))])
     answer = connection.request("/rounds/7/bytes", body)  # the rest of the first chunk waits for its reader
     exchange.withdraw(7)
