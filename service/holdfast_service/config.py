@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
@@ -22,6 +22,7 @@ from holdfast_formats.body import message
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.naming import CheckpointId, checkpoint_path
+from holdfast_formats.printable import visible
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_formats.rest.retention import COUNT_MAX, RetentionPolicy
 from holdfast_formats.root_files import check_local
@@ -84,6 +85,8 @@ class Config(BaseModel):
     write_bytes_per_second: int | None = Field(default=None, ge=1)
     replica: tuple[tuple[str, Path], ...] = ()
     replica_bytes_per_second: int | None = Field(default=None, ge=1)
+    tier: tuple[tuple[str, InstanceOf[BucketAddress] | Path], ...] = ()
+    tier_bytes_per_second: int | None = Field(default=None, ge=1)
     export_root: Path | None = None
     loopback_open: bool = False
     behind_tls: bool = False
@@ -126,10 +129,7 @@ class Config(BaseModel):
     @field_validator("root", mode="before")
     @classmethod
     def _parse_root(cls, value: object) -> object:
-        try:
-            return address.parse(value) if isinstance(value, str) and address.is_address(value) else value
-        except InvalidRequest as error:
-            raise ValueError(f"{error.detail}; {error.hint}") from None
+        return _bucket(value) if isinstance(value, str) and address.is_address(value) else value
 
     @field_validator("root", "state", "export_root")
     @classmethod
@@ -141,7 +141,17 @@ class Config(BaseModel):
     @field_validator("replica", mode="before")
     @classmethod
     def _parse_replica(cls, value: object) -> object:
-        return parse_replicas([value] if isinstance(value, str) else value) if isinstance(value, str | list) else value
+        if not isinstance(value, str | list):
+            return value
+        return tuple((name, _local(text)) for name, text in named_places([value] if isinstance(value, str) else value))
+
+    @field_validator("tier", mode="before")
+    @classmethod
+    def _parse_tier(cls, value: object) -> object:
+        if not isinstance(value, str | list):
+            return value
+        named = named_places([value] if isinstance(value, str) else value)
+        return tuple((name, _bucket(text) if address.is_address(text) else _local(text)) for name, text in named)
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
@@ -187,8 +197,12 @@ class Config(BaseModel):
     def _check_state(self) -> Config:
         if self.state is not None and isinstance(self.root, Path):
             raise ValueError("a root that is a directory holds what its daemon keeps: --state is for one in a bucket")
-        if self.alone and isinstance(self.root, Path):
-            raise ValueError("only a root in a bucket needs --alone")
+        buckets = [place for _, place in self.tier if isinstance(place, BucketAddress)]
+        if self.alone and isinstance(self.root, Path) and not buckets:
+            raise ValueError("only a root or a tier in a bucket needs --alone")
+        for name, _ in self.tier:
+            if name in dict(self.replica):
+                raise ValueError(f"a tier and a replica have the name {name!r}: name them, NAME=PLACE")
         if self.write_bytes_per_second is not None and not isinstance(self.root, Path):
             raise ValueError("--write-bytes-per-second cannot limit the writes to a bucket")
         return self
@@ -198,7 +212,7 @@ class Config(BaseModel):
         try:
             self.usual_policy  # noqa: B018 - it validates
         except ValidationError as error:
-            raise ValueError(message(error)) from error
+            raise ValueError(f"--keep-optim: {message(error)}") from error
         return self
 
     @property
@@ -279,34 +293,57 @@ def _check_local(path: str | Path) -> None:
         raise ValueError(f"{error.detail}; {error.hint}") from None
 
 
-def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """Parse NAME=DIR or DIR, separated by commas; `ValueError` for a name that appears twice."""
-    paths: dict[str, Path] = {}
+def _local(text: str) -> Path:
+    _check_local(text)
+    return Path(text)
+
+
+def _bucket(text: str) -> BucketAddress:
+    try:
+        return address.parse(text)
+    except InvalidRequest as error:
+        raise ValueError(f"{error.detail}; {error.hint}") from None
+
+
+def named_places(given: Sequence[str]) -> list[tuple[str, str]]:
+    """Parse NAME=PLACE or PLACE, separated by commas, where a place is a directory or an address: names and places.
+
+    `ValueError` for a name that appears twice.
+    """
+    places: dict[str, str] = {}
     for text in (part.strip() for one in given for part in one.split(",") if part.strip()):
-        named, equals, directory = text.partition("=")
-        _check_local(directory if equals else text)
-        path = Path(directory if equals else text)
-        name = named if equals else path.name
-        if (not directory and equals) or not re.fullmatch(REPLICA_NAME, name):
-            raise ValueError(f"{text!r} is not NAME=DIR; the name may have letters, digits and . _ -")
-        if name in paths:
-            raise ValueError(f"two replicas have the name {name!r}: name them, NAME=DIR")
-        paths[name] = path
-    return tuple(paths.items())
+        named, equals, stated = ("", "", text) if address.is_address(text) else text.partition("=")
+        place = stated if equals else text
+        name = named if equals else Path(place).name
+        if (not stated and equals) or not re.fullmatch(REPLICA_NAME, name):
+            raise ValueError(f"{visible(text)} is not NAME=PLACE; the name may have letters, digits and . _ -")
+        if name in places:
+            raise ValueError(f"two places have the name {name!r}: name them, NAME=PLACE")
+        places[name] = place
+    return list(places.items())
 
 
-def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
-    """`InvalidRequest` if a replica is inside the root, contains it, or overlaps another replica."""
-    known = [("the root", root.resolve())]
-    for name, path in replicas:
-        place = path.resolve()
-        for other, other_path in known:
-            if place == other_path or place in other_path.parents or other_path in place.parents:
+def check_apart(root: BucketAddress | Path, copies: Sequence[tuple[str, BucketAddress | Path]]) -> None:
+    """`InvalidRequest` if a replica or tier is inside the root, contains it, or overlaps another one."""
+    known = [("the root", _resolved(root))]
+    for name, given in copies:
+        place = _resolved(given)
+        for other, other_place in known:
+            if place == other_place or place in other_place.parents or other_place in place.parents:
                 raise InvalidRequest(
-                    f"--replica: one of {path} and {other} ({other_path}) is inside the other",
-                    hint="use a separate directory, on another disk",
+                    f"--replica or --tier: one of {_shown(given)} and {other} ({_shown(other_place)}) is inside the other",
+                    hint="use a separate directory, on another disk, or another prefix",
                 )
         known.append((f"replica {name}", place))
+
+
+def _resolved(place: BucketAddress | Path) -> PurePath:
+    """A bucket as a path that no directory has."""
+    return place.resolve() if isinstance(place, Path) else PurePosixPath("s3:", place.bucket, place.prefix)
+
+
+def _shown(place: BucketAddress | PurePath) -> str:
+    return place.label if isinstance(place, BucketAddress) else str(place).replace("s3:/", "s3://", 1)
 
 
 def default_socket(environment: Mapping[str, str]) -> Path:
@@ -387,5 +424,5 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
         return Config.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = "--" + str((*first["loc"], "keep_optim")[0]).replace("_", "-")  # of several, it is these
-        raise InvalidRequest(f"{flag}: {message(error)}", hint="see `holdfast serve --help`") from error
+        flag = "".join(f"--{name}: ".replace("_", "-") for name in first["loc"][:1])  # none where several do not agree
+        raise InvalidRequest(f"{flag}{message(error)}", hint="see `holdfast serve --help`") from error

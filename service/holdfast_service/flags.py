@@ -36,7 +36,7 @@ _GROUPS = {
     "Paths and names": (
         Flag("root", "DIR", "Directory of the checkpoints, or s3://BUCKET/PREFIX."),
         Flag("state", "DIR", "For a bucket: directory for what this machine's daemon keeps.", "below XDG_STATE_HOME"),
-        Flag("alone", None, "For a bucket without conditional writes: no other daemon writes to it."),
+        Flag("alone", None, "For buckets without conditional writes: no other daemon writes to them."),
         Flag("listen", "HOST:PORT", "Address of the HTTP service, or 'none'.", "127.0.0.1:8420"),
         Flag("socket", "PATH", "Unix socket for the ranks.", "in the user's runtime directory"),
         Flag("node", "NAME", "Name of this machine in logs and in the catalog.", "the host name"),
@@ -75,6 +75,13 @@ _GROUPS = {
         Flag("keep-optim-full", "N", "With --keep-optim: only checkpoints older than N exact ones."),
         Flag("replica", "[NAME=]DIR", "Also copy verified checkpoints to this directory. Repeatable.", repeats=True),
         Flag("replica-bytes-per-second", "BYTES", "Limit of the rate of copies to each replica.", "no limit"),
+        Flag(
+            "tier",
+            "[NAME=]PLACE",
+            "Also copy verified checkpoints to s3://BUCKET/PREFIX, or to this directory. Repeatable.",
+            repeats=True,
+        ),
+        Flag("tier-bytes-per-second", "BYTES", "Limit of the rate of copies to each tier.", "no limit"),
         Flag("scrub-bytes-per-second", "BYTES", "Rate at which old checkpoints are verified again; 'none' turns it off."),
         Flag("scrub-every", "SECONDS", "Verify each checkpoint again after this time.", "604800, 7 days"),
         Flag("trash-days", "DAYS", "How long to keep deleted runs; 'none' keeps them for ever."),

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from holdfast.rest.api import Api
+from holdfast_files.objects.address import BucketAddress
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
 from holdfast_service.config import check_apart, parse
-from holdfast_service.wiring.replication import Reached
+from holdfast_service.storage.objects import lease
+from holdfast_service.wiring.replication import Reached, ReachedBucket
 from tests.daemons import running, wait_until
+from tests.kit.objects import TestBucket, moto, moto_bucket
+
+__all__ = ["moto", "moto_bucket"]
 
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'  # as ProtectSystem=strict does it
 OWN_MOUNTS = ("unshare", "--map-root-user", "--mount")
@@ -50,6 +57,64 @@ def test_an_address_is_no_directory(flags: list[str]) -> None:
     """It is refused by the flag's name; as a path it would be a directory `s3:` below the current one."""
     with pytest.raises(InvalidRequest, match=f"{flags[0]}.*is a URL"):
         parse(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (["s3://bkt/team"], (("team", BucketAddress("bkt", "team")),)),
+        (["s3://bucket/"], (("bucket", BucketAddress("bucket", "")),)),
+        (["far=s3://bkt/a=b, /mnt/c"], (("far", BucketAddress("bkt", "a=b")), ("c", Path("/mnt/c")))),
+    ],
+)
+def test_tiers_are_buckets_or_directories(flags: list[str], found: tuple[tuple[str, object], ...]) -> None:
+    """The name is the last part of the prefix, else the bucket's, unless it is said."""
+    assert parse([one for flag in flags for one in ("--tier", flag)], {}).tier == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--tier", "s3:/b"], "--tier: s3:/b is not a well-formed address"),
+        (["--tier", "n=gs://b"], "--tier: gs://b cannot be opened"),
+        (["--tier", "a b=s3://bkt/p"], "--tier: .* is not NAME=PLACE"),
+        (["--tier", "s3://bkt/p", "--tier", "/mnt/p"], "two places have the name 'p'"),
+        (["--tier", "s3://bkt/p", "--replica", "/mnt/p"], "a tier and a replica have the name 'p'"),
+        (["--tier", "/mnt/p", "--alone"], "needs --alone"),
+    ],
+)
+def test_a_tier_that_is_none(flags: list[str], why: str) -> None:
+    """It is refused by the flag's name, with the form to write."""
+    with pytest.raises(InvalidRequest, match=why):
+        parse(flags, {})
+
+
+def test_one_daemon_at_a_time_drains_to_a_prefix(
+    moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is refused by name while the first lives, and takes over afterwards; the first one notices that."""
+    for key, value in moto_bucket.server.environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(lease, "BUSY_S", 0.2)
+    monkeypatch.setattr(lease, "IDLE_S", 0.2)
+    places = []
+    for node in ("one", "two"):
+        (tmp_path / node).mkdir()
+        config = parse(["--root", str(tmp_path / node), "--node", node, "--tier", f"{moto_bucket.url}/team"], {})
+        places.append(ReachedBucket(BucketAddress(moto_bucket.name, "team"), config))
+    first, second = places
+    with closing(first), closing(second):
+        storage = first()
+        assert first() is storage and storage.records.size(naming.ROOT_FILE)
+        with pytest.raises(RootBusy, match="is in use by the daemon of one"):
+            second()
+        moto_bucket.delete(f"team/{naming.OWNER}")  # as if it had stood still for too long
+        second()
+        wait_until(lambda: storage.lease is not None and storage.lease.lost(busy=False))
+        with pytest.raises(RootBusy, match="/team"):
+            first()
+        second.close()
+        assert first() is not storage
 
 
 def test_an_empty_mount_point_is_not_the_disk(tmp_path: Path) -> None:
@@ -105,3 +170,8 @@ def test_replicas_stand_apart(tmp_path: Path) -> None:
     for wrong in (root, root / "in", tmp_path, tmp_path / "link", far / "in"):
         with pytest.raises(InvalidRequest, match="is inside the other"):
             check_apart(root, (("far", far), ("wrong", wrong)))
+    bucket = BucketAddress("b", "team")
+    check_apart(bucket, (("other", BucketAddress("b", "teams")), ("far", BucketAddress("c", "team")), ("near", far)))
+    for inside in (bucket, BucketAddress("b", ""), BucketAddress("b", "team/in")):
+        with pytest.raises(InvalidRequest, match=r"s3://b.* is inside the other"):
+            check_apart(bucket, (("wrong", inside),))

@@ -70,6 +70,12 @@ def settle(
     return identity
 
 
+def mark(records: Records, place: str) -> None:
+    """Make a bucket to which a daemon copies a root, if it is none yet, so that it can be read, and served later."""
+    if records.size(naming.ROOT_FILE) is None:
+        records.put_first(naming.ROOT_FILE, encode(RootFile(id=uuid.uuid4().hex, inode=0, place=place)))
+
+
 def _settled(records: Records, where: Whereabouts, catalog: str | None, leave: bool, later: bool) -> Identity:
     found = _read(records)
     marked = None if later else catalog

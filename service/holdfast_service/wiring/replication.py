@@ -10,8 +10,9 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, Damaged, StorageFailed
+from holdfast_formats.errors import CheckpointError, Damaged, RootBusy, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords
@@ -23,6 +24,7 @@ from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
 from holdfast_service.storage import RootLock, RootStorage, lock_root, stored_in, tier_at
+from holdfast_service.storage.identity import mark
 from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
@@ -149,32 +151,62 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+class ReachedBucket:
+    """A bucket, opened as the only daemon that copies there. It is opened again once another daemon had its lease."""
+
+    def __init__(self, address: BucketAddress, config: Config) -> None:
+        self._address, self._config = address, config
+        self._opened: RootStorage | None = None
+
+    def __call__(self) -> RootStorage:
+        """Its storage; the errors of `open_bucket` if it cannot be reached or used, `RootBusy` if another daemon has it."""
+        if self._opened is not None and (lease := self._opened.lease) is not None and (why := lease.lost(busy=False)):
+            self.close()
+            raise RootBusy(why, hint="give every daemon a prefix of its own, or stop the other daemon")
+        if self._opened is None:
+            from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
+
+            config = self._config
+            opened = open_bucket(self._address, config.node, config.place.directory, alone=config.alone)
+            mark(opened.records, self._address.label)
+            self._opened = opened
+        return self._opened
+
+    def close(self) -> None:
+        """Release it."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+
 def _copies_here(control: Control, name: str) -> bool:
     """Whether it is this node that copies to a replica, of several that were given one of this name."""
     return control.nodes.has(replica_duty(name))
 
 
 class Replication:
-    """The configured replicas, each with a worker once started, and the repairs for which they have the bytes."""
+    """The configured replicas and tiers, each with a worker once started, and the repairs for which they have the bytes."""
 
     def __init__(self, config: Config, control: Control, lend: Lend) -> None:
-        check_apart(config.place.directory, config.replica)
+        check_apart(config.root, (*config.replica, *config.tier))
         self.replicators: dict[str, Replicator] = {}
         self.repairer = Repairer(control, lambda: reached(self.replicators), lend)
-        self._places: list[Reached] = []
-        for name, path in config.replica:
-            self._places.append(place := Reached(path))
+        self._places: list[Reached | ReachedBucket] = []
+        rates = {"replica": config.replica_bytes_per_second, "tier": config.tier_bytes_per_second}
+        named = [("replica", *one) for one in config.replica] + [("tier", *one) for one in config.tier]
+        for kind, name, at in named:
+            self._places.append(place := Reached(at) if isinstance(at, Path) else ReachedBucket(at, config))
             self.replicators[name] = Replicator(
                 name,
                 control.records,
                 place,
                 control.replicas,
                 news=control.events.wait,
-                pace=Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None,
+                pace=Pace(rate) if (rate := rates[kind]) else None,
                 mend=self.repairer.replica,
                 is_mine=partial(_copies_here, control, name),
             )
-            log.info("replica %s: %s", name, path)
+            log.info("%s %s: %s", kind, name, at if isinstance(at, Path) else at.label)
         self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
 
     def start(self) -> None:

@@ -1,0 +1,53 @@
+"""A bucket as the tier that a root's directory drains to: a daemon, a server of S3, and what is in the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.rest import replicas
+from holdfast.rest.api import Api
+from holdfast_formats import naming
+from tests.daemon.bucket.test_bucket_root import RUN, save
+from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit.objects import TestBucket, moto, moto_bucket
+
+__all__ = ["moto", "moto_bucket"]
+
+
+@pytest.fixture(autouse=True)
+def settings(moto_bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings by which this process and its daemons reach the test's bucket."""
+    for key, value in moto_bucket.server.environment().items():
+        monkeypatch.setenv(key, value)
+
+
+@contextmanager
+def tiered(root: Path, url: str, *flags: str) -> Iterator[tuple[RunningDaemon, Api]]:
+    """A daemon whose root drains to the bucket as the tier `cloud`."""
+    with running(root, "--tier", f"cloud={url}", *flags, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        yield daemon, api
+
+
+def state_in(api: Api, step: int) -> str:
+    found = [one.state for one in replicas.of(api, RUN, step) if one.tier == "cloud"]
+    return found[0] if found else ""
+
+
+def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Every verified checkpoint is there, is listed, and is read without the daemon; the lease is given back at the end."""
+    url = f"{moto_bucket.url}/team"
+    with tiered(tmp_path / "root", url) as (daemon, api):
+        saved = save(daemon, 3, 7)
+        wait_until(lambda: state_in(api, 3) == state_in(api, 7) == "present")
+        assert naming.OWNER in {key.removeprefix("team/") for key in moto_bucket.sizes()}
+        (node,) = api.nodes()
+        assert node.replicas == {"cloud": None}
+    with holdfast.open(f"{url}/{RUN}@7") as checkpoint:
+        assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
+    assert f"team/{naming.OWNER}" not in moto_bucket.sizes() and moto_bucket.uploads() == []
