@@ -5,6 +5,9 @@ holds most of it, so that few bytes cross the network, while no node writes much
 
 Every node computes all owners by itself, with the same result: this is integer arithmetic on sorted arrays, independent
 of the order of rows.
+
+In a bucket an object is written by one node. There all blocks of a file have one owner, and files are shorter, so that the
+nodes' shares are about equal.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ BLOCK_BYTES = 2**26
 BLOCK_BYTES_MIN = 2**18  # whole extents of the least length, and pages
 BLOCKS_WANTED = 2**10
 OVER_MEAN_PERCENT = 5  # a node may write so much more than the mean
+WHOLE_FILES_WANTED = 8  # for each node, where a file is one node's: then one file more is an eighth more
+WHOLE_FILE_BYTES_MIN = 2**27  # eight parts of an upload: shorter files cost more requests
 _DENSITY_BITS = 20  # a box of a 16 384th of its span still has six significant bits
 
 Ints = NDArray[np.integer[Any]]
@@ -207,6 +212,22 @@ def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
         loads[node] += lengths[block]
         owner_of[block] = node
     return owner_of
+
+
+def file_owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
+    """As `owners`, with the same owner for all blocks of a file. A node's load differs from the mean by up to a file."""
+    _check_range("block", held.block, len(grid.file))
+    starts = np.flatnonzero(_changes(grid.file)) if len(grid.file) else np.empty(0, np.int64)
+    counts = np.diff(np.append(starts, len(grid.file)))
+    row = np.repeat(np.arange(len(starts)), counts)  # of each block, its file among those that have bytes
+    ends = grid.end[starts + counts - 1] if len(starts) else grid.end
+    files = Grid(grid.file[starts], np.zeros(len(starts), np.int64), ends, np.arange(len(starts) + 1), grid.block_bytes)
+    return owners(files, Holders(row[held.block], held.node, held.bytes), nodes)[row]
+
+
+def whole_file_bytes(data_bytes: int, nodes: int) -> int:
+    """How long files of so many bytes should be where each is written by one of `nodes` nodes; longer tensors are not cut."""
+    return max(data_bytes // (nodes * WHOLE_FILES_WANTED), WHOLE_FILE_BYTES_MIN)
 
 
 def _limits(lengths: Numbers, nodes: int) -> Numbers:

@@ -198,6 +198,25 @@ def test_writes_balance_where_blocks_are_small(nodes: int, seed: int, held_by: i
 
 
 @given(cases())
+def test_whole_files_are_blocks_as_long_as_files(case: Case) -> None:
+    """Who writes a file is who would write it if it were one block: all its blocks have this owner."""
+    sizes = [int(case.grid.end[case.grid.file == file].max(initial=0)) for file in range(len(case.grid.firsts) - 1)]
+    whole = blocks.grid(sizes, BLOCK_BYTES)
+    file_of = case.grid.file.tolist()
+    number = {file: place for place, file in enumerate(whole.file.tolist())}
+    rows = [(number[file_of[block]], node, count) for block, node, count in case.rows]
+    owner = blocks.owners(whole, table_of(rows), case.nodes).tolist()
+    found = blocks.file_owners(case.grid, case.table, case.nodes)
+    assert found.dtype == np.int64 and found.tolist() == [owner[number[file]] for file in file_of]
+
+
+def test_whole_files_become_shorter_with_more_nodes() -> None:
+    """So that one file more or less is no more than an eighth of a node's share, as long as uploads have some parts."""
+    assert blocks.whole_file_bytes(84 * 10**9, 4) == 84 * 10**9 // 32
+    assert blocks.whole_file_bytes(84 * 10**9, 1000) == 2**27
+
+
+@given(cases())
 def test_one_node_writes_all(case: Case) -> None:
     """Whether it holds anything or not."""
     rows = [(block, 0, count) for block, _, count in case.rows]

@@ -53,9 +53,9 @@ class MadeWorld(NamedTuple):
             found.append((hashlib.sha256(encoded.declaration).hexdigest(), read))
         return found
 
-    def shares(self) -> list[SharePlan]:
+    def shares(self, *, whole_files: bool = False) -> list[SharePlan]:
         parts = self.parts()
-        return [share_planner.plan_share(parts, node) for node in range(len(parts))]
+        return [share_planner.plan_share(parts, node, whole_files=whole_files) for node in range(len(parts))]
 
 
 def table(rank: int, world: int, held: Sequence[StagedFragment], **more: Any) -> SlotTable:
@@ -193,6 +193,32 @@ def test_every_block_has_one_owner_on_all_nodes(made: MadeWorld, random: Any) ->
         again = share_planner.plan_share(parts, node)
         assert (again.shares, again.block_bytes) == (found[node].shares, found[node].block_bytes)
         assert again.plan == found[node].plan
+
+
+@given(worlds())
+def test_a_whole_file_has_one_writer(made: MadeWorld) -> None:
+    """Where storage wants that: each file is one node's, and has the tensors that it would have on one node."""
+    found = made.shares(whole_files=True)
+    for number, file in enumerate(found[0].plan.files):
+        (writer,) = [one for one in found if any(share.file == number for share in one.shares)]
+        mine = [share for share in writer.shares if share.file == number]
+        assert [share.begin for share in mine] == [0, *(share.end for share in mine[:-1])]
+        assert mine[-1].end == file.layout.bytes
+    assert [bare(one.plan) for one in found] == [bare(planner.plan(made.tables))] * len(found)
+
+
+def test_whole_files_are_divided_about_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that would be fewer than nodes are cut between tensors, and each node writes about as much."""
+    monkeypatch.setattr(blocks, "WHOLE_FILE_BYTES_MIN", 1)
+    specs = [TensorSpec("model", f"t.{number}", "F32", (64, 64)) for number in range(128)]
+    tables = []
+    for rank in range(4):
+        held = [StagedFragment(s, (Box((16 * rank, 0), (16, 64)),), n * 2**12) for n, s in enumerate(specs)]
+        tables.append(table(rank, 4, held, file_bytes_max=2**40))
+    found = MadeWorld(tables, [0, 1, 2, 3]).shares(whole_files=True)
+    written = [sum(share.end - share.begin for share in one.shares) for one in found]
+    assert len(found[0].plan.files) >= 4 * blocks.WHOLE_FILES_WANTED
+    assert max(written) <= sum(written) / len(written) * (1 + 1 / blocks.WHOLE_FILES_WANTED)
 
 
 @pytest.mark.parametrize(("mesh", "cuts"), [((8, 4), {0: 0}), ((8, 4), {0: 0, 1: 1}), ((4, 8), {1: 1}), ((32,), {})])

@@ -148,7 +148,8 @@ class ShareWriter:
                     del self._declarations[next(iter(self._declarations))]
                 self._declarations[digest] = declaration.decode(declared)
             decoded.append((digest, part.decode(self._declarations[digest], tables)))
-        return share_planner.plan_share(decoded, [one.node for one in seen.parts].index(node))
+        me, whole = [one.node for one in seen.parts].index(node), not self._control.store.shares_files
+        return share_planner.plan_share(decoded, me, whole_files=whole)
 
 
 class Peers:

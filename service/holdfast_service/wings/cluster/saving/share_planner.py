@@ -3,6 +3,9 @@
 The files, their headers and offsets are those of `planner.plan`. All nodes compute the same owners from all nodes' holdings;
 a node chooses the ranks that it reads: its own as far as they hold the bytes. What depends only on the ranks' holdings is
 cached for the next save.
+
+Where storage lets only one node write a file, files are whole: one owner each, and shorter ones the more nodes there are.
+Then the files are not those of one node's plan, but the tensors and their bytes are.
 """
 
 from __future__ import annotations
@@ -31,17 +34,28 @@ from holdfast_service.wings.cluster.saving.world import Holdings, Stretch, World
 REMEMBERED_MAX = 2  # all groups, and some of them
 
 
+class _FileLimit(NamedTuple):
+    """The longest file that ranks ask for, in bytes, and whether files are `whole`: one node's each."""
+
+    asked_bytes: int
+    whole: bool
+
+    def bytes_max(self, data_bytes: int, nodes: int) -> int:
+        return min(self.asked_bytes, blocks.whole_file_bytes(data_bytes, nodes)) if self.whole else self.asked_bytes
+
+
 class _Placed:
     """The files of a world, and the owners of their blocks."""
 
-    def __init__(self, world: World, holdings: Holdings, node_of: Numbers, file_bytes_max: int) -> None:
+    def __init__(self, world: World, holdings: Holdings, node_of: Numbers, limit: _FileLimit) -> None:
         self.world, self._holdings, self._node_of = world, holdings, node_of
         self._nodes = int(node_of.max()) + 1
         self._numbers = worlds.numbers(world)
-        layouts = pack(world.specs, file_bytes_max)
+        layouts = pack(world.specs, limit.bytes_max(sum(spec.nbytes for spec in world.specs), self._nodes))
         sizes = [layout.bytes for layout in layouts]
         self.grid: Grid = blocks.grid(sizes, blocks.block_bytes(sum(sizes)))
-        self.owners = blocks.owners(self.grid, blocks.holders(self.grid, self._spans(layouts), self._nodes), self._nodes)
+        held = blocks.holders(self.grid, self._spans(layouts), self._nodes)
+        self.owners = (blocks.file_owners if limit.whole else blocks.owners)(self.grid, held, self._nodes)
         self._files = tuple(PlannedFile(layout, self._without_origins(layout)) for layout in layouts)
         self._own: dict[int, tuple[PlannedFile, ...]] = {}
         self._lock = threading.Lock()
@@ -115,26 +129,26 @@ _remembered: OrderedDict[bytes, _Known] = OrderedDict()
 _lock = threading.Lock()
 
 
-def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
+def plan_share(parts: Sequence[tuple[str, DecodedPart]], me: int, *, whole_files: bool = False) -> SharePlan:
     """The plan of a save from the parts of all nodes, in the order of their numbers, each with its declaration's digest, and
-    what the node with the number `me` writes. Raises the errors of `planner.plan`.
+    what the node with the number `me` writes: blocks of files, or `whole_files`. Raises the errors of `planner.plan`.
     """
     parts = joint_averages.settled(parts)
     try:
-        return _planned(parts, me)
+        return _planned(parts, me, whole_files)
     except ReplicasDiffer as error:  # every node comes to the same end
         if not only_averages(error, [table for _, part in parts for table in part.said]):
             raise
-    return _planned(joint_averages.without(parts), me)
+    return _planned(joint_averages.without(parts), me, whole_files)
 
 
-def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int) -> SharePlan:
+def _planned(parts: Sequence[tuple[str, DecodedPart]], me: int, whole_files: bool) -> SharePlan:
     slot_tables: list[SlotTable] = sorted((table for _, part in parts for table in part.said), key=lambda table: table.rank)
     check_world(slot_tables)
-    file_bytes_max = slot_tables[0].file_bytes_max or FILE_BYTES_MAX
-    text = "\n".join([str(file_bytes_max), *(digest for digest, _ in parts)])
+    limit = _FileLimit(slot_tables[0].file_bytes_max or FILE_BYTES_MAX, whole_files)
+    text = "\n".join([str(limit), *(digest for digest, _ in parts)])
     key = hashlib.sha256(text.encode()).digest()
-    placed = _placed(key, parts, slot_tables, file_bytes_max)
+    placed = _placed(key, parts, slot_tables, limit)
     shares = blocks.shares(placed.grid, placed.owners, me)
     return SharePlan(merged(slot_tables, placed.own(me, shares)), shares, placed.grid, placed.owners)
 
@@ -145,7 +159,7 @@ def forget() -> None:
 
 
 def _placed(
-    key: bytes, parts: Sequence[tuple[str, DecodedPart]], slot_tables: Sequence[SlotTable], file_bytes_max: int
+    key: bytes, parts: Sequence[tuple[str, DecodedPart]], slot_tables: Sequence[SlotTable], limit: _FileLimit
 ) -> _Placed:
     with _lock:  # one at a time: two that find nothing would both work it out
         known = _remembered.pop(key, None)
@@ -162,7 +176,7 @@ def _placed(
                 node_of[list(part.declaration.ranks)] = number
             set_apart = worlds.rounded(worlds.set_apart(world, apart, replica_claims.HOME in slot_tables[0].groups))
             held = Holdings(set_apart) if apart else holdings
-            known = _Known(world, holdings, shared, apart, _Placed(set_apart, held, node_of, file_bytes_max))
+            known = _Known(world, holdings, shared, apart, _Placed(set_apart, held, node_of, limit))
         _remembered[key] = known
         while len(_remembered) > REMEMBERED_MAX:
             _remembered.popitem(last=False)
