@@ -203,6 +203,8 @@ class Config(BaseModel):
         for name, _ in self.tier:
             if name in dict(self.replica):
                 raise ValueError(f"a tier and a replica have the name {name!r}: name them, NAME=PLACE")
+        if self.alone and not isinstance(self.root, Path) and not buckets and is_shared(self.catalog_url):
+            raise ValueError("--alone states that no other daemon writes, and a catalog in PostgreSQL is for several")
         if self.write_bytes_per_second is not None and not isinstance(self.root, Path):
             raise ValueError("--write-bytes-per-second cannot limit the writes to a bucket")
         return self

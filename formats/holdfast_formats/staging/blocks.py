@@ -226,7 +226,7 @@ def file_owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
 
 
 def whole_file_bytes(data_bytes: int, nodes: int) -> int:
-    """How long files of so many bytes should be where each is written by one of `nodes` nodes; longer tensors are not cut."""
+    """How long files should be where each is written by one of `nodes` nodes; longer tensors are not cut. In bytes."""
     return max(data_bytes // (nodes * WHOLE_FILES_WANTED), WHOLE_FILE_BYTES_MIN)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
 
@@ -21,6 +21,9 @@ from .tier import Tier
 if TYPE_CHECKING:
     from .objects.lease import BucketLease
 
+# What lets only one of two commits of a step stand: the rename of a directory, the bucket's conditional puts, or the catalog
+# that daemons share; nothing, with --alone.
+Arbiter = Literal["directory", "bucket", "catalog", "none"]
 LOOK_S = 2.0  # between two looks at a directory
 
 
@@ -48,6 +51,13 @@ class RootStorage(NamedTuple):
     looks: Looks = DIRECTORY_LOOKS
     close: Callable[[], None] = _nothing
     lease: BucketLease | None = None  # of the only daemon of a bucket
+    arbiter: Arbiter = "directory"
+
+    def shared(self) -> RootStorage:
+        """This root, once its mark says that daemons share it: that refuses others, so the lease is given back."""
+        if self.lease is not None:
+            self.lease.close()
+        return self._replace(lease=None)
 
     def directory(self, why: str) -> Tier:
         """The root as a directory; `InvalidRequest` if it is none, since `why` needs one."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
+from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import matches
 from holdfast_formats.timestamps import utc_now
@@ -119,10 +119,10 @@ def open_root(config: Config, stack: ExitStack) -> ServedRoot:
     shared = is_shared(config.catalog_url)
     pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
     place = config.place
-    storage = _storage(config, pace, shared, stack)
-    where = Whereabouts(place.directory, place.label if place.bucket else "")
     Database.at(config.catalog_url).close()  # a URL that is none is refused by name
     shared_by = address(config.catalog_url) if shared else None
+    storage = _storage(config, pace, shared_by, stack)
+    where = Whereabouts(place.directory, place.label if place.bucket else "")
     identity = settle(storage.records, where, shared_by, later=True)
     owner = ownership.Root(identity.mark.id, place.label, place.directory, config.node)
     try:
@@ -139,6 +139,8 @@ def open_root(config: Config, stack: ExitStack) -> ServedRoot:
         catalog.database.away(away.detail, reads=True)
     stack.callback(catalog.close)
     settle(storage.records, where, shared_by)
+    if shared:
+        storage = storage.shared()
     serving = nodes_of(config, catalog.database)
 
     def claim() -> None:
@@ -157,18 +159,14 @@ def open_root(config: Config, stack: ExitStack) -> ServedRoot:
     return ServedRoot(place, identity, control, serving)
 
 
-def _storage(config: Config, pace: Pace | None, shared: bool, stack: ExitStack) -> RootStorage:
+def _storage(config: Config, pace: Pace | None, shared_by: str | None, stack: ExitStack) -> RootStorage:
     place = config.place
     if place.bucket is None:
-        return stored_in(tier_at(place.directory, pace, config.node if shared else ""))
-    if shared:
-        raise InvalidRequest(
-            f"--catalog: daemons of several machines cannot share {place.label}: they would write parts of one object",
-            hint="start one daemon without --catalog, and let ranks of other machines save over HTTP: at=http://HOST:PORT",
-        )
-    from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
+        return stored_in(tier_at(place.directory, pace, config.node if shared_by else ""))
+    from holdfast_service.storage.objects.opening import SharedCatalog, open_bucket  # which need the extra s3
 
-    storage = open_bucket(place.bucket, config.node, place.directory, alone=config.alone)
+    shared = SharedCatalog(shared_by) if shared_by else None
+    storage = open_bucket(place.bucket, config.node, place.directory, alone=config.alone, shared=shared)
     stack.callback(storage.close)
     return storage
 

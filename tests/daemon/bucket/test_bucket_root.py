@@ -187,12 +187,3 @@ def test_a_bucket_that_is_away_for_a_while(moto_bucket: TestBucket, tmp_path: Pa
             away[0] = False
             ticket.result(180)
     assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(2)}" in moto_bucket.sizes()
-
-
-def test_daemons_of_several_machines_are_refused(moto_bucket: TestBucket, tmp_path: Path) -> None:
-    """Before the catalog is asked: they would write parts of one object."""
-    with pytest.raises(AssertionError, match="daemons of several machines cannot share"):
-        RunningDaemon(
-            tmp_path / "one",
-            *("--root", moto_bucket.url, "--state", str(tmp_path / "one"), "--catalog", "postgresql://127.0.0.1:1/x"),
-        )

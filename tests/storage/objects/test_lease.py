@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from holdfast_formats.errors import RootBusy
 from holdfast_formats.root_files import decode, encode
 from holdfast_service.storage.objects import lease
 from holdfast_service.storage.objects.lease import BucketLease, OwnerFile
+from tests.daemons import wait_until
 from tests.kit.memory_bucket import MemoryBucket
 
 TICK_S = 0.05
@@ -94,6 +96,34 @@ def test_a_lost_lease_is_told(bucket: Bucket, tmp_path: Path) -> None:
     assert "far serves" in held.lost(busy=True)
     held.close()
     assert owner(bucket) == other
+
+
+def test_daemons_that_will_share_the_root_wait_for_each_other(bucket: Bucket, tmp_path: Path) -> None:
+    """The first one has the lease until it has marked the root; others wait for that, and need none then.
+    One that would serve the root alone, or with another catalog, is refused meanwhile.
+    """
+    marked: list[bool] = []
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+
+    def share(directory: str, catalog: str = "db:5432/x") -> BucketLease | None:
+        return BucketLease.take_until_shared(bucket, directory, tmp_path / directory, catalog, lambda: bool(marked))
+
+    first = share("one")
+    assert first is not None
+    for refused in (lambda: take(bucket, tmp_path / "two", "two"), lambda: share("two", "db:5432/other")):
+        with pytest.raises(RootBusy, match="in use by the daemon of one"):
+            refused()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(share, "two")
+        found = owner(bucket)
+        assert found is not None
+        wait_until(lambda: owner(bucket).count > found.count + 1)
+        assert not second.done()
+        marked.append(True)
+        assert second.result() is None
+    first.close()
+    assert share("two") is None and bucket.head(naming.OWNER) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"no JSON", b'{"node": 1}'])

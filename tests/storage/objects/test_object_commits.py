@@ -208,7 +208,7 @@ def test_a_discard_that_died_is_finished(bucket: MemoryBucket) -> None:
         with suppress(Killed):
             opened(dying).discard(JOINT)
         store = opened(made)
-        if at == 2:  # its fence is there, and nothing else has happened
+        if at == 3:  # its fence is there, and nothing else has happened
             assert store.commit(JOINT, FIRST.contents()).outcome == "gone"
         store.sweep()
         assert made.names() == []

@@ -1,5 +1,8 @@
 """The lease on a bucket that one daemon serves without others: an object that is written again while it serves.
 
+Daemons that share a catalog have none: the catalog knows them, and the mark of the root refuses others. Only until the root
+has that mark, the first of them holds the lease.
+
 Another daemon takes the lease when the object has stood unchanged for twice its stated interval and `LATE_S`, by its own
 clock: no two clocks are compared (I17). It takes it at once where it can see that the process is gone. The lease keeps two
 daemons from serving a root by mistake; what keeps their checkpoints apart is each step's commit object. The interval is in
@@ -12,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +38,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 class OwnerFile(Body):
     """Contents of `.holdfast.owner`. `state` is the daemon's directory for what it keeps, on its machine since it booted:
-    only one process at a time can have that locked. `process` is its process there.
+    only one process at a time can have that locked. `process` is its process there. `catalog` is the address of the catalog
+    that it is about to share the root with: then the lease ends when the root says so.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -44,6 +49,7 @@ class OwnerFile(Body):
     process: str = Field(max_length=200)
     renews_s: Annotated[float, Field(gt=0, le=3600)]
     count: Annotated[int, Field(ge=0)]
+    catalog: str = Field("", max_length=500)
 
 
 class BucketLease:
@@ -61,10 +67,23 @@ class BucketLease:
         """Wait until no other daemon renews it; `RootBusy`, which names the other one, as soon as one does. This process has
         locked the `directory` for what it keeps.
         """
-        state, process = _state(directory), _process(os.getpid())
-        own = OwnerFile(node=node, state=state, process=process, renews_s=BUSY_S, count=0)
+        taken = cls._take(bucket, _own(node, directory), lambda: False)
+        assert taken is not None
+        return taken
+
+    @classmethod
+    def take_until_shared(
+        cls, bucket: Bucket, node: str, directory: Path, catalog: str, is_shared: Callable[[], bool]
+    ) -> BucketLease | None:
+        """As `take`, for a daemon that will share the root by this catalog; it waits for others that will. None as soon as
+        the root is marked as shared by it (`is_shared`).
+        """
+        return cls._take(bucket, _own(node, directory, catalog), is_shared)
+
+    @classmethod
+    def _take(cls, bucket: Bucket, own: OwnerFile, is_needless: Callable[[], bool]) -> BucketLease | None:
         seen: tuple[bytes, float] | None = None
-        while True:
+        while not is_needless():
             found = _read(bucket)
             if found is None:
                 written = bucket.put(naming.OWNER, encode(own), if_absent=True)
@@ -72,7 +91,9 @@ class BucketLease:
                 data, etag = found
                 other, now = decode(OwnerFile, data), time.monotonic()
                 if seen is not None and seen[0] != data:
-                    raise _busy(bucket, other)
+                    if other is None or not own.catalog or other.catalog != own.catalog:
+                        raise _busy(bucket, other)
+                    seen = None
                 since = seen[1] if seen is not None else now
                 if other is not None and not _is_gone(other, own) and now - since < _patience_s(other):
                     if seen is None:
@@ -90,6 +111,7 @@ class BucketLease:
             if found is not None and found[0] == encode(own):  # the answer was lost
                 return cls(bucket, own, found[1])
             time.sleep(LOOK_S)
+        return None
 
     def lost(self, busy: bool) -> str:
         """Why another daemon has it now; empty while it is held. While no rank is `busy` it is renewed less often."""
@@ -145,6 +167,11 @@ def _is_gone(other: OwnerFile, own: OwnerFile) -> bool:
     return same_space and pid.isdecimal() and _process(int(pid)) != other.process
 
 
+def _own(node: str, directory: Path, catalog: str = "") -> OwnerFile:
+    state, process = _state(directory), _process(os.getpid())
+    return OwnerFile(node=node, state=state, process=process, renews_s=BUSY_S, count=0, catalog=catalog)
+
+
 def _state(directory: Path) -> str:
     at = os.stat(directory)
     return f"{BOOT_ID.read_text().strip()} {at.st_dev} {at.st_ino}"
@@ -169,5 +196,6 @@ def _read(bucket: Bucket) -> tuple[bytes, str] | None:
 def _busy(bucket: Bucket, other: OwnerFile | None) -> RootBusy:
     return RootBusy(
         f"{bucket.label} is in use by the daemon of {other.node if other else 'another machine'}",
-        hint="only one daemon can serve a bucket: use that daemon, stop it, or choose another prefix",
+        hint="use that daemon, stop it, or choose another prefix. Daemons of several machines share a bucket if all of them "
+        "have the same --catalog postgresql://…",
     )

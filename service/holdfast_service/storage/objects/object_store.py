@@ -326,15 +326,20 @@ class ObjectStore:
         held up withdraws what it publishes behind the fence.
         """
         if place.round_id:
+            if self._is_named(place, prefix):  # no fence then: another committer of the round would withdraw the checkpoint
+                return False
             self._bucket.put(fence_of(prefix), b"")
-            standing = self._commits.standing(_id(place))
-            if standing is not None and standing.may_name(prefix):
+            if self._is_named(place, prefix):
                 self._bucket.delete([fence_of(prefix)])
                 return False
         erase(self._bucket, prefix)
         if place.round_id:
             self._bucket.delete([fence_of(prefix)])
         return True
+
+    def _is_named(self, place: Place, prefix: str) -> bool:
+        standing = self._commits.standing(_id(place))
+        return standing is not None and standing.may_name(prefix)
 
     def _kept(self, place: Place, standing: Standing) -> _Kept:
         """What the new commit object names as replaced: the first one, which may be the last that was read back, and the

@@ -1,14 +1,19 @@
-"""Opens a root in a bucket: connects, finds out what the bucket honours, and takes the lease if one daemon serves it."""
+"""Opens a root in a bucket: connects, finds out what the bucket honours, and takes the lease if one daemon serves it, or if
+daemons of several nodes are about to share it.
+"""
 
 from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast_files.objects import client
 from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.client import Bucket
 from holdfast_formats.errors import InvalidRequest
+from holdfast_service.storage.identity import Whereabouts, catalog_of
 from holdfast_service.storage.root_storage import Looks, RootStorage
 from holdfast_service.storage.store import Alone
 
@@ -25,10 +30,19 @@ LOOK_S = 120.0  # for each request of a look: with the lease, an idle daemon ask
 LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), False)
 
 
-def open_bucket(place: BucketAddress, node: str, state: Path, *, alone: bool) -> RootStorage:
-    """A root in a bucket. `alone`: nothing else writes to a bucket that cannot keep two writers apart.
+class SharedCatalog(NamedTuple):
+    """The catalog by which daemons of several nodes share a root: its address."""
 
-    Raises `InvalidRequest` for such a bucket without that, `RootBusy` where another daemon has the lease.
+    address: str
+
+
+def open_bucket(
+    place: BucketAddress, node: str, state: Path, *, alone: bool = False, shared: SharedCatalog | None = None
+) -> RootStorage:
+    """A root in a bucket. `alone`: nothing else writes to a bucket that cannot keep two writers apart. `shared`: daemons of
+    several nodes serve it; then call `RootStorage.shared` once the root is marked.
+
+    Raises `InvalidRequest` for such a bucket without either, `RootBusy` where another daemon has the lease.
     """
     with ExitStack() as stack:
         bucket = client.opened(place.label)
@@ -36,14 +50,25 @@ def open_bucket(place: BucketAddress, node: str, state: Path, *, alone: bool) ->
         honours = probe(bucket)
         bucket = bucket.using(checksum=honours.checksum)
         puts = ConditionalPuts(bucket, honours, _arbiter(bucket.label, honours, alone))
-        lease = None
-        if honours.arbitrates:
-            lease = BucketLease.take(bucket, node, state)
+        records = ObjectRecords(bucket, puts)
+        lease = _lease(bucket, records, node, state, shared) if honours.arbitrates else None
+        if lease is not None:
             stack.callback(lease.close)
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
-    return RootStorage(ObjectRecords(bucket, puts), ObjectStore(uploads, puts), None, LOOKS, opened.close, lease)
+    return RootStorage(records, ObjectStore(uploads, puts), None, LOOKS, opened.close, lease, "bucket")
+
+
+def _lease(
+    bucket: Bucket, records: ObjectRecords, node: str, state: Path, shared: SharedCatalog | None
+) -> BucketLease | None:
+    if shared is None:
+        return BucketLease.take(bucket, node, state)
+    where = Whereabouts(state, bucket.label)
+    return BucketLease.take_until_shared(
+        bucket, node, state, shared.address, lambda: catalog_of(records, where) == shared.address
+    )
 
 
 def _arbiter(label: str, honours: Honours, alone: bool) -> Alone | None:

@@ -8,6 +8,7 @@ from sqlalchemy import ColumnElement, delete, exists, func, select, update
 
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.naming import Place
+from holdfast_service.control.catalog.round_records import GOING_ON
 from holdfast_service.control.database.cluster_schema import (
     AverageVoteRow,
     DeclarationRow,
@@ -18,7 +19,7 @@ from holdfast_service.control.database.cluster_schema import (
     VoteRow,
 )
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import RunRow
+from holdfast_service.control.database.schema import RoundRow, RunRow
 from holdfast_service.wings.cluster.membership import now
 from holdfast_service.wings.cluster.round_parts import GOING
 
@@ -39,11 +40,15 @@ class JointRounds:
             return connection.scalar(select(JointRoundRow.id).where(*going).limit(1)) is not None
 
     def places(self) -> list[Place]:
-        """The staging places of rounds that have not ended."""
-        row = JointRoundRow
-        wanted = select(row.run, row.step, row.attempt, row.id).where(row.state.in_(GOING))
+        """The staging places of rounds that have not ended, also of those in which one live node saves alone: an upload to a
+        bucket does not show that it goes on.
+        """
+        row, lone = JointRoundRow, RoundRow
+        joint = select(row.run, row.step, row.attempt, row.id).where(row.state.in_(GOING))
+        live = exists().where(NodeRow.name == lone.node, NodeRow.until > now())
+        alone = select(lone.run, lone.step, lone.attempt).where(lone.state.in_(GOING_ON), live)
         with self._database.plain() as connection:
-            return [Place(*found) for found in connection.execute(wanted)]
+            return [Place(*found) for wanted in (joint, alone) for found in connection.execute(wanted)]
 
     def end_abandoned(self) -> list[tuple[str, int]]:
         """End the rounds without a live node, and delete their parts; returns their runs and steps."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import bodies
@@ -20,6 +22,15 @@ log = logging.getLogger(__name__)
 LOOKS = 5  # for a checkpoint in another one's place: a network file system may show the old one for a minute and a half
 IDLE_S = 3600.0  # no process writes any more to what is unchanged for so long, by the storage's clock
 
+OFTEN_S = 60.0  # a root that may be looked at so often is looked at each time
+
+
+class Looked(NamedTuple):
+    """The last look after the root: when (monotonic), and how many runs there were."""
+
+    at: float
+    runs: int
+
 
 class RootMaintenance:
     """The work that one node of a cluster does for all, while it has the duty. For one thread."""
@@ -28,18 +39,35 @@ class RootMaintenance:
         self._tier, self._store, self._catalog = control.records, control.store, control.catalog
         self._cluster, self._events, self._due = cluster, control.events, control.rotation.due
         self._absences = control.absences
+        self._looks, self._looked = control.storage.looks, Looked(float("-inf"), 0)
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
         self._missing: set[str] = set()  # runs without ranks at any node and without a recorded end
 
     def run_once(self, idle_s: float = IDLE_S) -> None:
-        """Sweep what was not written to for `idle_s`, end the saves of nodes that are gone, mark runs as dead with their
-        node, list committed checkpoints that are not listed, and apply all policies.
+        """Look after the catalog, and after the root: to look at a bucket costs requests, so it is done less often."""
+        self._look_after_catalog()
+        every_s = min(self._looks.every_s(self._looked.runs), IDLE_S)
+        if every_s <= OFTEN_S or time.monotonic() - self._looked.at >= every_s:
+            runs = self._look_after_root(idle_s)
+            self._looked = Looked(time.monotonic(), runs)
+
+    def _look_after_root(self, idle_s: float) -> int:
+        """Sweep what was not written to for `idle_s`, list committed checkpoints that are not listed, and apply policies.
+        Returns the number of runs.
         """
         spared = [*wanted_places(self._catalog.database, self._store.files), *self._cluster.rounds.places()]
         sweep(self._store, spared, idle_s, lambda run: self._cluster.locked(deciding(run)))
         members = self._cluster.membership.members()
         removal.sweep_nodes(self._tier, {member.name for member in members})
+        runs = roots.runs(self._tier)
+        self._list_what_is_there(runs)
+        for run in runs:
+            self._due(run)
+        return len(runs)
+
+    def _look_after_catalog(self) -> None:
+        """End the saves of nodes that are gone, and mark runs as dead with their node."""
         self._note_lost_nodes()
         self._end_saves()
         self._list_replacements()
@@ -47,10 +75,6 @@ class RootMaintenance:
         for run, step in self._cluster.rounds.end_abandoned():
             log.warning("%s@%s was not saved: all its nodes were lost", run, step)
         self._cluster.rounds.forget()
-        runs = roots.runs(self._tier)
-        self._list_what_is_there(runs)
-        for run in runs:
-            self._due(run)
 
     def _list_what_is_there(self, runs: Iterable[str]) -> None:
         """A node may be lost between a commit and its catalog entry. A difference seen only once is probably still being
