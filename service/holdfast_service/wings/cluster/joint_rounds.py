@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, delete, exists, func, select, update
 
 from holdfast_formats.errors import RoundAborted
 from holdfast_formats.naming import Place
-from holdfast_service.control.catalog.round_records import GOING_ON
+from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.database.cluster_schema import (
     AverageVoteRow,
     DeclarationRow,
