@@ -6,16 +6,18 @@ in the place of a file is damage: if it counted as missing, the caller would act
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import CorruptManifest, NotCommitted
+from holdfast_formats.errors import CorruptManifest, NoSuchResource, NotCommitted, StorageFailed
 from holdfast_formats.files import Files
 
 _AT_ONCE_BYTES = 16 * 2**20  # manifests up to this size are read, then verified; larger ones piece by piece
+_NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})  # a link, or a socket, or below a file
 _ANOTHER = "restore another step"
 _HINT = "Holdfast does not write such files: repair it from a replica, or restore another step"
 
@@ -59,9 +61,11 @@ def read_manifest(files: Files, directory: str, commit: bytes) -> bytes:
     Raises `NotCommitted` for a COMMIT that cannot be read.
     """
     path = join(directory, naming.MANIFEST)
-    if (files.size(path) or 0) in range(_AT_ONCE_BYTES + 1, manifests.MANIFEST_BYTES_MAX + 1):
-        _prove_in_pieces(files, path, manifests.stated_sha256(commit))
-    encoded = read_bounded(files, path, manifests.MANIFEST_BYTES_MAX)
+    encoded = _begin_of(files, path, _AT_ONCE_BYTES)
+    if encoded is not None and len(encoded) > _AT_ONCE_BYTES:
+        if (files.size(path) or 0) <= manifests.MANIFEST_BYTES_MAX:
+            _prove_in_pieces(files, path, manifests.stated_sha256(commit))
+        encoded = read_bounded(files, path, manifests.MANIFEST_BYTES_MAX)
     if encoded is None:
         text = f"{directory or files.label} has no {naming.MANIFEST}"
         raise CorruptManifest(text, hint=_ANOTHER, file=naming.MANIFEST)
@@ -71,18 +75,30 @@ def read_manifest(files: Files, directory: str, commit: bytes) -> bytes:
 
 def read_bounded(files: Files, path: str, bytes_max: int) -> bytes | None:
     """A file's bytes, None if it does not exist; `CorruptManifest` if it is not a regular file, or too long."""
-    size, (parent, _, name) = files.size(path), path.rpartition("/")
-    if size is None:
-        if name in files.list(parent):
-            raise CorruptManifest(f"{_place(files, path)} is not a regular file", hint=_HINT, file=name)
-        return None
-    if size <= bytes_max:
-        data = files.read(path, 0, bytes_max + 1)  # it may have been replaced by a longer one
-        size = len(data)
-    if size > bytes_max:
-        text = f"{_place(files, path)} has {size} bytes, over the limit of {bytes_max}"
-        raise CorruptManifest(text, hint=_HINT, file=name)
+    if bytes_max > _AT_ONCE_BYTES and (files.size(path) or 0) > bytes_max:
+        raise _too_long(files, path, bytes_max)
+    data = _begin_of(files, path, bytes_max)
+    if data is not None and len(data) > bytes_max:
+        raise _too_long(files, path, bytes_max)
     return data
+
+
+def _begin_of(files: Files, path: str, bytes_max: int) -> bytes | None:
+    """A file's bytes, up to one more than `bytes_max`, by one request; None if it does not exist."""
+    try:
+        return files.read(path, 0, bytes_max + 1)
+    except (NoSuchResource, StorageFailed) as error:
+        if isinstance(error, StorageFailed) and error.members.get("errno") not in _NO_FILE:
+            raise
+        parent, _, name = path.rpartition("/")
+        if error.members.get("errno") != errno.ENOENT and name in files.list(parent):
+            raise CorruptManifest(f"{_place(files, path)} is not a regular file", hint=_HINT, file=name) from error
+        return None
+
+
+def _too_long(files: Files, path: str, bytes_max: int) -> CorruptManifest:
+    text = f"{_place(files, path)} has {files.size(path)} bytes, over the limit of {bytes_max}"
+    return CorruptManifest(text, hint=_HINT, file=path.rpartition("/")[2])
 
 
 def join(directory: str, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
+from errno import ENOENT
 from typing import TYPE_CHECKING, Any
 
 from holdfast.read.sources import Source, read_part
@@ -72,10 +73,13 @@ class ObjectSource(Source):
         return sorted(self._list()) if not path else []
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        whole = self._whole.get(name)
+        with self._lock:
+            whole = self._read_commit() if name == naming.COMMIT else self._small_enough(name)
         if whole is not None:
             return whole[offset:] if length is None else whole[offset : offset + length]
-        return read_part(self, self.size(name), name, offset, length)
+        if (size := self.size(name)) is None:
+            raise self._missing(name)
+        return read_part(self, size, name, offset, length)
 
     def read_into(self, name: str, offset: int, buffer: Any) -> int:
         try:
@@ -145,6 +149,12 @@ class ObjectSource(Source):
             self._whole[name] = data
         return data
 
+    def _small_enough(self, name: str) -> bytes | None:
+        """`_small` of a file that is read whole; None for any other, and for a longer one."""
+        with suppress(LimitExceeded):
+            return self._small(name) if name in _READ_WHOLE else None
+        return None
+
     def _list(self) -> dict[str, Listed]:
         with self._lock:
             if self._listed is None:
@@ -169,7 +179,7 @@ class ObjectSource(Source):
             return f"{self.run}/{naming.DATA}/{self._published.data}/{name}"
 
     def _missing(self, name: str) -> NoSuchResource:
-        return NoSuchResource(f"{self.label} has no file {name!r}", file=name)
+        return NoSuchResource(f"{self.label} has no file {name!r}", file=name, errno=ENOENT)
 
 
 def _check(name: str) -> None:

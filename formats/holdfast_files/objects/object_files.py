@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from errno import ENOENT
 from typing import Any, NamedTuple, TypeVar
 
 from holdfast_formats import naming
@@ -127,7 +128,7 @@ class ObjectFiles:
         def head(key: str) -> Found:
             found = self._bucket.head(key)
             if found is None:
-                raise NoSuchResource(f"there is no file {path}", path=path)
+                raise _no_file(path)
             return found
 
         try:
@@ -139,16 +140,19 @@ class ObjectFiles:
         """`act` with the key of a file; `NoSuchResource` if there is none."""
         of_step = _of_step(split_path(path))
         if of_step is None:
-            return act(path)
+            try:
+                return act(path)
+            except NoSuchResource as error:
+                raise _no_file(path) from error
         if not of_step.file:
             raise NoSuchResource(f"{path} is not a file", path=path)
         prefix = self._prefix(of_step, fresh=of_step.file == naming.COMMIT)
         try:
             return act(f"{prefix}/{of_step.file}")
-        except NoSuchResource:
+        except NoSuchResource as error:
             again = self._prefix(of_step, fresh=True)
             if again == prefix:
-                raise
+                raise _no_file(path) from error
             return act(f"{again}/{of_step.file}")
 
     def _prefix(self, of_step: _FileOfStep, fresh: bool) -> str:
@@ -160,11 +164,16 @@ class ObjectFiles:
             with self._lock:
                 if found is None:
                     self._remembered.pop(at, None)
-                    raise NoSuchResource(f"{of_step.run} has no checkpoint of step {of_step.step}")
+                    raise NoSuchResource(f"{of_step.run} has no checkpoint of step {of_step.step}", errno=ENOENT)
                 if len(self._remembered) >= REMEMBERED_MAX:
                     self._remembered.clear()
                 name = self._remembered[at] = found.content.checkpoint.data
         return f"{of_step.run}/{naming.DATA}/{name}"
+
+
+def _no_file(path: str) -> NoSuchResource:
+    """Nothing has this name: no list needs to say whether something else than a file has it."""
+    return NoSuchResource(f"there is no file {path}", path=path, errno=ENOENT)
 
 
 def _names_in(bucket: Bucket, directory: str) -> list[str]:

@@ -165,8 +165,9 @@ class SaveCoordinator:
 
     def record(self, made: Manifest) -> None:
         """Queue the catalog's record of a checkpoint."""
-        if roots.stands(self._store.files, made.run, made.step):  # else it was removed while the catalog was away
-            self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._store, made.run, made.step))
+        stamp = roots.stamp(self._store, made.run, made.step)
+        if stamp is not None or roots.stands(self._store.files, made.run, made.step):  # else removed meanwhile
+            self._catalog.record_checkpoint(bodies.describe(made), stamp)
 
     def clear(self, place: Place) -> None:
         """Remove a staging place; the next sweep removes what cannot be removed now."""

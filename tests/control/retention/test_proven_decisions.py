@@ -144,18 +144,18 @@ def test_one_whose_files_were_replaced_counts_when_it_was_read_back_again(world:
 
 def test_where_the_storage_cannot_be_looked_at_nothing_is_removed(world: World) -> None:
     """An alert says why, once, and it goes on when the storage answers."""
-    sizes = world.tier.size
+    stamps = world.tier.stamp
 
-    def fails(path: str) -> int | None:
+    def fails(path: str) -> str:
         if f"/{naming.CHECKPOINTS}/" in path:
             raise StorageFailed(f"cannot stat {path}: input/output error")
-        return sizes(path)
+        return stamps(path)
 
-    world.tier.size = fails  # type: ignore[method-assign]
+    world.tier.stamp = fails  # type: ignore[method-assign]
     world.keep(last=1)
     with pytest.raises(StorageFailed):
         world.control.rotation.apply(RUN)
-    world.tier.size = sizes  # type: ignore[method-assign]
+    world.tier.stamp = stamps  # type: ignore[method-assign]
     assert world.steps == [1, 2, 3, 4]
     told = [event for event in world.control.events.after(0, 100) if event.kind == "removal-waits"]
     assert [event.level for event in told] == ["error"]

@@ -136,7 +136,7 @@ POINTS = {
     "before an event": Point("holdfast_service.control.catalog.events", "Events.add"),
     "after an event": Point("holdfast_service.control.catalog.events", "Events.add", after=True),
     "a round has ended": Point("holdfast_service.control.catalog.round_records", "RoundRecords.end", after=True),
-    "mid check": Point("holdfast_service.daemon.checking.layout_trials", "try_layouts"),
+    "mid check": Point("holdfast_service.daemon.checking.layout_trials", "LayoutTrials.result"),
     # in the command line
     "mid export": Point("holdfast.export.copy", "write", after=True),
     "before COMMIT of the export": Point(

@@ -9,7 +9,8 @@ import pytest
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_service.daemon.checking import layout_trials
-from holdfast_service.daemon.checking.layout_trials import TRIED, identical, try_layouts
+from holdfast_service.daemon.checking.layout_trials import TRIED, LayoutTrials, identical
+from holdfast_service.daemon.checking.verifier import examine
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, varied_arrays
 
@@ -22,9 +23,9 @@ def test_whatever_is_drawn_restores_what_is_stored(tmp_path: Path) -> None:
     drawn: set[str] = set()
     for step in STEPS:
         made = build(tmp_path / str(step), step=step).manifest
-        tried = try_layouts(tier, str(step), made)
+        tried = LayoutTrials(tier, str(step)).result(made)
         assert len(tried.layouts) == TRIED and tried.bytes > 0
-        assert try_layouts(tier, str(step), made) == tried
+        assert LayoutTrials(tier, str(step)).result(made) == tried
         drawn |= {text.partition(" rank ")[0] for text in tried.layouts}
     assert drawn == set(layout_trials.LAYOUTS)
 
@@ -36,14 +37,14 @@ def test_bytes_that_were_not_proven_are_not_compared(tmp_path: Path) -> None:
         header = built.manifest.file(path.name).header_bytes  # type: ignore[union-attr]
         path.write_bytes(path.read_bytes()[:header] + b"\xa5" * (path.stat().st_size - header))
     with pytest.raises(CorruptExtent):
-        try_layouts(PosixTier(tmp_path), "c", built.manifest)
+        LayoutTrials(PosixTier(tmp_path), "c").result(built.manifest)
 
 
 @pytest.mark.parametrize("config", [b"?", b"[]", b'{"model_type": 5}', b"{}"])
 def test_a_config_that_says_nothing_is_passed_over(tmp_path: Path, config: bytes) -> None:
     """Rules are found by names and shapes then, as every reader does; one that is refused is no damage."""
     made = build(tmp_path / "c", config=config).manifest
-    assert len(try_layouts(PosixTier(tmp_path), "c", made).layouts) in (0, TRIED)
+    assert len(LayoutTrials(PosixTier(tmp_path), "c").result(made).layouts) in (0, TRIED)
 
 
 def test_a_layout_that_loses_a_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +58,7 @@ def test_a_layout_that_loses_a_tensor_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(LayoutHoldings, "of", forgetful)
     with pytest.raises(CorruptManifest) as caught:
-        try_layouts(PosixTier(tmp_path), "c", made)
+        LayoutTrials(PosixTier(tmp_path), "c").result(made)
     assert caught.value.members["tensor"] == "embed.weight"
 
 
@@ -66,13 +67,13 @@ def test_a_layout_that_misplaces_bytes_is_named(tmp_path: Path, monkeypatch: pyt
     made = build(tmp_path / "c").manifest
     monkeypatch.setattr(layout_trials.transfer, "move", lambda *of: 0)
     with pytest.raises(CorruptManifest, match=r"layout .*, rank \d+: tensor .* wrong bytes"):
-        try_layouts(PosixTier(tmp_path), "c", made)
+        LayoutTrials(PosixTier(tmp_path), "c").result(made)
 
 
 def test_nothing_to_try(tmp_path: Path) -> None:
     """A checkpoint without tensors has no layout."""
     made = build(tmp_path / "c", {"extra": {}}).manifest
-    assert try_layouts(PosixTier(tmp_path), "c", made) == ((), 0)
+    assert LayoutTrials(PosixTier(tmp_path), "c").result(made) == ((), 0)
 
 
 def test_identical_is_of_what_trains(tmp_path: Path) -> None:
@@ -82,3 +83,18 @@ def test_identical_is_of_what_trains(tmp_path: Path) -> None:
     )
     none = build(tmp_path / "d", {"extra": {}}).manifest
     assert identical(one, same) and not identical(one, other) and not identical(none, none)
+
+
+def test_what_passes_while_a_checkpoint_is_read_back_is_not_read_again(tmp_path: Path) -> None:
+    """The same layouts and places as of a checkpoint that others have read back."""
+    tier = PosixTier(tmp_path)
+    for step in STEPS[:8]:
+        made = build(tmp_path / str(step), varied_arrays(step), step=step).manifest
+        trials = LayoutTrials(tier, str(step))
+        examine(tier, str(step), passed=trials.passed)
+        tried = trials.result(made)
+        # examine() has decoded a manifest of its own: what passed is of that one
+        assert tried.layouts == LayoutTrials(tier, str(step)).result(made).layouts and tried.bytes > 0
+        trials = LayoutTrials(tier, str(step))
+        found = examine(tier, str(step), passed=trials.passed)
+        assert found.manifest is not None and trials.result(found.manifest) == (tried.layouts, 0)

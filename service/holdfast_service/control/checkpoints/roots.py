@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import ALL
@@ -90,9 +90,12 @@ def load_manifest(tier: Files, run: str, step: int) -> Manifest:
     `CorruptManifest` when the manifest is missing, is not what COMMIT states, or belongs to another run or step.
     """
     directory = naming.checkpoint_path(run, step)
-    if not tier.list(directory):
-        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them")
-    manifest = open_checkpoint(tier, directory).manifest
+    try:
+        manifest = open_checkpoint(tier, directory).manifest
+    except (NotCommitted, CorruptManifest):
+        if tier.list(directory):
+            raise
+        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"`holdfast ls {run}` lists them") from None
     if (manifest.run, manifest.step) != (run, step):
         raise CorruptManifest(
             f"{directory} contains {manifest.run}@{manifest.step}",

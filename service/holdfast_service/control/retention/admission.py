@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded, StorageFailed
@@ -56,6 +56,13 @@ def _data_bytes(plan: WritePlan) -> int:
     return plan.bytes + sum(asset.blob.length for asset in plan.assets) + len(plan.state)
 
 
+class _Quotas(NamedTuple):
+    """The quotas that a run counts against: its own, None without one, and those of its teams by pattern."""
+
+    own: int | None
+    teams: Mapping[str, int]
+
+
 class Admission:
     """Decides whether a plan fits: into the quotas of the run and of its teams, and onto the disk."""
 
@@ -73,6 +80,7 @@ class Admission:
         self._files, self._rotation, self._ask = files, rotation, ask
         self._empty_trash = empty_trash
         self._teams = TeamQuotas(storage.records, catalog.database)
+        self._admitted: dict[str, _Quotas] = {}  # with which a run's save was admitted; a change is in force from the next on
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
@@ -82,15 +90,16 @@ class Admission:
         that no rule of any run keeps; then, oldest first and no more than needed, those that this run's policy removes once
         this save is verified, if they are superseded by a verified checkpoint already (I10).
         """
-        shortage = self._shortage(plan)
+        quotas = self._admitted[plan.run] = self._quotas(plan.run)
+        shortage = self._shortage(plan, quotas)
         if isinstance(shortage, NoSpace):  # deleted runs go before kept checkpoints
             self._empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
-            shortage = self._shortage(plan)
+            shortage = self._shortage(plan, quotas)
         if shortage is None:
             return
         self._apply_policies(plan.run)
         incoming = Candidate(plan.step, 0.0, True, plan.metrics, groups=frozenset(plan.groups))
-        while (shortage := self._shortage(plan)) is not None:
+        while (shortage := self._shortage(plan, quotas)) is not None:
             try:
                 room = self._rotation.make_room(plan.run, incoming)
             except CheckpointError as error:
@@ -100,19 +109,15 @@ class Admission:
 
     def check_quotas(self, run: str, step: int, need: int) -> None:
         """`QuotaExceeded` if what is written does not fit any more: other saves may have committed since it was admitted."""
-        over = self._over_quota(run, step, need)
+        quotas = self._admitted.pop(run, None) or self._quotas(run)
+        over = self._over_quota(run, step, need, quotas)
         if over is not None:
             raise over
 
     def quotas(self, run: str) -> dict[str, int]:
         """The quotas that a run counts against; without unreadable ones."""
-        found: dict[str, int] = {}
-        try:
-            found = dict(self._teams.of(run))
-        except (Damaged, StorageFailed) as error:
-            log.error("%s", error)
-        own = self._quota(run)
-        return found if own is None else found | {run: min(own, found.get(run, own))}
+        own, teams = self._quotas(run)
+        return dict(teams) if own is None else {**teams, run: min(own, teams.get(run, own))}
 
     def _apply_policies(self, first: str) -> None:
         for run in dict.fromkeys((first, *roots.runs(self._store.files))):
@@ -121,12 +126,17 @@ class Admission:
             except CheckpointError as error:  # another run's unreadable file must not keep this one from being saved
                 log.error("retention of %s: %s", run, error.detail)
 
-    def _quota(self, run: str) -> int | None:
+    def _quotas(self, run: str) -> _Quotas:
+        own, teams = None, dict[str, int]()
         try:
-            return self._files.read(run).in_force.quota_bytes
+            own = self._files.read(run).in_force.quota_bytes
         except (Damaged, StorageFailed) as error:  # a save is worth more than a limit that cannot be read
             log.error("%s", error)
-            return None
+        try:
+            teams = self._teams.of(run)
+        except (Damaged, StorageFailed) as error:
+            log.error("%s", error)
+        return _Quotas(own, teams)
 
     def _used(self, run: str) -> int:
         try:
@@ -135,16 +145,12 @@ class Admission:
             log.warning("cannot determine how much of its quota %s uses: %s", run, away.detail)
             return 0
 
-    def _team_shortage(self, run: str, what: str, need: int) -> QuotaExceeded | None:
+    def _team_shortage(self, run: str, what: str, need: int, quotas: Mapping[str, int]) -> QuotaExceeded | None:
         """The error of the first team quota into which it does not fit."""
         try:
-            quotas = self._teams.of(run)
             used_by = self._ask(partial(self._teams.used, quotas), USED_S) if quotas else {}  # one wait for all of them
         except CatalogUnavailable as away:
             log.warning("cannot determine how much of their quotas the teams of %s use: %s", run, away.detail)
-            return None
-        except (Damaged, StorageFailed) as error:  # as for the quota of a run
-            log.error("%s", error)
             return None
         for pattern, quota in quotas.items():
             used = used_by[pattern]
@@ -160,9 +166,9 @@ class Admission:
                 )
         return None
 
-    def _over_quota(self, run: str, step: int, need: int) -> QuotaExceeded | None:
+    def _over_quota(self, run: str, step: int, need: int, quotas: _Quotas) -> QuotaExceeded | None:
         what = f"{run}@{step}"
-        quota = self._quota(run)
+        quota = quotas.own
         if quota is not None:
             used = self._used(run)
             if used + need > quota:
@@ -174,10 +180,10 @@ class Admission:
                     used=used,
                     quota=quota,
                 )
-        return self._team_shortage(run, what, need)
+        return self._team_shortage(run, what, need, quotas.teams)
 
-    def _shortage(self, plan: WritePlan) -> CheckpointError | None:
-        over = self._over_quota(plan.run, plan.step, counted_bytes(plan))
+    def _shortage(self, plan: WritePlan, quotas: _Quotas) -> CheckpointError | None:
+        over = self._over_quota(plan.run, plan.step, counted_bytes(plan), quotas)
         if over is not None:
             return over
         room, free = disk_bytes(plan) + SPARE_BYTES, self._store.free_bytes()

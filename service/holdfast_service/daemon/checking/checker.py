@@ -18,14 +18,17 @@ from typing import Any, Literal, NamedTuple
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking import layout_trials
-from holdfast_service.daemon.checking.health import examination, report
+from holdfast_service.daemon.checking.health import Examination, examination, report
+from holdfast_service.daemon.checking.layout_trials import LayoutTrials
 from holdfast_service.daemon.checking.node_checks import ONE_NODE, CheckDistributor, WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
 
@@ -98,16 +101,16 @@ class Checker:
             before = None if examined is None else examined.before
             proof: str | None = self._control.findings.proof(run, step)
             heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
-            counted = self.counting(heed)
+            trials = LayoutTrials(self._tier, directory, heed)
             manifest, damages = self._examined(
-                directory, CheckpointId(run, step), counted, examined.passed if examined else None
+                directory, CheckpointId(run, step), self.counting(heed), _all_of(trials, examined)
             )
             repaired: list[str] = []
             if damages or manifest is None:
                 manifest, repaired = self.mend(run, step, damages, record)
                 proof = None  # the files that were repaired are others
             try:
-                tried = self.conclude(manifest, lambda: examined.result(manifest) if examined else None, heed)
+                tried = self.conclude(manifest, lambda: examined.result(manifest) if examined else None, trials)
             except Damaged as error:
                 with self._control.readers.reading(run, step):
                     self._give_up(run, step, [error], record)
@@ -116,16 +119,16 @@ class Checker:
         self._control.findings.sound(run, step, check, tried.same_as, manifest, fence, proof)
         return check
 
-    def conclude(self, manifest: Manifest, result: Callable[[], Statistics | None], heed: Heed) -> LayoutChecks:
+    def conclude(
+        self, manifest: Manifest, result: Callable[[], Statistics | None], trials: LayoutTrials
+    ) -> LayoutChecks:
         """All bytes are verified: try other layouts, and record the statistics in `result`, before the checkpoint counts as
         verified, because retention then asks for its health.
 
         Raises `NoSuchCheckpoint` if it was removed, and the damage that makes another layout impossible, unrecorded.
         """
         try:
-            tried = layout_trials.try_layouts(
-                self._tier, naming.checkpoint_path(manifest.run, manifest.step), manifest, heed
-            )
+            tried = trials.result(manifest)
             same_as = self._same_as(manifest)
         except NotFound:
             raise self._gone(manifest.run, manifest.step) from None
@@ -249,6 +252,18 @@ class Checker:
         return NoSuchCheckpoint(
             f"{run}@{step} was removed while being read", hint=f"list its checkpoints with `holdfast ls {run}`"
         )
+
+
+def _all_of(trials: LayoutTrials, examined: Examination | None) -> Passed:
+    """What is lent every verified piece."""
+    if examined is None:
+        return trials.passed
+
+    def passed(manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
+        trials.passed(manifest, pieces, data)
+        examined.passed(manifest, pieces, data)
+
+    return passed
 
 
 def _files(damages: Sequence[Damaged]) -> set[str] | None:

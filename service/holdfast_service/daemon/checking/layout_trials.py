@@ -1,15 +1,19 @@
 """Test restores: checks that other layouts get the stored bytes back, in a few places per checkpoint.
 
 Run and step determine the tested layouts, so a check is repeatable, and other steps test other layouts. A rank's parts are
-computed as every reader does, assembled from whole verified extents as in a restore, and compared with bytes read directly
-from the file. Memory is one extent and two windows.
+computed as every reader does, assembled from whole verified extents as in a restore, and compared with bytes taken run by
+run as they are stored. The places are chosen when the checkpoint begins to be read back, and the extents of these places are
+kept as they pass: they are not read twice, which would be a request each in a bucket. Memory is what is kept, one extent and
+two windows.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,9 +21,10 @@ import numpy as np
 
 from holdfast_formats import region, transfer
 from holdfast_formats.disk import read_planner, verification
-from holdfast_formats.disk.manifests import Manifest, TensorEntry
+from holdfast_formats.disk.manifests import Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox
-from holdfast_formats.errors import CorruptManifest, NotFound, Refused
+from holdfast_formats.disk.verification import Piece
+from holdfast_formats.errors import CheckpointError, CorruptManifest, NotFound, Refused
 from holdfast_formats.files import Files
 from holdfast_formats.layout import language, parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
@@ -44,6 +49,7 @@ TENSORS_MAX = 20_000  # of a group, up to which every rank of a layout is comput
 COVERED = 500  # tensors whose parts are combined over all ranks
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**20
+KEPT_BYTES_MAX = 2**26  # of all extents that are kept; the others are read again
 
 Heed = Callable[[int], None]
 
@@ -55,35 +61,159 @@ class LayoutTrial(NamedTuple):
     bytes: int
 
 
-def try_layouts(tier: Files, directory: str, manifest: Manifest, heed: Heed | None = None) -> LayoutTrial:
-    """Test some layouts; `CorruptManifest`, with layout, rank and tensor, for one that would restore wrong bytes.
+class _Place(NamedTuple):
+    """A window of a rank's file: a part of the test, and where it is."""
 
-    Layouts that do not match the checkpoint's shapes are skipped.
-    """
-    group = next((group for group in ("model", *manifest.groups) if manifest.tensors.get(group)), None)
-    if group is None:
-        return LayoutTrial((), 0)
-    chance = random.Random(f"{manifest.run}@{manifest.step}")
-    config = _config(tier, directory, manifest)
-    trial = _Trial(tier, directory, manifest.tensors[group], heed or (lambda size: None))
-    tried: list[str] = []
-    for text in chance.sample(LAYOUTS, len(LAYOUTS)):
-        layout = language.parse(text)
-        rank = chance.randrange(layout.mesh.world)
-        where = f"layout {text}, rank {rank}"
+    strips: Sequence[Strip]
+    where: str
+
+
+class LayoutTrials:
+    """The tests of one checkpoint, while it is read back and afterwards. Safe for threads."""
+
+    def __init__(self, tier: Files, directory: str, heed: Heed | None = None) -> None:
+        self._tier, self._directory, self._heed = tier, directory, heed or (lambda size: None)
+        self._lock = threading.Lock()
+        self._begin(None)
+
+    def passed(self, manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
+        """These pieces are verified: keep what the tests need of them."""
+        with self._lock:
+            self._choose(manifest)
+            for piece, held in zip(pieces, data, strict=True):
+                if (piece.file, piece.start) in self._wanted:
+                    self._kept[piece.file, piece.start] = held.copy()
+
+    def result(self, manifest: Manifest) -> LayoutTrial:
+        """Test the layouts of a checkpoint whose bytes are verified; `CorruptManifest`, with layout, rank and tensor, for one
+        that would restore wrong bytes. Layouts that do not match the checkpoint's shapes are skipped.
+        """
+        with self._lock:
+            self._choose(manifest)
+            if self._failure is not None:
+                raise self._failure
+            for place in self._places:
+                self._compare(place)
+            return LayoutTrial(tuple(self._tried), self._read)
+
+    def _begin(self, manifest: Manifest | None) -> None:
+        self._manifest, self._failure = manifest, None
+        self._group, self._entries = "", dict[str, TensorEntry]()
+        self._places, self._tried, self._read = list[_Place](), list[str](), 0
+        self._wanted = set[tuple[str, int]]()  # extents, by file and first byte
+        self._kept: dict[tuple[str, int], Bytes] = {}
+
+    def _choose(self, manifest: Manifest) -> None:
+        """Choose the places, once for each manifest: after a repair it may be another."""
+        if self._manifest is manifest:
+            return
+        self._begin(manifest)
+        group = next((group for group in ("model", *manifest.groups) if manifest.tensors.get(group)), None)
+        if group is None:
+            return
+        self._group, self._entries = group, manifest.tensors[group]
         try:
-            held = rank_tensors.of_manifest(manifest, group, layout, config)
-            mine = held.of(rank)
-            file = shard_file.lay_out(mine.tensors, {name: e.shape for name, e in trial.entries.items()}, {})
-        except (Refused, NotFound):  # it does not fit; other layouts do
-            continue
-        _check_coverage(manifest, group, held, rank, mine, where)
-        for _ in range(WINDOWS):
-            trial.compare(group, file, chance, where)
-        tried.append(f"{text} rank {rank}")
-        if len(tried) == TRIED:
-            break
-    return LayoutTrial(tuple(tried), trial.read)
+            self._choose_layouts(manifest, group)
+        except CorruptManifest as error:
+            self._failure = error
+        left = KEPT_BYTES_MAX
+        for place in self._places:
+            for strip in place.strips:
+                for entry, extent in self._extents(strip):
+                    at = (entry.file, entry.start + extent.offset)
+                    if at not in self._wanted and extent.length <= left:
+                        self._wanted.add(at)
+                        left -= extent.length
+
+    def _choose_layouts(self, manifest: Manifest, group: str) -> None:
+        chance = random.Random(f"{manifest.run}@{manifest.step}")
+        config = _config(self._tier, self._directory, manifest)
+        for text in chance.sample(LAYOUTS, len(LAYOUTS)):
+            layout = language.parse(text)
+            rank = chance.randrange(layout.mesh.world)
+            where = f"layout {text}, rank {rank}"
+            try:
+                held = rank_tensors.of_manifest(manifest, group, layout, config)
+                mine = held.of(rank)
+                file = shard_file.lay_out(mine.tensors, {name: e.shape for name, e in self._entries.items()}, {})
+            except (Refused, NotFound):  # it does not fit; other layouts do
+                continue
+            _check_coverage(manifest, group, held, rank, mine, where)
+            self._choose_places(file, chance, where)
+            self._tried.append(f"{text} rank {rank}")
+            if len(self._tried) == TRIED:
+                break
+
+    def _choose_places(self, file: ShardFile, chance: random.Random, where: str) -> None:
+        body = len(file.header)
+        for _ in range(WINDOWS if body < file.bytes else 0):
+            start = chance.randrange(body, file.bytes)
+            low, high = next(shard_file.windows(file, start, min(start + WINDOW_BYTES, file.bytes), WINDOW_BYTES))
+            self._places.append(_Place(shard_file.strips(file, low, high), where))
+
+    def _extents(self, strip: Strip) -> Iterator[tuple[TensorEntry, Extent]]:
+        """All extents that a strip's parts begin in, end in, or lie between."""
+        for part in strip.parts:
+            entry = self._entries[part.tensor]
+            view = region.byte_view(entry.dtype, entry.shape)
+            yield from ((entry, extent) for extent in _within(entry, *region.byte_span(part.box, view.shape, strip.itemsize)))
+
+    def _compare(self, place: _Place) -> None:
+        """Compare one window, put together both ways."""
+        for strip in place.strips:
+            restored, stored = (np.zeros(strip.units * strip.itemsize, np.uint8) for _ in range(2))
+            for part in strip.parts:
+                self._assemble(strip, part, restored)
+                self._copy(strip, part, stored)
+            if not np.array_equal(restored, stored):
+                name = strip.parts[0].tensor
+                raise CorruptManifest(f"{place.where}: tensor {name!r} would be restored with wrong bytes", tensor=name)
+
+    def _assemble(self, strip: Strip, part: Part, memory: Bytes) -> None:
+        """A part as in a restore: from whole extents, verified."""
+        entry, view, held = self._parts_of(strip, part, memory)
+        for first, stop in read_planner.extents_of(entry.extents, part.box, view):
+            for extent in entry.extents[first:stop]:
+                data = self._get(entry, extent.offset, extent.offset + extent.length)
+                verification.check(verification.tensor_piece(self._group, part.tensor, entry, extent), data)
+                units = data.view(held.dtype)
+                transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
+
+    def _copy(self, strip: Strip, part: Part, memory: Bytes) -> None:
+        """The same part, run by run as it is stored."""
+        entry, view, held = self._parts_of(strip, part, memory)
+        start, stop = region.byte_span(part.box, view.shape, strip.itemsize)
+        data = self._get(entry, start, stop)
+        flat = np.empty(part.box.volume * strip.itemsize, np.uint8)
+        for source_start, here, length in region.byte_runs(part.box, view.shape, strip.itemsize):
+            flat[here : here + length] = data[source_start - start : source_start - start + length]
+        held[...] = flat.view(held.dtype).reshape(part.box.shape)
+
+    def _parts_of(self, strip: Strip, part: Part, memory: Bytes) -> tuple[TensorEntry, region.ByteView, Elements]:
+        entry = self._entries[part.tensor]
+        held = parts.view(memory.view(transfer.element_dtype(strip.itemsize)), part)
+        return entry, region.byte_view(entry.dtype, entry.shape), held
+
+    def _get(self, entry: TensorEntry, start: int, stop: int) -> Bytes:
+        """Bytes [start, stop) of a tensor, out of what was kept, else out of the file."""
+        held = []
+        for extent in _within(entry, start, stop):
+            kept = self._kept.get((entry.file, entry.start + extent.offset))
+            if kept is None:
+                break
+            held.append(kept[max(start - extent.offset, 0) : stop - extent.offset])
+        else:
+            return held[0] if len(held) == 1 else np.concatenate([*held, np.empty(0, np.uint8)])
+        self._heed(stop - start)
+        self._read += stop - start
+        path = f"{self._directory}/{entry.file}"
+        return np.frombuffer(self._tier.read(path, entry.start + start, stop - start), np.uint8)
+
+
+def _within(entry: TensorEntry, start: int, stop: int) -> Sequence[Extent]:
+    """The extents of a tensor that have any of its bytes [start, stop)."""
+    first = bisect_right(entry.extents, start, key=lambda extent: extent.offset) - 1
+    return entry.extents[max(first, 0) : bisect_left(entry.extents, stop, key=lambda extent: extent.offset)]
 
 
 def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:
@@ -114,61 +244,6 @@ def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: 
             raise CorruptManifest(f"{where}: all ranks together do not cover tensor {name!r}", tensor=name)
 
 
-class _Trial:
-    """Reads of one checkpoint's group, and their bytes."""
-
-    def __init__(self, tier: Files, directory: str, entries: Mapping[str, TensorEntry], heed: Heed) -> None:
-        self.entries = entries
-        self.read = 0
-        self._tier, self._directory, self._heed = tier, directory, heed
-
-    def compare(self, group: str, file: ShardFile, chance: random.Random, where: str) -> None:
-        """Compare one window at a random place of the rank's file, assembled both ways."""
-        body = len(file.header)
-        if body == file.bytes:
-            return
-        start = chance.randrange(body, file.bytes)
-        low, high = next(shard_file.windows(file, start, min(start + WINDOW_BYTES, file.bytes), WINDOW_BYTES))
-        for strip in shard_file.strips(file, low, high):
-            restored, stored = (np.zeros(strip.units * strip.itemsize, np.uint8) for _ in range(2))
-            for part in strip.parts:
-                self._assemble(group, strip, part, restored)
-                self._copy(strip, part, stored)
-            if not np.array_equal(restored, stored):
-                name = strip.parts[0].tensor
-                raise CorruptManifest(f"{where}: tensor {name!r} would be restored with wrong bytes", tensor=name)
-
-    def _assemble(self, group: str, strip: Strip, part: Part, memory: Bytes) -> None:
-        """A part as in a restore: from whole extents, verified."""
-        entry, view, held = self._place(strip, part, memory)
-        for first, stop in read_planner.extents_of(entry.extents, part.box, view):
-            for extent in entry.extents[first:stop]:
-                data = self._get(entry.file, entry.start + extent.offset, extent.length)
-                verification.check(verification.tensor_piece(group, part.tensor, entry, extent), data)
-                units = np.frombuffer(data, held.dtype)
-                transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
-
-    def _copy(self, strip: Strip, part: Part, memory: Bytes) -> None:
-        """The same part, run by run from the file."""
-        entry, view, held = self._place(strip, part, memory)
-        start, stop = region.byte_span(part.box, view.shape, strip.itemsize)
-        data = np.frombuffer(self._get(entry.file, entry.start + start, stop - start), np.uint8)
-        flat = np.empty(part.box.volume * strip.itemsize, np.uint8)
-        for source_start, here, length in region.byte_runs(part.box, view.shape, strip.itemsize):
-            flat[here : here + length] = data[source_start - start : source_start - start + length]
-        held[...] = flat.view(held.dtype).reshape(part.box.shape)
-
-    def _place(self, strip: Strip, part: Part, memory: Bytes) -> tuple[TensorEntry, region.ByteView, Elements]:
-        entry = self.entries[part.tensor]
-        held = parts.view(memory.view(transfer.element_dtype(strip.itemsize)), part)
-        return entry, region.byte_view(entry.dtype, entry.shape), held
-
-    def _get(self, file: str, start: int, length: int) -> bytes:
-        self._heed(length)
-        self.read += length
-        return self._tier.read(f"{self._directory}/{file}", start, length)
-
-
 def identical(manifest: Manifest, before: Manifest) -> bool:
     """Whether two checkpoints have the same tensors by their digests; random states do not count."""
     mine, theirs = dict(_digests(manifest)), dict(_digests(before))
@@ -189,6 +264,6 @@ def _config(tier: Files, directory: str, manifest: Manifest) -> Mapping[str, Any
         return None
     try:
         config = json.loads(tier.read(f"{directory}/{CONFIG}", 0, entry.bytes))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, CheckpointError):  # a file that cannot be read is found by what reads all of them
         return None
     return config if isinstance(config, dict) else None

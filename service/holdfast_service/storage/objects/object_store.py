@@ -150,7 +150,7 @@ class ObjectStore:
 
     def replaced(self, run: str) -> list[Place]:
         found = []
-        for step, (_, size) in self._commits.listed(run).items():
+        for step, size in self._commits.sizes(run).items():
             if commit_objects.may_name_replaced(size):
                 standing = self._commits.standing(CheckpointId(run, step))
                 kept = () if standing is None else standing.replaced
@@ -212,11 +212,11 @@ class ObjectStore:
 
     def put_away(self, run: str, entry: str) -> None:
         self._trash.put_away(run, entry)
-        self._committed.forget_all()
+        self._commits.forget_all()
 
     def take_out(self, entry: str, run: str) -> None:
         self._trash.take_out(entry, run)
-        self._committed.forget_all()
+        self._commits.forget_all()
 
     def purge(self, entry: str) -> bool:
         return self._trash.purge(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ class StepCommits:
 
     def __init__(self, bucket: Bucket, puts: ConditionalPuts, committed: ObjectFiles) -> None:
         self._bucket, self._puts, self._committed = bucket, puts, committed
+        self._sizes: dict[str, dict[int, int]] = {}  # by run and step, as last listed, and as this process has written since
+        self._lock = threading.Lock()
 
     def standing(self, which: CheckpointId) -> Standing | None:
         try:
@@ -68,13 +71,28 @@ class StepCommits:
                 step = naming.parse_step_directory(one.key.removeprefix(top))
                 if step is not None:
                     found[step] = (one.etag, one.size)
+        with self._lock:
+            self._sizes[run] = {step: size for step, (_, size) in found.items()}
         return dict(sorted(found.items()))
+
+    def sizes(self, run: str) -> Mapping[int, int]:
+        """Bytes of each commit object of a run, by step, as last listed; what this process has written since is in it."""
+        if run not in self._sizes:
+            self.listed(run)
+        with self._lock:
+            return dict(self._sizes.get(run, {}))
+
+    def forget_all(self) -> None:
+        """Runs were moved: list and read their commit objects again."""
+        with self._lock:
+            self._sizes.clear()
+        self._committed.forget_all()
 
     def put(self, which: CheckpointId, content: CommitObject, standing: Standing | None) -> Settled:
         """Write the commit object where there is none, or in place of the standing one."""
         path, data = naming.commit_object_path(*which), commit_objects.encode(content, *which)
         done = self._puts.first(path, data) if standing is None else self._puts.replace(path, data, standing.etag)
-        self._committed.forget(*which)
+        self._note(which, len(data) if done.outcome == "done" else None)
         return done
 
     def change(self, which: CheckpointId, content: CommitObject, standing: Standing) -> None:
@@ -92,6 +110,17 @@ class StepCommits:
         except StorageFailed:
             if self._bucket.head(path) is not None:
                 raise
+        with self._lock:
+            self._sizes.get(which.run, {}).pop(which.step, None)
+        self._committed.forget(*which)
+
+    def _note(self, which: CheckpointId, size: int | None) -> None:
+        """This process has written so many bytes; None: what stands is not known."""
+        with self._lock:
+            if size is None:
+                self._sizes.pop(which.run, None)
+            elif which.run in self._sizes:
+                self._sizes[which.run][which.step] = size
         self._committed.forget(*which)
 
     def withdraw(self, which: CheckpointId, data: str) -> None:

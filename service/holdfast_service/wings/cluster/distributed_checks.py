@@ -34,6 +34,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking import health
 from holdfast_service.daemon.checking.checker import Checker, told_of
 from holdfast_service.daemon.checking.health import Examination
+from holdfast_service.daemon.checking.layout_trials import LayoutTrials
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.checking.verifier import Heed, prove
 from holdfast_service.daemon.writing.priority import give_way
@@ -207,9 +208,10 @@ class DistributedChecks:
             before = self._before(of)
             portions = [one.statistics for one in ending.found]
             heed = self._checker.ending(self._while_open, [CheckpointId(of.run, of.step)])
+            trials = LayoutTrials(self._tier, naming.checkpoint_path(of.run, of.step), heed)
             try:
                 tried = self._checker.conclude(
-                    manifest, lambda: health.put_together(manifest, before, portions) if of.examine else None, heed
+                    manifest, lambda: health.put_together(manifest, before, portions) if of.examine else None, trials
                 )
             except Damaged as error:
                 found_here = error
