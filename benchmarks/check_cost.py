@@ -49,7 +49,7 @@ def main() -> None:
         made = open_checkpoint(tier, directory).manifest
         parts = {
             "read back and prove": measured(lambda: examine(tier, directory)),
-            "other layouts": measured(lambda: layout_trials.try_layouts(tier, directory, made)),
+            "other layouts": measured(lambda: layout_trials.LayoutTrials(tier, directory).result(made)),
             "compare with the one before": measured(
                 lambda: layout_trials.identical(made, open_checkpoint(tier, directory).manifest)
             ),

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from errno import ENOENT
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned, RoundAborted
+from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchResource, Pinned, RoundAborted
 from holdfast_formats.lineage import Intent
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
@@ -340,6 +341,11 @@ class Remembering(PosixTier):
 
     def size(self, path: str) -> int | None:
         return None if any(path.startswith(f"{name}/") for name in self.hidden) else super().size(path)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if self.size(path) is None:
+            raise NoSuchResource(f"there is no file {path}", errno=ENOENT)
+        return super().read(path, offset, length)
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         return {name: stamp for name, stamp in super().stamps(path, names).items() if f"{path}/{name}" not in self.hidden}

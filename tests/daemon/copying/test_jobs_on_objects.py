@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
@@ -52,7 +53,8 @@ def stored(bucket: MemoryBucket, switch: Switch | None = None) -> RootStorage:
     reached: Any = bucket if switch is None else FailingBucket(bucket, switch)
     puts = ConditionalPuts(reached, HONOURED, None)
     uploads = Uploads(reached, PART, memory_bytes=8 * PART, connections=3)
-    return RootStorage(ObjectRecords(reached, puts), ObjectStore(uploads, puts), None)
+    files = ObjectFiles(reached)
+    return RootStorage(ObjectRecords(reached, puts, files), ObjectStore(uploads, puts, files), None)
 
 
 def sent(bucket: MemoryBucket, begin: int, name: str) -> list[str]:

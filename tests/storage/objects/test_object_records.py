@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from holdfast_files.objects.client import Bucket
+from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_formats.errors import NoSuchResource
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, ObjectRecords, probe
 from tests.kit.memory_bucket import MemoryBucket
@@ -41,7 +42,7 @@ def records_on(bucket: Bucket, honours: Honours = HONOURED) -> ObjectRecords:
         with lock:
             yield
 
-    return ObjectRecords(bucket, ConditionalPuts(bucket, honours, alone))
+    return ObjectRecords(bucket, ConditionalPuts(bucket, honours, alone), ObjectFiles(bucket))
 
 
 class TestObjectRecords(RecordsSuite):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.disk import verification
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchResource
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
@@ -25,6 +26,13 @@ _PAIR = (naming.COMMIT, naming.MANIFEST)
 class _Listed(NamedTuple):
     pair: tuple[str, ...]  # the stamps of COMMIT and manifest
     files: tuple[tuple[str, int], ...]
+
+
+class Probed(NamedTuple):
+    """A complete checkpoint: the stamp of its files, and its manifest."""
+
+    stamp: str
+    manifest: Manifest
 
 
 class StorageProbe:
@@ -42,8 +50,19 @@ class StorageProbe:
         Raises `NoSuchCheckpoint` if it is gone, and `Damaged` if COMMIT or manifest is wrong, or a file is missing or has
         another length.
         """
+        return self._stamp(run, step, self._listed(run, step)[0])
+
+    def read(self, run: str, step: int) -> Probed | None:
+        """As `probe`, before it is read back, with the manifest; None where that fails."""
+        try:
+            listed, manifest = self._listed(run, step, again=True)
+            stamp = self._stamp(run, step, listed)
+        except CheckpointError:
+            return None
+        return None if manifest is None else Probed(stamp, manifest)
+
+    def _stamp(self, run: str, step: int, listed: _Listed) -> str:
         directory = naming.checkpoint_path(run, step)
-        listed = self._listed(directory, run, step)
         stamps = list(listed.pair)
         for name, size in listed.files:
             path = f"{directory}/{name}"
@@ -54,7 +73,7 @@ class StorageProbe:
         return hashlib.sha256(" ".join(stamps).encode()).hexdigest()[:32]
 
     def proof(self, run: str, step: int) -> str:
-        """As `look`, before or after it was read back; "" where it fails."""
+        """As `probe`; "" where it fails."""
         try:
             return self.probe(run, step)
         except CheckpointError:
@@ -71,15 +90,17 @@ class StorageProbe:
             file.name: file.bytes for file in manifest.files
         }
 
-    def _listed(self, directory: str, run: str, step: int) -> _Listed:
+    def _listed(self, run: str, step: int, again: bool = False) -> tuple[_Listed, Manifest | None]:
+        """A checkpoint's files, and its manifest unless that is known and not to be read `again`."""
+        directory = naming.checkpoint_path(run, step)
         pair = tuple(self._files.stamp(f"{directory}/{name}") for name in _PAIR)
         known = self._known.get((run, step))
-        if known is not None and known.pair == pair and "" not in pair:
-            return known
+        if known is not None and known.pair == pair and "" not in pair and not again:
+            return known, None
         manifest = roots.load_manifest(self._files, run, step)
         listed = _Listed(pair, tuple((file.name, file.bytes) for file in manifest.files))
         with self._lock:
             if len(self._known) >= KNOWN_MAX:
                 self._known.clear()
             self._known[run, step] = listed
-        return listed
+        return listed, manifest

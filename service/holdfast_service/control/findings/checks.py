@@ -20,7 +20,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
-from holdfast_service.control.checkpoints.storage_probe import StorageProbe
+from holdfast_service.control.checkpoints.storage_probe import Probed, StorageProbe
 from holdfast_service.control.database.schema import CheckpointRow
 from holdfast_service.control.findings import missing
 
@@ -51,9 +51,11 @@ class Findings:
         self._probe = probe
         self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
-    def proof(self, run: str, step: int) -> str:
-        """The stamp of a checkpoint's files before they are read back; for `sound`."""
-        return self._probe.proof(run, step)
+    def probed(self, run: str, step: int) -> Probed | None:
+        """A checkpoint before it is read back: the stamp of its files, for `sound`, and its manifest; None where something
+        is missing or has another length.
+        """
+        return self._probe.read(run, step)
 
     def sound(  # noqa: PLR0913 - each is one thing
         self,

@@ -55,6 +55,7 @@ class HealthRecords:
 
     def __init__(self, files: Files, store: StatisticsStore, events: Events) -> None:
         self._files, self._store, self._events = files, store, events
+        self._last: Manifest | None = None  # that was examined: the next one is compared with it
 
     def take(self, manifest: Manifest, statistics: Statistics) -> None:
         """Record the statistics of a checkpoint and whether it is healthy; an event names what makes it unhealthy."""
@@ -69,6 +70,7 @@ class HealthRecords:
         if suspects:  # never compared with, and a broken model breaks every tensor
             summary["nonfinite"] = {}
         self._store.record(manifest.run, manifest.step, statistics, summary, healthy=not suspects)
+        self._last = manifest
         if suspects:
             first = suspects[0]
             text = f"step {manifest.step} has new NaN or infinite values in {len(suspects)} tensors: {first.name}"
@@ -115,7 +117,10 @@ class HealthRecords:
 
     def before(self, run: str, step: int) -> Manifest | None:
         """The newest sound checkpoint before a new one, the base for its changes."""
-        return self._manifest(run, newest_before(self._store.database, run, step))
+        before, last = newest_before(self._store.database, run, step), self._last
+        if last is not None and (last.run, last.step) == (run, before) and self._store.lists(last):
+            return last
+        return self._manifest(run, before)
 
     def _manifest(self, run: str, step: int | None) -> Manifest | None:
         if step is None:

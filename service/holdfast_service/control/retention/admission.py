@@ -80,7 +80,7 @@ class Admission:
         self._files, self._rotation, self._ask = files, rotation, ask
         self._empty_trash = empty_trash
         self._teams = TeamQuotas(storage.records, catalog.database)
-        self._admitted: dict[str, _Quotas] = {}  # with which a run's save was admitted; a change is in force from the next on
+        self._admitted: dict[str, _Quotas] = {}  # with which a save was admitted: changes are for the next one
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can

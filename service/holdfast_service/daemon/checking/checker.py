@@ -24,6 +24,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.holdings import Bytes
+from holdfast_service.control.checkpoints.storage_probe import Probed
 from holdfast_service.control.control import Control
 from holdfast_service.control.findings.checks import Fence
 from holdfast_service.daemon.checking import layout_trials
@@ -98,19 +99,21 @@ class Checker:
             self._control.readers.checking(run, step) if hold else nullcontext(),
             examination(self._tier, self._control, run, step) as examined,
         ):
-            before = None if examined is None else examined.before
-            proof: str | None = self._control.findings.proof(run, step)
+            base = None if examined is None else examined.base
+            before = None if base is None else CheckpointId(run, base.step)
+            probed = self._control.findings.probed(run, step)
+            proof: str | None = "" if probed is None else probed.stamp
             heed = self.ending(heed, [CheckpointId(run, step), *([before] if before else [])])
             trials = LayoutTrials(self._tier, directory, heed)
             manifest, damages = self._examined(
-                directory, CheckpointId(run, step), self.counting(heed), _all_of(trials, examined)
+                CheckpointId(run, step), self.counting(heed), _all_of(trials, examined), probed
             )
             repaired: list[str] = []
             if damages or manifest is None:
                 manifest, repaired = self.mend(run, step, damages, record)
                 proof = None  # the files that were repaired are others
             try:
-                tried = self.conclude(manifest, lambda: examined.result(manifest) if examined else None, trials)
+                tried = self.conclude(manifest, lambda: examined.result(manifest) if examined else None, trials, base)
             except Damaged as error:
                 with self._control.readers.reading(run, step):
                     self._give_up(run, step, [error], record)
@@ -120,16 +123,20 @@ class Checker:
         return check
 
     def conclude(
-        self, manifest: Manifest, result: Callable[[], Statistics | None], trials: LayoutTrials
+        self,
+        manifest: Manifest,
+        result: Callable[[], Statistics | None],
+        trials: LayoutTrials,
+        before: Manifest | None,
     ) -> LayoutChecks:
         """All bytes are verified: try other layouts, and record the statistics in `result`, before the checkpoint counts as
-        verified, because retention then asks for its health.
+        verified, because retention then asks for its health. `before` is an earlier checkpoint that was read already.
 
         Raises `NoSuchCheckpoint` if it was removed, and the damage that makes another layout impossible, unrecorded.
         """
         try:
             tried = trials.result(manifest)
-            same_as = self._same_as(manifest)
+            same_as = self._same_as(manifest, before)
         except NotFound:
             raise self._gone(manifest.run, manifest.step) from None
         report(self._control, manifest, result)
@@ -156,8 +163,10 @@ class Checker:
                 return damage
         return None
 
-    def _examined(self, directory: str, at: CheckpointId, heed: Heed, passed: Passed | None) -> VerificationResult:
-        result = examine(self._tier, directory, heed, passed=passed)
+    def _examined(self, at: CheckpointId, heed: Heed, passed: Passed, probed: Probed | None) -> VerificationResult:
+        directory = naming.checkpoint_path(*at)
+        opened = None if probed is None else probed.manifest
+        result = examine(self._tier, directory, heed, passed=passed, opened=opened)
         if result.damages and not self._tier.list(directory):
             raise self._gone(*at)
         return result
@@ -212,13 +221,15 @@ class Checker:
         else:
             self._control.findings.damaged(run, step, first, checked=True)
 
-    def _same_as(self, manifest: Manifest) -> int | None:
+    def _same_as(self, manifest: Manifest, known: Manifest | None) -> int | None:
         """The previous checkpoint, if this one has the same tensors: a save of something that does not train."""
         before = self._control.findings.before(manifest.run, manifest.step)
         if before is None:
             return None
         try:
-            other = open_checkpoint(self._tier, naming.checkpoint_path(manifest.run, before)).manifest
+            other = known
+            if other is None or other.step != before:
+                other = open_checkpoint(self._tier, naming.checkpoint_path(manifest.run, before)).manifest
         except CheckpointError as error:  # it may be about to be removed; its own check reports what is wrong with it
             log.info("cannot compare %s@%s with step %s: %s", manifest.run, manifest.step, before, error.detail)
             return None

@@ -19,7 +19,6 @@ from holdfast_formats.disk.manifests import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.files import Files
-from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
@@ -54,8 +53,9 @@ class Examination:
         self._failed = False
 
     @property
-    def before(self) -> CheckpointId | None:
-        return None if self._before is None else CheckpointId(self._before.run, self._before.step)
+    def base(self) -> Manifest | None:
+        """The checkpoint from which changes are measured."""
+        return self._before
 
     def passed(self, manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
         """These pieces, of one file, are verified; their bytes are valid until this returns. Some may come twice."""

@@ -77,7 +77,7 @@ class LayoutTrials:
         self._begin(None)
 
     def passed(self, manifest: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
-        """These pieces are verified: keep what the tests need of them."""
+        """These pieces are verified: keep what the tests need."""
         with self._lock:
             self._choose(manifest)
             for piece, held in zip(pieces, data, strict=True):
@@ -85,8 +85,8 @@ class LayoutTrials:
                     self._kept[piece.file, piece.start] = held.copy()
 
     def result(self, manifest: Manifest) -> LayoutTrial:
-        """Test the layouts of a checkpoint whose bytes are verified; `CorruptManifest`, with layout, rank and tensor, for one
-        that would restore wrong bytes. Layouts that do not match the checkpoint's shapes are skipped.
+        """Test the layouts of a checkpoint whose bytes are verified; `CorruptManifest`, with layout, rank and tensor, for
+        one that would restore wrong bytes. Layouts that do not match the checkpoint's shapes are skipped.
         """
         with self._lock:
             self._choose(manifest)
@@ -97,7 +97,8 @@ class LayoutTrials:
             return LayoutTrial(tuple(self._tried), self._read)
 
     def _begin(self, manifest: Manifest | None) -> None:
-        self._manifest, self._failure = manifest, None
+        self._manifest = manifest
+        self._failure: CorruptManifest | None = None
         self._group, self._entries = "", dict[str, TensorEntry]()
         self._places, self._tried, self._read = list[_Place](), list[str](), 0
         self._wanted = set[tuple[str, int]]()  # extents, by file and first byte
@@ -156,7 +157,9 @@ class LayoutTrials:
         for part in strip.parts:
             entry = self._entries[part.tensor]
             view = region.byte_view(entry.dtype, entry.shape)
-            yield from ((entry, extent) for extent in _within(entry, *region.byte_span(part.box, view.shape, strip.itemsize)))
+            yield from (
+                (entry, extent) for extent in _within(entry, *region.byte_span(part.box, view.shape, strip.itemsize))
+            )
 
     def _compare(self, place: _Place) -> None:
         """Compare one window, put together both ways."""

@@ -57,18 +57,21 @@ def examine(
     heed: Heed | None = None,
     only: Collection[str] | None = None,
     passed: Passed | None = None,
+    opened: Manifest | None = None,
 ) -> VerificationResult:
     """Like `verify`, but collects all damages, up to a limit. `only` checks some files, besides COMMIT and manifest.
+    `opened` is the manifest if it was read just now, and all files were found to have their lengths.
 
     Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as damaged.
     """
     try:
-        manifest = open_checkpoint(tier, directory).manifest
+        manifest = open_checkpoint(tier, directory).manifest if opened is None else opened
     except Damaged as error:
         return VerificationResult(None, (error,))
     listed = verification.pieces(manifest)
     wanted = {file.name: listed[file.name] for file in manifest.files if only is None or file.name in only}
-    return VerificationResult(manifest, tuple(prove(StoredCheckpoint(tier, directory, manifest), wanted, heed, passed)))
+    stored = StoredCheckpoint(tier, directory, manifest)
+    return VerificationResult(manifest, tuple(prove(stored, wanted, heed, passed, sized=opened is not None)))
 
 
 def prove(
@@ -76,8 +79,9 @@ def prove(
     pieces: Mapping[str, Sequence[Piece]],
     heed: Heed | None = None,
     passed: Passed | None = None,
+    sized: bool = False,
 ) -> list[Damaged]:
-    """Check these pieces, by file, and the length of those files; returns damages, up to a limit.
+    """Check these pieces, by file, and the length of those files unless they were `sized`; returns damages, up to a limit.
 
     Raises what `examine` raises, and what `heed` raises to stop.
     """
@@ -87,7 +91,8 @@ def prove(
     whole: list[Piece] = []
     for name, listed in pieces.items():
         try:
-            verification.check_size(manifest, name, tier.size(f"{directory}/{name}"))
+            if not sized:
+                verification.check_size(manifest, name, tier.size(f"{directory}/{name}"))
             whole += listed
         except Damaged as error:
             damages.append(error)

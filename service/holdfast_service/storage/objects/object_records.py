@@ -16,8 +16,9 @@ from .prefixes import has_objects
 class ObjectRecords:
     """The control files of a root; satisfies `Records`. A lost answer is settled by looking at the object."""
 
-    def __init__(self, bucket: Bucket, puts: ConditionalPuts) -> None:
-        self._bucket, self._puts, self._files = bucket, puts, ObjectFiles(bucket)
+    def __init__(self, bucket: Bucket, puts: ConditionalPuts, files: ObjectFiles) -> None:
+        """`files` are those of the root's store, which knows the prefixes of the checkpoints that it has written."""
+        self._bucket, self._puts, self._files = bucket, puts, files
 
     @property
     def label(self) -> str:

@@ -66,11 +66,11 @@ class ObjectStore:
 
     shares_files = False
 
-    def __init__(self, uploads: Uploads, puts: ConditionalPuts, writer: str = "") -> None:
-        """`writer` identifies this process in commit objects of places without a round; by default a random id."""
+    def __init__(self, uploads: Uploads, puts: ConditionalPuts, files: ObjectFiles | None = None) -> None:
+        """`files` are the root's, where others read them too: what this store changes is read again there."""
         self._uploads, self._bucket, self._patient, self._puts = uploads, uploads.bucket, uploads.patient, puts
-        self._writer = writer or secrets.token_hex(8)
-        self._committed = ObjectFiles(self._bucket)
+        self._writer = secrets.token_hex(8)  # of this process, in commit objects of places without a round
+        self._committed = files or ObjectFiles(self._bucket)
         self._commits = StepCommits(self._bucket, puts, self._committed)
         self._trash = TrashedRuns(self._bucket, puts)
         self._begun: dict[Place, StagedObjects] = {}  # places without a round
@@ -98,7 +98,7 @@ class ObjectStore:
         mine = self._published(place, prefix or "", contents.manifest)
         answer = _answer(standing, mine, over)
         if answer is None:
-            missing = f"{place.path} was not begun here" if prefix is None else self._missing(prefix, contents)
+            missing = f"{place.path} was not begun here" if prefix is None else self._missing(place, prefix, contents)
             if prefix is None or missing:
                 return Publication("gone", missing)
             answer = self._complete(place, prefix, contents) or self._publish(place, mine, contents, _Wish(standing, over))
@@ -262,11 +262,15 @@ class ObjectStore:
         writer = f"r{place.round_id}" if place.round_id else self._writer
         return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer)
 
-    def _missing(self, prefix: str, contents: CommitContents) -> str:
-        """Which staged file is not there as it was written; empty if all are (I20)."""
-        with ThreadPoolExecutor(min(HEADS_AT_ONCE, max(len(contents.staged), 1)), "holdfast-head") as pool:
-            found = pool.map(self._patient.head, [f"{prefix}/{name}" for name in contents.staged])
-            for (name, size), one in zip(contents.staged.items(), found, strict=True):
+    def _missing(self, place: Place, prefix: str, contents: CommitContents) -> str:
+        """Which staged file is not there as it was written; empty if all are (I20). What this process has asked for since it
+        put it together is not asked for again, where nothing else can remove it.
+        """
+        begun = self._begun.get(place)
+        unseen = {n: size for n, size in contents.staged.items() if begun is None or not begun.has_seen(n, size)}
+        with ThreadPoolExecutor(min(HEADS_AT_ONCE, max(len(unseen), 1)), "holdfast-head") as pool:
+            found = pool.map(self._patient.head, [f"{prefix}/{name}" for name in unseen])
+            for (name, size), one in zip(unseen.items(), found, strict=True):
                 if one is None or one.size != size:
                     stands = "is not there" if one is None else f"has {one.size} bytes"
                     return f"{prefix}/{name} {stands}, but {size} were written"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from holdfast_files.objects import client
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.client import Bucket
+from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.storage.identity import Whereabouts, catalog_of
 from holdfast_service.storage.root_storage import Looks, RootStorage
@@ -50,14 +51,15 @@ def open_bucket(
         honours = probe(bucket)
         bucket = bucket.using(checksum=honours.checksum)
         puts = ConditionalPuts(bucket, honours, _arbiter(bucket.label, honours, alone))
-        records = ObjectRecords(bucket, puts)
+        files = ObjectFiles(bucket)
+        records = ObjectRecords(bucket, puts, files)
         lease = _lease(bucket, records, node, state, shared) if honours.arbitrates else None
         if lease is not None:
             stack.callback(lease.close)
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
-    return RootStorage(records, ObjectStore(uploads, puts), None, LOOKS, opened.close, lease, "bucket")
+    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, "bucket")
 
 
 def _lease(

@@ -13,7 +13,7 @@ from holdfast_service.storage.tier import FileWriter
 
 from .prefixes import erase
 from .step_commits import StepCommits
-from .uploads import Uploads
+from .uploads import UploadedFile, Uploads
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
 
@@ -78,6 +78,7 @@ class StagedObjects:
     def __init__(self, place: Place, prefix: str, uploads: Uploads, files: StoredObjects, commits: StepCommits) -> None:
         self.place, self.prefix, self.files, self._commits = place, prefix, files, commits
         self.receipts: dict[str, bytes] = {}
+        self._created: dict[str, tuple[int, UploadedFile]] = {}  # with its bytes, as this process has created it last
         self._uploads, self._bucket = uploads, uploads.patient
 
     @property
@@ -85,18 +86,27 @@ class StagedObjects:
         return self.place.path
 
     def create(self, file: str, size: int) -> FileWriter:
-        return self._uploads.create(self._key(file), size)
+        made = self._uploads.create(self._key(file), size)
+        self._created[file] = (size, made)
+        return made
+
+    def has_seen(self, file: str, size: int) -> bool:
+        """Whether this process has put a file of so many bytes together here, and has asked for its size since."""
+        created = self._created.get(file)
+        return created is not None and created[0] == size and created[1].seen
 
     def put(self, file: str, data: bytes) -> None:
         self._bucket.put(self._key(file), data)
 
     def drop(self, file: str) -> None:
+        self._created.pop(file, None)
         self._bucket.delete([self._key(file)])
 
     def clear(self) -> None:
         standing = self._commits.standing(CheckpointId(self.place.run, self.place.step))
         if standing is None or not standing.may_name(self.prefix):
             erase(self._bucket, self.prefix)
+            self._created.clear()
             self.receipts.clear()
 
     def sync(self, file: str) -> None:

@@ -113,6 +113,7 @@ class UploadedFile:
         self._id, self._beginning = "", threading.Lock()
         self._failure: BaseException | None = None
         self._closed = False
+        self.seen = False  # asked for its size after its parts were put together (I20)
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         views = [octets(buffer) for buffer in buffers]
@@ -237,6 +238,7 @@ class UploadedFile:
             written = bucket.complete(self._key, self._id, sorted(self._sent.items()))
             found = bucket.head(self._key)
             if found is not None and found.size == self._size:
+                self.seen = True
                 return
             why = written.detail
             if written.outcome == "done":

@@ -189,7 +189,8 @@ class DistributedChecks:
                 return
             examined = self._examination(of, held)
             wanted = check_shares.within(manifest, portion.spans)
-            compared = [] if examined is None or examined.before is None else [examined.before]
+            base = None if examined is None else examined.base
+            compared = [] if base is None else [CheckpointId(base.run, base.step)]
             reading = _Reading(self._while_open, lambda done: self._shared.renew(portion, done))
             heed = self._checker.ending(reading.heed, [CheckpointId(of.run, of.step), *compared])
             source = StoredCheckpoint(self._tier, naming.checkpoint_path(of.run, of.step), manifest)
@@ -211,7 +212,7 @@ class DistributedChecks:
             trials = LayoutTrials(self._tier, naming.checkpoint_path(of.run, of.step), heed)
             try:
                 tried = self._checker.conclude(
-                    manifest, lambda: health.put_together(manifest, before, portions) if of.examine else None, trials
+                    manifest, lambda: health.put_together(manifest, before, portions) if of.examine else None, trials, before
                 )
             except Damaged as error:
                 found_here = error

@@ -1,0 +1,83 @@
+"""How many requests a daemon makes of a bucket: docs/object-storage.md states the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from holdfast import Checkpointer
+from holdfast_formats import naming
+from holdfast_service.storage.objects.uploads import PART_BYTES
+from tests.daemon.bucket.test_bucket_root import RUN, moto, moto_bucket, served, settings
+from tests.daemons import wait_until
+from tests.kit.objects import TestBucket
+from tests.kit.objects_proxy import FaultProxy, Seen, faulty
+
+__all__ = ["moto", "moto_bucket", "settings"]
+
+
+class Stored(NamedTuple):
+    """What the objects of a checkpoint are: the files, and for those of several parts their parts and ranges."""
+
+    files: int
+    parts: int
+    ranges: int
+
+
+@pytest.fixture
+def proxy(moto_bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        yield proxy
+
+
+@contextmanager
+def asked(proxy: FaultProxy) -> Iterator[list[Seen]]:
+    """Requests of a block, filled in at its end, without those for the lease, which come with time."""
+    before, found = len(proxy.seen), list[Seen]()
+    yield found
+    found += [one for one in proxy.seen[before:] if not one.key.endswith(naming.OWNER)]
+
+
+def save_and_read_back(bucket: TestBucket, proxy: FaultProxy, checkpointer: Checkpointer, step: int) -> None:
+    """Save, and wait until each file was read back. The daemon is not asked for it: a list of the run reads run.json."""
+    checkpointer.save(step).result(120)
+    name = f"/{naming.step_directory(step)}."
+    wait_until(
+        lambda: len({one.key for one in proxy.seen if one.kind == "get" and name in one.key}) == stored(bucket, step).files
+    )
+
+
+def stored(bucket: TestBucket, step: int) -> Stored:
+    name = f"/{naming.step_directory(step)}."
+    sizes = [size for key, size in bucket.sizes(f"{RUN}/{naming.DATA}/").items() if name in key]
+    parts = sum(-(-size // PART_BYTES) for size in sizes if size > PART_BYTES)
+    return Stored(len(sizes), parts, sum(-(-size // PART_BYTES) for size in sizes if size > PART_BYTES))
+
+
+@pytest.mark.parametrize("width", [200, 5000])
+def test_saves(moto_bucket: TestBucket, proxy: FaultProxy, tmp_path: Path, width: int) -> None:
+    """Files of one request and files of several parts. No list; at most 4 requests a file, one for each part that is sent
+    and each 16 MiB that are read back, and 6. Some saves together: what follows one may come beside the next.
+    """
+    steps = range(2, 5)
+    with (
+        served(tmp_path / "one", moto_bucket.url) as daemon,
+        Checkpointer(RUN, {"model": torch.nn.Linear(width, 1000)}, at=str(daemon.socket)) as checkpointer,
+    ):
+        save_and_read_back(moto_bucket, proxy, checkpointer, 1)
+        with asked(proxy) as found:
+            for step in steps:
+                save_and_read_back(moto_bucket, proxy, checkpointer, step)
+    made, counts = [stored(moto_bucket, step) for step in steps], Counter(one.kind for one in found)
+    assert counts["list"] == counts["uploads"] == counts["delete"] == counts["deletes"] == 0
+    assert counts["put"] + counts["begin"] == sum(one.files + 1 for one in made)
+    assert counts["part"] == sum(one.parts for one in made)
+    bound = sum(one.parts + one.ranges + 4 * one.files + 6 for one in made)
+    assert counts.total() <= bound, "\n".join(f"{one.kind} {one.key}" for one in found)
