@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
+from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.nodes import replica_duty
 from holdfast_service.storage import Tier
@@ -160,6 +162,11 @@ class Blind:
 
     def size(self, path: str) -> int | None:
         return None if path.rpartition("/")[2] in self._names else self._tier.size(path)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if self.size(path) is None:
+            raise NoSuchResource(f"there is no file {path}", errno=ENOENT)
+        return self._tier.read(path, offset, length)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
