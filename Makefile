@@ -74,7 +74,7 @@ soak: $(READY) ## the same, and killed or stopped at every named point, PostgreS
 # Debian's packages of Ceph, 63 MB, are installed by nothing else: elsewhere the tests on radosgw are skipped, and say so.
 CEPH := radosgw ceph-mon ceph-osd ceph-common
 OBJECTS ?=
-objects: $(READY) ## object storage on Ceph's radosgw, and with thousands of faults on every server; OBJECTS="-k races"
+objects: $(READY) ## object storage on moto and Ceph's radosgw, and with thousands of faults on every server; OBJECTS="-k races"
 	@command -v radosgw >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 		( apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(CEPH) ) || true
 	$(BIN)/python -m pytest -m objects -n 2 --dist worksteal $(OBJECTS)

@@ -1,8 +1,8 @@
 """Servers of S3 for tests, each of a tester's own, and a fresh bucket on one of them.
 
 moto is a mock in this process; SeaweedFS is a program with a real disk; radosgw (`tests/kit/radosgw.py`) needs Debian's
-packages and takes 14 s to start, so only `make objects` has it. They differ in what they honour: a test that runs on all
-of them may count only on what they have in common.
+packages and takes 14 s to start. What is tested on every server is tested on SeaweedFS by `make test`, and on the others
+by `make objects`. They differ in what they honour: such a test may count only on what they have in common.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 
 from tests.daemons import free_port
@@ -30,6 +31,8 @@ START_TIMEOUT_S = 240.0
 PAUSE_S = 0.1
 STARTS_MAX = 5  # a port may be taken by another tester between the look at it and the start
 _numbers = count()
+# Each session reads botocore's models again, which is most of what opening a bucket costs: here all sessions share them.
+botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 class BucketServer:
@@ -274,9 +277,12 @@ def _in_directory(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.fixture(params=["moto", "seaweedfs", pytest.param("radosgw", marks=pytest.mark.objects)])
+_BESIDES = [pytest.param(kind, marks=pytest.mark.objects) for kind in ("moto", "radosgw")]
+
+
+@pytest.fixture(params=["seaweedfs", *_BESIDES])
 def bucket_server(request: pytest.FixtureRequest) -> BucketServer:
-    """Each of the servers in turn."""
+    """Each of the servers in turn; SeaweedFS alone outside `make objects`."""
     server: BucketServer = request.getfixturevalue(request.param)
     return server
 
