@@ -58,7 +58,6 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking through imported objects, which takes half a second each time. Objects that
     exist now are not in `gc.get_objects()` afterwards.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -15,7 +15,9 @@ import yaml
 from tests.manifests import BASES, containers, sources, templates
 
 TOP = Path(__file__).parent.parent
-COMPOSE = {path.relative_to(TOP): yaml.safe_load(path.read_text()) for path in sorted(TOP.rglob("deploy/compose/**/*.yml"))}
+COMPOSE = {
+    path.relative_to(TOP): yaml.safe_load(path.read_text()) for path in sorted((TOP / "deploy" / "compose").rglob("*.yml"))
+}
 COMPOSE[Path("docker-compose.yml")] = yaml.safe_load((TOP / "docker-compose.yml").read_text())
 MANIFESTS = {base: sources(base) for base in BASES}
 SERVICES = [(file, name) for file, read in COMPOSE.items() for name, about in read["services"].items() if "image" in about]
