@@ -38,7 +38,7 @@ demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (o
 serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)
 
-# Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
+# Files as they are collected, the longest first: by the number of their tests these would come last, and one core would wait.
 # Two testers more than a small machine has cores: tests wait for disks, daemons and ranks a good part of their time.
 # A test that has not ended after minutes says where each of its threads stands, and ends the run.
 HANGS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
