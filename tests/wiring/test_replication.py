@@ -16,7 +16,9 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
 from holdfast_service.config import check_apart, parse
 from holdfast_service.storage.objects import lease
-from holdfast_service.wiring.replication import Reached, ReachedBucket
+from holdfast_service.wiring import replication
+from holdfast_service.wiring.replication import Reached, ReachedBucket, RunsInTiers
+from tests.daemon.copies_world import copies_world
 from tests.daemons import running, wait_until
 from tests.kit.objects import TestBucket, moto, moto_bucket
 
@@ -115,6 +117,28 @@ def test_one_daemon_at_a_time_drains_to_a_prefix(
             first()
         second.close()
         assert first() is not storage
+
+
+def test_no_run_begins_before_a_tier_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is new to the root is refused while a tier cannot be asked, as that may have checkpoints of it: unless the
+    root has drained there before, and so knows what is there. A replica is not waited for.
+    """
+    with copies_world(tmp_path) as world:
+        far = world.replicators["far"]
+        tiers = RunsInTiers(world.replicators, world.records)
+        tiers.await_known("new")
+        far.begins = True
+        monkeypatch.setattr(replication, "ASK_S", 0.0)
+        with pytest.raises(
+            StorageFailed, match=r"'new' is new here, and the tier far may have checkpoints of it: its .* listed"
+        ):
+            tiers.await_known("new")
+        far.problem = StorageFailed("it is away")
+        with pytest.raises(StorageFailed, match="it is away"):
+            tiers.await_known("new")
+        world.copy()
+        far._opened = None  # as after a restart
+        tiers.await_known("new")
 
 
 def test_an_empty_mount_point_is_not_the_disk(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ EVENTS: dict[str, str] = {
     "run-died": "ranks of a run were killed or ended by an exception, without closing their Checkpointer",
     "run-failed": "a run failed to start: its ranks ended before anything was saved to it",
     "run-swept": "a run without any save, whose ranks are long gone, was removed from the list",
+    "run-found": "a tier has checkpoints of a run that this root has never had; the root begins with them",
     "run-changed": "owner, notes, tags or archiving of a run changed, or its death was acknowledged",
     "run-deleted": "a run was moved to the trash, from which it can be brought back",
     "run-renamed": "a run was renamed; `detail` has the old name",

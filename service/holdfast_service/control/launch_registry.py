@@ -13,6 +13,7 @@ from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.parts import CheckpointParts
 from holdfast_service.control.recovery import Recovery
 from holdfast_service.control.retention.requests import RetentionRequests
+from holdfast_service.control.signals import Signal
 
 
 class LaunchRegistry:
@@ -34,6 +35,15 @@ class LaunchRegistry:
             parts.lineage_index,
         )
         self._retention_requests, self._recovery, self._restores = wishes, recovery, restores
+        self.unknown: Signal[[str]] = Signal()  # a run that is new here; subscribers raise while it may be in a tier
+
+    def meet(self, run: str) -> None:
+        """Return once it is known whether a run that is new to this root has checkpoints in a tier: if it has, its attempts
+        continue theirs. `StorageFailed` while that is not known.
+        """
+        self._recovery.learn_attempts()
+        if not self._attempts.has(run):
+            self.unknown.publish(run)
 
     def declare(  # noqa: PLR0913 - each is one thing that a rank says
         self,

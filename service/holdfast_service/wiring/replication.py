@@ -6,16 +6,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, RootBusy, StorageFailed
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.checkpoints.replicas import RepairRecords
+from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.control import Control
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.nodes import replica_duty
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # how long a start waits for replicas before it repairs without them
 FIRST_TRY_S = 4.0  # how long a restore waits for replicas that were not tried to be reached yet, or do not answer
+ASK_S = 20.0  # how long a launch of a run that is new here waits for the lists of tiers
 CLOSE_S = 10.0
 
 
@@ -76,6 +78,7 @@ class RestoreRepair:
         """Have restores wait for repairs from now on."""
         restores.skipping.subscribe(AwaitedRepairs(self.mend).settle)
         restores.copies_wanted.subscribe(self.add_copies)
+        restores.copy_wanted.subscribe(self.add_manifest)
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
         """Repair a checkpoint with this damage, or copy back a missing one."""
@@ -94,7 +97,7 @@ class RestoreRepair:
         def look() -> None:
             for name, replica in reached(self._replication.replicators).items():
                 try:
-                    steps_by_tier[name] = roots.committed(replica.store, run)
+                    steps_by_tier[name] = list(replica.store.stamps(run))
                 except CheckpointError as error:
                     log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
 
@@ -103,11 +106,49 @@ class RestoreRepair:
         looking.join(FIRST_TRY_S)
         copies.update(dict(steps_by_tier))  # the thread may still add some
 
+    def add_manifest(self, run: str, step: int, manifests: list[Manifest]) -> None:
+        """Add the manifest of a step in the first reachable replica of this node that has it."""
+        self._await_first_tries()
+
+        def look() -> None:
+            for name, replica in reached(self._replication.replicators).items():
+                try:
+                    manifests.append(roots.load_manifest(replica.store.files, run, step))
+                    return
+                except CheckpointError as error:
+                    log.warning("cannot look for %s@%s in replica %s: %s", run, step, name, error.detail)
+
+        looking = threading.Thread(target=look, name="holdfast-replicas-of-a-step", daemon=True)
+        looking.start()
+        looking.join(FIRST_TRY_S)
+
     def _await_first_tries(self) -> None:
         limit = time.monotonic() + FIRST_TRY_S
         mine = [one for one in self._replication.replicators.values() if one.is_mine()]
         while any(one.replica is None and one.problem is None for one in mine) and time.monotonic() < limit:
             time.sleep(REACH_POLL_S)
+
+
+class RunsInTiers:
+    """The runs of tiers, before a run that is new to the root is launched."""
+
+    def __init__(self, replicators: Mapping[str, Replicator], records: ReplicaRecords) -> None:
+        self._replicators, self._records = replicators, records
+
+    def await_known(self, run: str) -> None:
+        """Return once each tier has been asked for its runs. `StorageFailed` for one that cannot be asked, unless this root
+        has copied there before: then it has listed what is there.
+        """
+        limit = time.monotonic() + ASK_S
+        for one in self._replicators.values():
+            while one.begins and one.is_mine() and one.replica is None and not self._records.has_drained_to(one.name):
+                if one.problem is not None or time.monotonic() > limit:
+                    raise StorageFailed(
+                        f"{run!r} is new here, and the tier {one.name} may have checkpoints of it: "
+                        f"{one.said or 'its checkpoints are being listed'}",
+                        hint="try again when it can be reached; or start the daemon without --tier",
+                    )
+                time.sleep(REACH_POLL_S)
 
 
 class Reached:
@@ -202,11 +243,13 @@ class Replication:
                 place,
                 control.replicas,
                 news=control.events.wait,
+                begins=kind == "tier",
                 pace=Pace(rate) if (rate := rates[kind]) else None,
                 mend=self.repairer.replica,
                 is_mine=partial(_copies_here, control, name),
             )
             log.info("%s %s: %s", kind, name, at if isinstance(at, Path) else at.label)
+        control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
         self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
 
     def start(self) -> None:

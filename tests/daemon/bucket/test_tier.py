@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 import holdfast
+from holdfast import Checkpointer
 from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from tests.daemon.bucket.test_bucket_root import RUN, save
+from tests.daemon.bucket.test_bucket_root import RUN, same, save, state_of
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.kit.objects import TestBucket, moto, moto_bucket
 
@@ -51,3 +54,27 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
     with holdfast.open(f"{url}/{RUN}@7") as checkpoint:
         assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
     assert f"team/{naming.OWNER}" not in moto_bucket.sizes() and moto_bucket.uploads() == []
+
+
+def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """The machine is gone with its disk: another one restores the newest step out of the bucket, bit for bit, and trains on
+    as a newer attempt; what it saves drains beside the old checkpoints.
+    """
+    url = f"{moto_bucket.url}/team"
+    with tiered(tmp_path / "root", url) as (daemon, api):
+        saved = save(daemon, 3, 7)
+        wait_until(lambda: state_in(api, 3) == state_in(api, 7) == "present")
+        attempt = api.checkpoint(RUN, 7).attempt
+        daemon.kill()
+    shutil.rmtree(tmp_path / "root")
+    with tiered(tmp_path / "new", url) as (daemon, api):
+        restored = state_of(2)
+        with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 7 and same(saved, restored)
+            checkpointer.save(8).result(120)
+        assert api.checkpoint(RUN, 8).attempt > attempt
+        wait_until(lambda: state_in(api, 8) == "present")
+        found = httpx.get(f"{daemon.url}/v1/events?kind=run-found").json()["items"]
+        assert [(event["run"], event["detail"]["tier"]) for event in found] == [(RUN, "cloud")]
+    kept = {naming.step_directory(step) for step in (3, 7, 8)}
+    assert {key.rpartition("/")[2] for key in moto_bucket.sizes(f"team/{RUN}/{naming.COMMITS}/")} == kept

@@ -14,11 +14,14 @@ from sqlalchemy import delete
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
+from holdfast_formats.lineage import Rewind
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest
-from holdfast_service.control.database.schema import ReplicaRow
+from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
+from holdfast_service.control.launches.lineage_index import LineageIndex
+from holdfast_service.control.launches.restore_choice import RestoreQuestion
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.daemon.copying.thinner import Thinner
@@ -416,3 +419,25 @@ def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, 
     world.replicators["far"]._opened = None  # as after a start
     world.replicators["far"].run_once()
     assert contents(far(tmp_path)) == kept and not aside.exists()
+
+
+def test_a_newer_copy_is_restored_first(world: CopiesWorld, tmp_path: Path) -> None:
+    """A root that was brought back from before a checkpoint takes that from the replica; one that retention or a rewind has
+    left behind is not taken.
+    """
+    world.copy()
+    shutil.rmtree(world.path(15))
+    with world.catalog.database.write() as session:
+        session.execute(delete(CheckpointRow).where(CheckpointRow.step == 15))  # the catalog is from before it, too
+    restores, asked = world.control.restores, RestoreQuestion(RUN, 1, 0, None)
+    restores.copy_wanted.subscribe(
+        lambda run, step, found: found.append(load_manifest(PosixTier(tmp_path / "far"), run, step))
+    )
+    assert restores._mendable(asked, ()) == (15, None) and restores._mendable(asked, (15,)) is None
+    assert restores._mendable(asked._replace(step=15), ()) == (15, None)
+    assert restores._mendable(asked._replace(step=10), ()) is None
+    newest = load_manifest(world.tier, RUN, 10)
+    rewound = msgspec.structs.replace(newest, step=12, attempt=2, turn=1, rewinds=(Rewind(2, 1, 10),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LineageIndex, "_there", lambda index, run: [newest, rewound])
+        assert restores._mendable(asked, ()) is None, "training went back to step 10, and on from there"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
+from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
@@ -43,19 +44,26 @@ _SETTLED = ("present", "damaged", "gone")
 class ReplicaRecords:
     """The replicas of one root, whose control files are `root`. Thread-safe; each replica has one worker."""
 
-    def __init__(self, root: Records, catalog: Catalog, events: Events) -> None:
+    def __init__(self, root: Records, catalog: Catalog, events: Events, attempts: Attempts) -> None:
         self._root, self._catalog, self._database = root, catalog, catalog.database
+        self._attempts = attempts
         self._events = events
         self._probe = StorageProbe(root)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
 
-    def opened(self, name: str, replica: RootStorage) -> None:
-        """A replica became reachable: sweep what earlier copies left, and update the catalog from it."""
+    def opened(self, name: str, replica: RootStorage, begins: bool = False) -> None:
+        """A replica became reachable: sweep what earlier copies left, and update the catalog from it. `begins`: the root
+        begins with those runs of the replica that it has never had.
+        """
         store = replica.store
         store.put_back(lambda run: nullcontext())
         for path in store.sweep():
             log.info("swept %s of replica %s", path, name)
-        present = {(run, step) for run in roots.runs(replica.records) for step in roots.committed(store, run)}
+        held = {run: list(store.stamps(run)) for run in roots.runs(replica.records)}
+        if begins:
+            for run, steps in held.items():
+                self._begin_with(name, replica, run, steps)
+        present = {(run, step) for run, steps in held.items() for step in steps}
         with self._database.write() as session:
             for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
                 which = (row.run, row.step)
@@ -66,6 +74,33 @@ class ReplicaRecords:
             known = {(run, step) for run, step in session.execute(select(CheckpointRow.run, CheckpointRow.step))}
         for run, step in sorted(present - known):  # the worker looks at the others itself: they are due
             self._found(name, store.files, run, step)
+
+    def _begin_with(self, name: str, replica: RootStorage, run: str, steps: Sequence[int]) -> None:
+        """Know a run of a replica as if it had been launched here: its attempts, which later launches exceed (I6), and its
+        run file. Its checkpoints stay where they are until one of them is restored.
+        """
+        with self._database.read() as session:
+            known = session.get(RunRow, run) is not None
+        if known or self._attempts.newest(run) or not steps:
+            return
+        attempt = 0
+        for step in steps:
+            with suppress(Damaged, NoSuchCheckpoint):
+                attempt = max(attempt, roots.load_manifest(replica.store.files, run, step).attempt)
+        path = f"{run}/{naming.RUN_FILE}"
+        data = read_bounded(replica.records, path, RUN_FILE_BYTES_MAX)
+        if data is not None:
+            self._root.put_first(path, data)
+        self._attempts.saw(run, max(attempt, 1))
+        self._catalog.note_attempts(self._attempts.known([run]))
+        text = f"{run} is known from replica {name}, which has {len(steps)} of its checkpoints"
+        self._events.add("run-found", text, run, tier=name, attempt=attempt)
+        log.warning("%s", text)
+
+    def has_drained_to(self, name: str) -> bool:
+        """Whether this root has ever copied to a replica, so that it knows the runs there without asking."""
+        with self._database.read() as session:
+            return session.scalar(select(ReplicaRow.run).where(ReplicaRow.tier == name).limit(1)) is not None
 
     def removals(self, name: str) -> list[tuple[str, int]]:
         """Copies of checkpoints that were removed; those of a renamed run once there are copies under its new name. Where

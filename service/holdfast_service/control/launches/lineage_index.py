@@ -84,6 +84,10 @@ class LineageIndex:
     def abandoned(self, run: str) -> set[int]:
         return lineage.abandoned(self._there(run))
 
+    def leaves(self, manifest: Manifest) -> bool:
+        """Whether this checkpoint, which is elsewhere, does not lead to the present state."""
+        return manifest.step in lineage.abandoned([*self._there(manifest.run), manifest])
+
     def rewinds(self, run: str) -> Way:
         """The rewinds to the live line."""
         return lineage.way(self._there(run))

@@ -27,16 +27,32 @@ class LostCheckpoints:
         """The steps that replicas have a copy of, by replica, without removed ones."""
         copies_of = {name: set(steps) for name, steps in self._stands(run).items()}
         try:
-            with self._catalog.database.read() as session:
-                columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
-                for name, step, state in session.execute(columns.where(ReplicaRow.run == run)):
-                    if state == "present":
-                        copies_of.setdefault(name, set()).add(step)
-                    elif state == "gone":
-                        copies_of.get(name, set()).discard(step)
+            for name, step, state in self._rows(run):
+                if state == "present":
+                    copies_of.setdefault(name, set()).add(step)
+                elif state == "gone":
+                    copies_of.get(name, set()).discard(step)
         except CatalogUnavailable:
             pass  # the reachable replicas decide
         return {name: steps for name, steps in sorted(copies_of.items()) if steps}
+
+    def recorded(self, run: str) -> set[int]:
+        """The steps of which a replica has a copy, as far as the catalog knows; no storage is asked."""
+        return {step for _, step, state in self._rows(run) if state == "present"}
+
+    def _rows(self, run: str) -> list[tuple[str, int, str]]:
+        columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
+        with self._catalog.database.read() as session:
+            return [(name, step, state) for name, step, state in session.execute(columns.where(ReplicaRow.run == run))]
+
+    def of_another_root(self, run: str, step: int) -> CheckpointsMissing:
+        """The refusal of a restore where a replica has a newer checkpoint of an attempt that this root has not had."""
+        return CheckpointsMissing(
+            f"a replica has step {step} of {run}, of an attempt that this root does not know: the root is from before it",
+            hint=f"stop the daemon and run `holdfast import` on the replica's checkpoint; or {AFRESH.format(run=run)}",
+            run=run,
+            steps=[step],
+        )
 
     def refuse(self, run: str) -> None:
         """`CheckpointsMissing` for a run without checkpoints here that once had some."""

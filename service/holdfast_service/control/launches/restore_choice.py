@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
 from holdfast_formats.restore_refusals import lacking
 from holdfast_service.control.catalog.attempts import Attempts
@@ -80,6 +81,7 @@ class RestoreSelector:
         self.copies_wanted: Signal[[str, dict[str, Collection[int]]]] = Signal()  # of a run, by replica; subscribers add
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+        self.copy_wanted: Signal[[str, int, list[Manifest]]] = Signal()  # a run's step; subscribers add that of a replica's
         self.lost = LostCheckpoints(catalog, self._copies)
 
     def choose(
@@ -173,7 +175,7 @@ class RestoreSelector:
         one in a replica is copied back. `DeadlineExceeded` while that is in progress.
         """
         tried: set[int] = set()
-        while asked.step is None and len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
+        while len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
             try:
                 found = self._record_queue.query(lambda: self._mendable(asked, tried), ANSWER_S)
             except (CatalogUnavailable, NoSuchRun):
@@ -184,18 +186,40 @@ class RestoreSelector:
             self.skipping.publish((asked.run, asked.attempt, asked.turn), *found)
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
-        """What to repair first, and its damage; None as damage for one that is gone."""
+        """What to repair first, and its damage; None as damage for one that is gone, or is in a tier alone."""
         run = asked.run
         if not roots.agrees(self._store, self._catalog, run):
             self._relist(run)
-        newest = self._catalog.newest(run, asked.groups)
         listed = roots.all_checkpoints(self._catalog, run)
+        if asked.step is not None:
+            there = {made.step for made in listed}
+            return (
+                None if asked.step in there | {*tried} or asked.step not in self.lost.recorded(run) else (asked.step, None)
+            )
+        newest = self._catalog.newest(run, asked.groups)
         for made in listed:  # newest first
             damage = as_damage(made.damage)
             if damage is not None and not made.abandoned and made.step not in tried and made.step > (newest or -1):
                 return made.step, damage
-        copies = set() if listed or tried else {step for held in self.lost.copies(run).values() for step in held}
+        if listed:
+            return self._newer_copy(run, max(made.step for made in listed), tried)
+        copies = set() if tried else {step for held in self.lost.copies(run).values() for step in held}
         return (max(copies), None) if copies else None  # an older one instead would be chosen in silence
+
+    def _newer_copy(self, run: str, newest: int, tried: Collection[int]) -> tuple[int, None] | None:
+        """The newest step after `newest` that only a replica has and that leads to the present state. `CheckpointsMissing`
+        for one of an attempt that this root does not know.
+        """
+        for step in sorted(self.lost.recorded(run) - {*tried}, reverse=True):
+            if step <= newest:
+                break
+            found: list[Manifest] = []
+            self.copy_wanted.publish(run, step, found)
+            if found and not self._lineage_index.leaves(found[0]):
+                if found[0].attempt > self._attempts.newest(run):
+                    raise self.lost.of_another_root(run, step)
+                return step, None
+        return None
 
     def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)

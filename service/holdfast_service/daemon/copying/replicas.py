@@ -54,14 +54,16 @@ class Replicator:
         records: ReplicaRecords,
         *,
         news: Callable[[float], bool],
+        begins: bool = False,
         pace: Pace | None = None,
         mend: Mend | None = None,
         is_mine: Callable[[], bool] = lambda: True,
     ) -> None:
         """`news(seconds)` waits for something new to copy; `mend` is called with a damaged copy, and may repair it.
-        `is_mine` returns whether this node, of several with this replica, copies there.
+        `is_mine` returns whether this node, of several with this replica, copies there. With `begins`, a root that lacks the
+        replica's runs begins with them.
         """
-        self.is_mine = is_mine
+        self.is_mine, self.begins = is_mine, begins
         self.name = name
         self._source, self._open, self._records = source, open_replica, records
         self._news, self._mend = news, mend
@@ -114,7 +116,7 @@ class Replicator:
             return False
         replica = self._reached()
         if replica is not self._opened:
-            self._records.opened(self.name, replica)
+            self._records.opened(self.name, replica, self.begins)
             self._publisher.settle(replica.store, filter(naming.is_run_name, replica.records.list("")))
             self._opened = replica
         if self._rename(replica):

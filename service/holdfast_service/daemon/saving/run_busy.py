@@ -82,6 +82,7 @@ def let_in(saver: Saver, control: Control, hello: HelloFields, join: Callable[[i
     other ranks have. `retry_after_s` is the time until silent ranks over HTTP count as gone, here or on another node; 0 if a
     living process is connected.
     """
+    control.launches.meet(hello.run)
     saver.giving_way.expect()
     keep_last = hello.keep_last if asker.owner else None
     limit = time.monotonic() + DYING_S
