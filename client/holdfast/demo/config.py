@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 RANKS = 2  # on a processor; with CUDA a rank a device, as NCCL lets no two share one
 STEPS = 90
@@ -24,6 +26,32 @@ def child_environment() -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS refuses to be deterministic
     }
+
+
+def bucket_environment(endpoint: str, key: str, secret: str) -> dict[str, str]:
+    """The variables by which an endpoint is reached with these keys, and no others of this user or machine are found."""
+    return {
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_ENDPOINT_URL_S3": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@contextmanager
+def surrounded(environment: Mapping[str, str]) -> Iterator[None]:
+    """These variables are set for this process and those that it starts, for the length of a block."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def local_rank() -> int:

@@ -1,4 +1,4 @@
-"""The demo's processes: trainers that are killed on purpose and never left behind, and the daemon that outlives them."""
+"""The demo's processes: trainers and machines that are killed on purpose, and the daemon that outlives its trainers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -75,17 +75,22 @@ class LaunchedJob:
     def kill(self) -> int:
         """SIGKILL the launcher and all below it, wait until they are gone, and return their number."""
         self.poll()
-        living = [identity for identity in self.family if is_alive(identity)]
-        for identity in sorted(living, key=lambda i: i.pid != self._launcher.pid):  # the launcher first: it would respawn
-            if is_alive(identity):
-                os.kill(identity.pid, signal.SIGKILL)
-        self._launcher.wait()
-        deadline = time.monotonic() + KILL_S_MAX
-        while any(is_alive(identity) for identity in living):
-            if time.monotonic() > deadline:
-                raise DemoFailed(f"processes {[i.pid for i in living]} still run after SIGKILL", self.log)
-            time.sleep(POLL_S)
-        return len(living)
+        return kill_family(self._launcher, self.family, self.log)
+
+
+def kill_family(first: subprocess.Popen[bytes], family: Iterable[ProcessId], log: Path) -> int:
+    """SIGKILL these processes, the first one before those that it would start again; their number, once all are gone."""
+    living = [identity for identity in family if is_alive(identity)]
+    for identity in sorted(living, key=lambda i: i.pid != first.pid):
+        if is_alive(identity):
+            os.kill(identity.pid, signal.SIGKILL)
+    first.wait()
+    deadline = time.monotonic() + KILL_S_MAX
+    while any(is_alive(identity) for identity in living):
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"processes {[i.pid for i in living]} still run after SIGKILL", log)
+        time.sleep(POLL_S)
+    return len(living)
 
 
 def identify(pid: int) -> ProcessId | None:
@@ -116,25 +121,30 @@ def descendants(pid: int) -> Iterator[ProcessId]:
 
 
 class DemoDaemon(NamedTuple):
-    """A daemon that runs: its addresses, what it keeps, and its process."""
+    """A daemon that runs: its addresses, its root as `--root` takes it, its process, and its log."""
 
     url: str
     socket: Path
-    root: Path
+    root: str
     process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> int:
+        """SIGKILL it and the process that holds its shared memory, as the end of the machine would; their number."""
+        pid = self.process.pid
+        family = [identity for identity in (identify(pid), *descendants(pid)) if identity]
+        return kill_family(self.process, family, self.log)
 
 
-def start_daemon(directory: Path) -> DemoDaemon:
-    """Start `holdfast serve` on `directory/data` in a session of its own, and wait until it answers."""
-    root, log = directory / "data", directory / "daemon.log"
-    root.mkdir(mode=0o700)
-    path = socket_path(directory)
+def start_daemon(directory: Path, root: str, *flags: str) -> DemoDaemon:
+    """Start `holdfast serve` in a session of its own, with socket and log in the directory; wait until it answers."""
+    log, path = directory / "daemon.log", socket_path(directory)
     address = f"127.0.0.1:{free_port()}"
-    places = ["--root", str(root), "--listen", address, "--socket", str(path)]
+    places = ["--root", root, "--listen", address, "--socket", str(path), *flags]
     command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
-    daemon = DemoDaemon(f"http://{address}", path, root, process)
+    daemon = DemoDaemon(f"http://{address}", path, root, process, log)
     deadline = time.monotonic() + DAEMON_START_S_MAX
     try:
         while not answers(daemon.url):

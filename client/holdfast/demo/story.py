@@ -1,24 +1,34 @@
-"""The demo's story: a run to compare with, a run that is killed, its resumption, the proof."""
+"""The demo's story: a run to compare with, a run that is killed, its resumption, the proof.
+
+With a root in a bucket, the machine is killed together with the second run, and its directory is removed.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
+from holdfast.export.copy import export
+from holdfast.read.checkpoint_index import open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.rest.api import Api
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.naming import CHECKPOINTS, step_directory
 
-from . import report
+from . import report, seaweedfs
 from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
 from .processes import (
     POLL_S,
@@ -33,17 +43,54 @@ from .proof import Claim, LaunchRecord, compare_losses, compare_states, compare_
 
 UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
 STEPS_MIN = 8
+StoreKind = Literal["directory", "s3"]
+
+
+class Machine:
+    """The machine of the story: its daemon, and all that this one keeps on it.
+
+    The root is a directory of the machine, or the `bucket` at an address; then the machine can be lost.
+    """
+
+    def __init__(self, place: Path, bucket: str | None = None) -> None:
+        self._place, self._bucket, self._number = place, bucket, 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the daemon: of a machine with nothing on it."""
+        if self._bucket is None:
+            (self._place / "data").mkdir(mode=0o700)
+            self.daemon = start_daemon(self._place, str(self._place / "data"))
+            return
+        self._number += 1
+        directory = self._place / f"machine-{self._number}"
+        directory.mkdir(mode=0o700)
+        self.daemon = start_daemon(directory, self._bucket, "--state", str(directory / "state"))
+
+    def lose(self) -> int:
+        """Kill the daemon and the holder of its memory, and remove the directory; how many processes were killed."""
+        killed = self.daemon.kill()
+        shutil.rmtree(self.daemon.log.parent)
+        shutil.rmtree(self.daemon.socket.parent, ignore_errors=True)  # elsewhere, if the directory's path is long
+        return killed
 
 
 class Stage(NamedTuple):
-    """Where the demo runs and prints: its directory, its daemon, how many steps, on which device and how many ranks."""
+    """Where the demo runs and prints: its directory, its machine, how many steps, on which device and how many ranks.
+    `bucket` is the root's address, if it is in one.
+    """
 
     directory: Path
-    daemon: DemoDaemon
+    machine: Machine
     steps: int
     console: Console
     device: str = "cpu"
     ranks: int = RANKS
+    bucket: str | None = None
+
+    @property
+    def daemon(self) -> DemoDaemon:
+        return self.machine.daemon
 
     @property
     def save_every(self) -> int:
@@ -53,20 +100,33 @@ class Stage(NamedTuple):
         """Where a run's trainer writes its journals, digests and log."""
         return self.directory / run
 
-    def checkpoint(self, run: str, step: int) -> Path:
-        return self.daemon.root / run / CHECKPOINTS / step_directory(step)
+    def is_committed(self, run: str, step: int) -> bool:
+        with Api(self.daemon.url) as api:
+            try:
+                return api.checkpoint(run, step).step == step
+            except NoSuchResource:
+                return False
 
 
 class Killed(NamedTuple):
-    """The second run's end: the last save staged on all ranks, the last step, and the number of killed processes."""
+    """The second run's end: the newest save that must not be lost, the last step, and the number of killed processes."""
 
-    staged: int
+    saved: int
     step: int
     processes: int
 
 
-def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: str = "cpu") -> int:
-    """Play the demo on `device`, "cpu" or "cuda", in a fresh directory below `directory`; 0 when all claims hold, else 1."""
+def main(
+    directory: Path,
+    steps: int = STEPS,
+    keep_daemon: bool = True,
+    device: str = "cpu",
+    store: StoreKind = "directory",
+) -> int:
+    """Play the demo on `device`, "cpu" or "cuda", in a fresh directory below `directory`; 0 when all claims hold, else 1.
+
+    With the `store` "s3" checkpoints go into a bucket of a server that is started for the demo and ends with it.
+    """
     console = Console(highlight=False)
     if steps < STEPS_MIN:
         console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
@@ -75,32 +135,36 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True, device: 
         console.print("[red]torch finds no CUDA device here.[/red]")
         return 2
     with leaving_in_order():
-        return perform(fresh_directory(directory), steps, keep_daemon, console, device)
+        return perform(fresh_directory(directory), steps, keep_daemon, console, device, store)
 
 
-def perform(place: Path, steps: int, keep_daemon: bool, console: Console, device: str) -> int:
-    """Start the daemon, train and compare, print failures, and leave only what is to stay."""
-    daemon: DemoDaemon | None = None
-    proven = False
-    try:
-        daemon = start_daemon(place)
-        ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
-        stage = Stage(place, daemon, steps, console, device, ranks)
-        console.print(
-            f"[bold]1[/bold]  Daemon: process {daemon.process.pid}, {daemon.url}, checkpoints in {daemon.root}",
-            soft_wrap=True,
-        )
-        proven = play(stage)
-        if proven and keep_daemon:
-            report.print_farewell(console, daemon)
-    except DemoFailed as failure:
-        console.print(f"[red bold]The demo failed:[/red bold] {escape(str(failure))}")
-        report.print_log(console, failure.log)
-    finally:
-        if daemon and not (proven and keep_daemon):
-            stop_daemon(daemon)
+def perform(place: Path, steps: int, keep_daemon: bool, console: Console, device: str, store: StoreKind) -> int:
+    """Start what serves, train and compare, print failures, and leave only what is to stay."""
+    machine: Machine | None = None
+    proven, say = False, partial(console.print, soft_wrap=True)
+    with ExitStack() as stack:
+        try:
+            bucket = None
+            if store == "s3":
+                bucket, endpoint = stack.enter_context(seaweedfs.running(place / "bucket"))
+                say(f"[bold]0[/bold]  SeaweedFS at {endpoint}, with its data in {place / 'bucket'}")
+            machine = Machine(place, bucket)
+            ranks = RANKS if device == "cpu" else min(RANKS, torch.cuda.device_count())
+            stage = Stage(place, machine, steps, console, device, ranks, bucket)
+            daemon = stage.daemon
+            say(f"[bold]1[/bold]  Daemon: process {daemon.process.pid}, {daemon.url}, checkpoints in {daemon.root}")
+            proven = play(stage)
+        except DemoFailed as failure:
+            say(f"[red bold]The demo failed:[/red bold] {escape(str(failure))}")
+            report.print_log(console, failure.log)
+        finally:
+            stays = proven and keep_daemon and store == "directory"  # the bucket's server ends with this process
+            if machine and not stays:
+                stop_daemon(machine.daemon)
+        if machine and stays:
+            report.print_farewell(console, machine.daemon)
     if not proven:
-        console.print(f"Journals, logs and checkpoints: {place}", soft_wrap=True)
+        say(f"Journals, logs and checkpoints: {place}")
     return 0 if proven else 1
 
 
@@ -122,9 +186,15 @@ def play(stage: Stage) -> bool:
     say("[bold]3[/bold]  The same run again, to be killed")
     killed = train_and_kill(stage)
     say(f"   SIGKILL to the launcher and all ranks, {killed.processes} processes, at step {killed.step}")
-    wait_for_commit(stage, killed.staged)
-    say(f"   step {killed.staged}, staged before the kill, is committed")
-    say("[bold]4[/bold]  The same command again")
+    if stage.bucket is None:
+        wait_for_commit(stage, killed.saved)
+        say(f"   step {killed.saved}, staged before the kill, is committed")
+        say("[bold]4[/bold]  The same command again")
+    else:
+        directory, count = stage.daemon.log.parent, stage.machine.lose()
+        say(f"   SIGKILL to the daemon and the holder of its memory, {count} processes; {directory} is removed")
+        stage.machine.start()
+        say(f"[bold]4[/bold]  The same command again on an empty machine, {stage.daemon.log.parent}: it has the bucket only")
     finish(stage, RESUMED)
     whole, resumed = journals(stage, UNINTERRUPTED), journals(stage, RESUMED)
     say(f"   resumed from the checkpoint of step {resumed[0][-1].restored}, and ran to step {resumed[0][-1].step}")
@@ -160,12 +230,17 @@ def finish(stage: Stage, run: str) -> None:
 
 
 def train_and_kill(stage: Stage) -> Killed:
-    """Train past the middle, wait until a save is staged and a few more steps are done, and kill everything."""
+    """Train past the middle, wait until a save is staged and a few more steps are done, and kill everything.
+
+    With a root in a bucket the save is also committed: what is staged only is lost with the machine.
+    """
     middle = stage.steps // 2
 
     def is_time(launches: Sequence[LaunchRecord]) -> bool:
         staged = min(max(launch.staged, default=0) for launch in launches)
-        return staged >= middle and min(launch.step for launch in launches) >= staged + 2
+        if staged < middle or min(launch.step for launch in launches) < staged + 2:
+            return False
+        return stage.bucket is None or stage.is_committed(RESUMED, staged)
 
     with LaunchedJob(command(stage, RESUMED), stage.place(RESUMED) / "trainer.log") as job:
         watch(stage, RESUMED, job, until=is_time)
@@ -173,8 +248,8 @@ def train_and_kill(stage: Stage) -> Killed:
             raise DemoFailed("the trainer ended before it could be killed", job.log)
         processes = job.kill()
     launches = last(journals(stage, RESUMED))
-    staged = min(max(launch.staged, default=0) for launch in launches)
-    return Killed(staged, max(launch.step for launch in launches), processes)
+    saved = middle if stage.bucket else min(max(launch.staged, default=0) for launch in launches)
+    return Killed(saved, max(launch.step for launch in launches), processes)
 
 
 def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
@@ -200,25 +275,28 @@ def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[La
 def wait_for_commit(stage: Stage, step: int) -> None:
     """Wait until the daemon has committed `step` without any living rank."""
     deadline = time.monotonic() + COMMIT_S_MAX
-    while not (stage.checkpoint(RESUMED, step) / COMMIT).exists():
+    while not stage.is_committed(RESUMED, step):
         if time.monotonic() > deadline:
-            log = stage.directory / "daemon.log"
-            raise DemoFailed(f"step {step} was staged before the kill, but is not committed after {COMMIT_S_MAX} s", log)
+            what = f"step {step} was staged before the kill, but is not committed after {COMMIT_S_MAX} s"
+            raise DemoFailed(what, stage.daemon.log)
         time.sleep(POLL_S)
 
 
 def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[LaunchRecord]]) -> Claim:
-    """The resumed run began at or after the last save staged on all ranks, so it lost no more steps than that."""
+    """The resumed run began at or after the save that must not be lost, so it lost no more steps than that."""
+    what = (
+        f"a {'committed' if stage.bucket else 'staged'} save outlives its killed {'machine' if stage.bucket else 'trainer'}"
+    )
     began = {launches[-1].restored for launches in resumed}
-    holds = len(began) == 1 and killed.staged <= min(began) <= killed.step
+    holds = len(began) == 1 and killed.saved <= min(began) <= killed.step
     evidence = f"killed after step {killed.step}, resumed on all ranks from step {', '.join(map(str, sorted(began)))}"
-    return Claim("a save outlives its killed trainer", holds and all(len(ranks) == 2 for ranks in resumed), evidence)
+    return Claim(what, holds and all(len(ranks) == 2 for ranks in resumed), evidence)
 
 
 def load_and_generate(stage: Stage) -> dict[str, Any]:
     """A fresh process's result of `from_pretrained` for the last checkpoint: the weights' digests, and a text."""
     result, log = stage.directory / "generated.json", stage.directory / "generate.log"
-    checkpoint = stage.checkpoint(RESUMED, stage.steps)
+    checkpoint = local_checkpoint(stage)
     arguments = [sys.executable, "-m", "holdfast.demo.generate", str(checkpoint), str(result)]
     with open(log, "ab") as output:
         ended = subprocess.run(
@@ -228,6 +306,16 @@ def load_and_generate(stage: Stage) -> dict[str, Any]:
         raise DemoFailed(f"from_pretrained on {checkpoint} failed", log)
     loaded: dict[str, Any] = json.loads(result.read_text())
     return loaded
+
+
+def local_checkpoint(stage: Stage) -> Path:
+    """The directory of the last checkpoint: in the root, or a download from the bucket, as `holdfast export` makes one."""
+    if stage.bucket is None:
+        return Path(stage.daemon.root) / RESUMED / CHECKPOINTS / step_directory(stage.steps)
+    target = stage.directory / "downloaded"
+    with open_source(parse_target(f"{stage.bucket}/{RESUMED}@{stage.steps}"), None, None) as source:
+        export(CheckpointReader.open(source), target, [], lambda count: None)
+    return target
 
 
 def journals(stage: Stage, run: str) -> list[list[LaunchRecord]]:
