@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_index import ServiceIndex, open_library, open_source, parse_target
@@ -14,9 +15,13 @@ from holdfast_formats.errors import NoSuchCheckpoint, NoSuchResource
 if TYPE_CHECKING:
     from holdfast.read.checkpoint_root import CheckpointRoot
     from holdfast.read.sources import Source
+    from holdfast.rest.api import Api
     from holdfast_formats.disk.manifests import Manifest
     from holdfast_formats.rest import bodies
+    from holdfast_formats.rest.measurements import SaveTimes
     from holdfast_formats.rest.runs import RunAbout
+
+SAVES_MAX = 500  # among which the one of a checkpoint is looked for
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
@@ -69,14 +74,15 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
 
     reader = CheckpointReader.open(source, complete=False)
     manifest, origin = reader.manifest, ancestry.origin_of(reader)
-    copies, known = [], None
+    copies, known, times = [], None, None
     if isinstance(source, HttpSource):
         copies = replicas.of(source.api, source.run, source.step)
         known = source.api.checkpoint(source.run, source.step)
+        times = _times(source.api, known)
     descent = None if origin is None else ancestry.Descent(source, origin)
     drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        document = {**_document(manifest, known), "replicas": copies, "origin": origin}
+        document = {**_document(manifest, known), "replicas": copies, "origin": origin, "measured": times}
         console.print_json(document if metadata is None else {**document, "about": metadata})
         return
     if metadata is not None:
@@ -100,6 +106,8 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
         facts["compact"] = f"{console.human_age(small.at)}: it had {console.human_bytes(small.bytes)}; {coded.told(small)}"
         facts["usable for"] = SMALL_USABLE_FOR if small.lossy else EXACT_USABLE_FOR
     facts["checked"] = _checked(known)
+    if times is not None and times.requests:
+        facts["requests"] = _requests(times)
     if copies:
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
     for name, value in facts.items():
@@ -107,6 +115,30 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     for line in drawn:
         out.print(Text(line))
     _print_tables(manifest)
+
+
+def _times(api: Api, known: bodies.CheckpointInfo) -> SaveTimes | None:
+    """What was measured of the save that made it; None if it is not among the newest saves."""
+    from holdfast_formats.rest.measurements import SaveTimes
+
+    saves = islice(api.rounds(known.run, "committed"), SAVES_MAX)
+    same = (one for one in saves if (one.step, one.attempt) == (known.step, known.attempt))
+    found = next(same, None)
+    return None if found is None else SaveTimes.model_validate(found.measured or {})
+
+
+def _requests(times: SaveTimes) -> str:
+    """What the save asked of the bucket, and what that costs at one cloud."""
+    from holdfast_files.objects.traffic import AWS_USD_PER_READ, READS, WRITES, aws_usd
+
+    kinds = {kind: getattr(times, f"requests_{kind}", None) or 0 for kind in (*WRITES, *READS)}
+    writes, reads, checks = sum(kinds[one] for one in WRITES), sum(kinds[one] for one in READS), times.check_requests or 0
+    repeated = (times.retries or 0) + (times.check_retries or 0)
+    usd = aws_usd(kinds) + checks * AWS_USD_PER_READ
+    return (
+        f"{times.requests:.0f} to save it ({writes:.0f} writes and lists, {reads:.0f} reads), {checks:.0f} to verify it; "
+        f"{repeated:.0f} repeated; {usd:.5f} USD at AWS's prices"
+    )
 
 
 def _checked(known: bodies.CheckpointInfo | None) -> str:

@@ -58,6 +58,11 @@ class Refusal(NamedTuple):
         return self.status in TRANSIENT_STATUSES or self.code in TRANSIENT_CODES
 
     @property
+    def is_usual(self) -> bool:
+        """Whether it answers a question: something is not there, or a condition does not hold."""
+        return self.status in (404, 409, 412, 416) and self.code != "NoSuchBucket"
+
+    @property
     def is_unsettled(self) -> bool:
         """Whether what was asked may have been done all the same, or may be done yet."""
         return (

@@ -91,12 +91,15 @@ class Sender:
                     raise Unsettled(f"a strange answer: {error}") from error
                 raise refusals.strange(str(error), self.asked(request, label)) from error
             except LostAnswer as cut:
+                _settle(patience, request, f"no answer: {cut}", passes=True)
                 if once and cut.body_sent:
                     raise Unsettled(f"no answer: {cut}") from cut
                 failed, failure = None, self._unreachable(cut, request, label)
             else:
                 if not isinstance(answer, Refusal):
+                    _settle(patience, request)
                     return answer
+                _settle(patience, request, "" if answer.is_usual else answer.shown, answer.is_transient)
                 if once and answer.is_unsettled:
                     raise Unsettled(answer.shown)
                 has_new_keys = answer.code in refusals.ENDED_KEYS and self.keys.reload()
@@ -140,7 +143,7 @@ class Sender:
             return self._connections.exchange(Outgoing(request.method, target, signed, request.body, silence_s), taken)
         finally:
             for traffic in patience.traffic:
-                traffic.add(request.kind, RequestCount(1, int(again), sent, received))
+                traffic.add(request.kind, RequestCount(1, int(again), sent, received), request.key)
 
     def _unreachable(self, cut: LostAnswer, request: ObjectRequest, label: str) -> StorageFailed:
         return refusals.unreachable(cut.cause, self.asked(request, label), self.settings.endpoint.url)
@@ -152,3 +155,8 @@ class Sender:
         return (
             f"{path}?{'&'.join(f'{quote(name, safe=_UNESCAPED)}={quote(value, safe=_UNESCAPED)}' for name, value in query)}"
         )
+
+
+def _settle(patience: Patience, request: ObjectRequest, failure: str = "", passes: bool = False) -> None:
+    for traffic in patience.traffic:
+        traffic.settle(request.kind, failure, passes)

@@ -346,6 +346,32 @@ class KeptAverage(Body):
     left_out: int = Field(description="updates that were dropped, skipped because of their loss value, or lost")
 
 
+class RequestCounts(Body):
+    """Requests to object storage of one kind, since a daemon's start."""
+
+    sent: int
+    retries: int = Field(description="those of them that repeated one that had failed")
+    sent_bytes: int = Field(description="of the bodies of the requests")
+    received_bytes: int = Field(description="of the bodies of the answers")
+
+
+class FailingRequests(Body):
+    """A kind of request that object storage refuses, or does not answer."""
+
+    kind: str
+    answer: str = Field(description="the newest answer, such as `503 SlowDown`")
+    since: str = Field(description="RFC 3339, UTC")
+
+
+class BucketTraffic(Body):
+    """What a daemon asked of its root's bucket since its start."""
+
+    requests: dict[str, RequestCounts] = Field(
+        description="by kind: get, head, put, delete, list, copy, begin, part, complete, abort, uploads"
+    )
+    failing: list[FailingRequests] = Field(description="the kinds that failed when they were last asked")
+
+
 class Node(Body):
     name: str
     pid: int | None = Field(default=None, description="only shown to tokens for all runs")
@@ -383,6 +409,10 @@ class Node(Body):
         description="address at which other nodes read the saves of its ranks; only shown to tokens for all runs",
     )
     runs: dict[str, int] = Field(default_factory=dict, description="how many ranks are connected to it, by run")
+    bucket: BucketTraffic | None = Field(
+        default=None,
+        description="requests to the bucket of its root; null for a directory; only shown to tokens for all runs",
+    )
     lease_s: float | None = Field(
         default=None, description="seconds until the node's lease ends unless renewed; negative once it is gone"
     )

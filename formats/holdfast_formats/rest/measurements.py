@@ -30,6 +30,27 @@ class SaveTimes(Body):
     verify_s: float | None = Field(default=None, description="reading it back and verifying it")
     bytes: float | None = None
     disk_bytes_per_second: float | None = Field(default=None, description="the disk's speed when it was last measured")
+    requests: float | None = Field(
+        default=None, description="to object storage for this step's objects, until its commit, retries included"
+    )
+    retries: float | None = Field(default=None, description="those of them that repeated one that had failed")
+    sent_bytes: float | None = Field(default=None, description="of the bodies of these requests")
+    received_bytes: float | None = Field(default=None, description="of the bodies of their answers")
+    requests_put: float | None = Field(default=None, description="the part that put whole objects")
+    requests_begin: float | None = Field(default=None, description="the part that began uploads in parts")
+    requests_part: float | None = Field(default=None, description="the part that sent one part")
+    requests_complete: float | None = Field(default=None, description="the part that completed uploads")
+    requests_abort: float | None = Field(default=None, description="the part that gave up uploads")
+    requests_copy: float | None = Field(default=None, description="the part that copied on the server")
+    requests_get: float | None = Field(default=None, description="the part that read objects, or ranges of them")
+    requests_head: float | None = Field(default=None, description="the part that asked for size and tag")
+    requests_list: float | None = Field(default=None, description="the part that listed objects")
+    requests_delete: float | None = Field(default=None, description="the part that deleted objects")
+    check_requests: float | None = Field(
+        default=None, description="to object storage for this step's objects from its commit until it was verified"
+    )
+    check_retries: float | None = Field(default=None, description="those of them that repeated one that had failed")
+    check_received_bytes: float | None = Field(default=None, description="of the bodies of their answers")
 
 
 class TensorStatistics(Body):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import EVENTS
@@ -28,6 +30,7 @@ TOLD_S = 3.0  # how long a scrape waits for the catalog
 
 Sample = tuple[tuple[str, ...], float | Histogram]  # label values, value
 Samples = dict[str, list[Sample]]
+_OF_REQUESTS = {"requests": "sent", "retries": "retries", "sent_bytes": "sent_bytes", "received_bytes": "received_bytes"}
 
 
 class Collected(Collector):
@@ -91,16 +94,22 @@ class Collected(Collector):
             "holdfast_ranks": [((), node.ranks)],
             "holdfast_saves_sealed": [((), node.sealed)],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
-            "holdfast_trash_bytes": [((), self._services.control.trash.seen().bytes)],
+            "holdfast_trash_bytes": self._trash(),
             "holdfast_audit_lost": [((), self._services.audit.lost)],
             "holdfast_storage_free_bytes": [] if free is None else [((), free)],
             "holdfast_events": [((kind,), self._services.control.events.counts[kind]) for kind in EVENTS],
+            **_of_bucket(self._services.control.storage.traffic),
             **self._arena(),
             **self._held(),
             **self._http(),
             "holdfast_event_commands": [((outcome,), count) for outcome, count in self._commands().items()],
             **{name: samples for wing in self._wings for name, samples in wing.samples().items()},
         }
+
+    def _trash(self) -> list[Sample]:
+        """None of a bucket: each scrape would list it, and wait for it while it is away."""
+        control = self._services.control
+        return [] if control.storage.tier is None else [((), control.trash.seen().bytes)]
 
     def _told(self) -> Samples:
         """Metrics from the catalog."""
@@ -154,6 +163,17 @@ class Collected(Collector):
             "holdfast_http_request_seconds": [(labels, histograms[labels]) for labels in sorted(histograms)],
             "holdfast_http_sent_bytes": [((), sent)],
         }
+
+
+def _of_bucket(traffic: Traffic | None) -> Samples:
+    """Requests to the root's bucket, and the kinds of them that fail; families without samples for a directory."""
+    counts = {} if traffic is None else traffic.by_kind()
+    samples: Samples = {
+        f"holdfast_objects_{name}": [((kind,), getattr(count, field)) for kind, count in counts.items()]
+        for name, field in _OF_REQUESTS.items()
+    }
+    now, failing = time.time(), [] if traffic is None else traffic.failing()
+    return {**samples, "holdfast_objects_failing_seconds": [((one.kind,), now - one.since_s) for one in failing]}
 
 
 def _histogram(name: str, samples: Iterable[Sample]) -> HistogramMetricFamily:

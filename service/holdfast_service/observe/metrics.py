@@ -73,6 +73,13 @@ METRICS: dict[str, Metric] = {
         "counter", "Audit log entries lost since the start, because the catalog was unavailable for too long"
     ),
     "holdfast_storage_free_bytes": Metric("gauge", "Free bytes on the storage"),
+    "holdfast_objects_requests": Metric("counter", "Requests to the root's bucket since the start, by kind", ("kind",)),
+    "holdfast_objects_retries": Metric("counter", "Requests to the bucket that repeated a failed one, by kind", ("kind",)),
+    "holdfast_objects_sent_bytes": Metric("counter", "Bytes of bodies sent to the bucket, by kind of request", ("kind",)),
+    "holdfast_objects_received_bytes": Metric("counter", "Bytes of bodies received from the bucket, by kind", ("kind",)),
+    "holdfast_objects_failing_seconds": Metric(
+        "gauge", "Seconds since the bucket answers requests of a kind with errors only, or not at all", ("kind",)
+    ),
     "holdfast_jobs": Metric("gauge", "Stored jobs, by state", ("state",)),
     "holdfast_catalog_up": Metric(
         "gauge", "1 while the catalog answers; at 0 saves continue, but metrics from the catalog are missing"

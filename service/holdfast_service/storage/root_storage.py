@@ -19,6 +19,8 @@ from .store import Store
 from .tier import Tier
 
 if TYPE_CHECKING:
+    from holdfast_files.objects.traffic import Traffic
+
     from .objects.lease import BucketLease
 
 # What lets only one of two commits of a step stand: the rename of a directory, the bucket's conditional puts, or the catalog
@@ -52,6 +54,7 @@ class RootStorage(NamedTuple):
     close: Callable[[], None] = _nothing
     lease: BucketLease | None = None  # of the only daemon of a bucket
     arbiter: Arbiter = "directory"
+    traffic: Traffic | None = None  # requests to the bucket, also by the checkpoint that they are for
 
     def shared(self) -> RootStorage:
         """This root, once its mark says that daemons share it: that refuses others, so the lease is given back."""

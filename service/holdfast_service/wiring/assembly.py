@@ -63,6 +63,7 @@ from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.writing.disk_throughput import PROBE_BYTES
+from holdfast_service.observe import bucket_traffic
 from holdfast_service.storage import RootStorage, disk_speed, stored_in, tier_at
 from holdfast_service.storage.identity import Identity, Whereabouts, catalog_of, settle
 from holdfast_service.storage.pacing import Pace
@@ -278,6 +279,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             url=node.url,
             exchange=node.others.url,
             replicas={name: one.said for name, one in node.replicators.items() if one.is_mine()},
+            bucket=bucket_traffic.described(root.control.storage.traffic),
         )
 
     return about

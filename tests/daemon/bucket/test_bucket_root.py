@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import holdfast
 from holdfast import Checkpointer
+from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.measurements import SaveTimes
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.kit.objects import TestBucket, bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
 from tests.kit.objects_proxy import SLOW_DOWN, faulty
@@ -176,7 +180,7 @@ def test_a_bucket_that_is_away_for_a_while(moto_bucket: TestBucket, tmp_path: Pa
     with faulty(moto_bucket.server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         with (
-            served(tmp_path / "one", moto_bucket.url) as daemon,
+            served(tmp_path / "one", moto_bucket.url, listen="127.0.0.1:0") as daemon,
             Checkpointer(RUN, state_of(1), at=str(daemon.socket)) as checkpointer,
         ):
             checkpointer.save(1).result(180)
@@ -184,6 +188,46 @@ def test_a_bucket_that_is_away_for_a_while(moto_bucket: TestBucket, tmp_path: Pa
             proxy.choose = lambda request: SLOW_DOWN if away[0] else None
             ticket = checkpointer.save(2)
             assert ticket.wait_staged(60) and not ticket.done
-            away[0] = False
-            ticket.result(180)
+            with Api(daemon.url) as api:
+                wait_until(lambda: "503 SlowDown" in {one.answer for one in _failing(api)})
+                assert "holdfast_objects_failing_seconds{" in metrics(api)  # while the bucket does not answer
+                away[0] = False
+                ticket.result(180)
+                wait_until(lambda: not {"put", "part"} & {one.kind for one in _failing(api)})
     assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(2)}" in moto_bucket.sizes()
+
+
+def _failing(api: Api) -> list[bodies.FailingRequests]:
+    (node,) = api.nodes()
+    assert node.bucket is not None
+    return node.bucket.failing
+
+
+def test_requests_are_counted(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """For the save and its check, which `holdfast show` prints, and in total."""
+    with served(tmp_path / "one", moto_bucket.url, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        save(daemon, 1)
+        wait_until(lambda: any((one.measured or {}).get("check_requests") for one in api.rounds(RUN)))
+        (made,) = api.rounds(RUN)
+        times = SaveTimes.model_validate(made.measured)
+        assert times.requests and times.requests_put and times.sent_bytes and times.sent_bytes > times.bytes
+        assert times.check_received_bytes and times.check_received_bytes >= times.bytes
+        shown = CliRunner().invoke(app, ["show", f"{RUN}@1", "--url", daemon.url])
+        assert f"requests    {times.requests:.0f} to save it" in shown.stdout and "USD at AWS's prices" in shown.stdout
+        (node,) = api.nodes()
+        assert node.bucket is not None and node.bucket.requests["put"].sent >= times.requests_put
+        assert 'holdfast_objects_requests_total{kind="put"}' in metrics(api)
+    assert f"{RUN}@1 attempt 1: {times.requests:.0f} requests (" in daemon.log.read_text()
+
+
+def metrics(api: Api) -> str:
+    return api.request("GET", "/metrics").text
+
+
+def test_daemons_of_several_machines_are_refused(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Before the catalog is asked: they would write parts of one object."""
+    with pytest.raises(AssertionError, match="daemons of several machines cannot share"):
+        RunningDaemon(
+            tmp_path / "one",
+            *("--root", moto_bucket.url, "--state", str(tmp_path / "one"), "--catalog", "postgresql://127.0.0.1:1/x"),
+        )

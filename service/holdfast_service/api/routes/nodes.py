@@ -89,6 +89,7 @@ class _Record(NamedTuple):
         changes: dict[str, Any] = {
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
             "replicas": {},
+            "bucket": None,
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
             "memory": [one for one in node.memory if viewer.sees(one.run)],
             "averages": [one for one in node.averages if viewer.sees(one.run)],

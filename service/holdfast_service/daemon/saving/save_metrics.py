@@ -10,14 +10,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from holdfast_files.objects.traffic import RequestCount
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
 from holdfast_service.daemon.writing.disk_throughput import DiskThroughput, Probe
+from holdfast_service.observe import bucket_traffic
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +63,9 @@ class _Save:
             self.later |= self.stall
         self.due_at = time.monotonic() + PATIENCE_S
 
-    def verified(self, seconds: float) -> None:
+    def verified(self, seconds: float, asked: Measured) -> None:
         self.checked = True
-        self.later["verify_s"] = seconds
+        self.later |= {"verify_s": seconds, **asked}
 
     def take_due(self, now: float) -> tuple[int, Measured] | None:
         """The round's ID and its timings to record, if it has ended and waits for no more; they count as recorded."""
@@ -111,14 +113,20 @@ class SaveHistory:
 
     def ended(self, current: SaveRound, checked: bool = False) -> None:
         """The save has ended, with the timings known so far recorded; `checked`: no verification follows."""
+        asked = self._asked(current.key.run, current.key.step)
+        if asked:
+            log.info("%s@%s attempt %s: %s", *current.key, bucket_traffic.text(asked))
         with self._lock:
-            self._of(current.key, current.world).ended(current.id, checked)
+            save = self._of(current.key, current.world)
+            save.later |= bucket_traffic.of_save(asked)
+            save.ended(current.id, checked)
 
     def verified(self, checkpoint: Committed, seconds: float) -> None:
+        asked = bucket_traffic.of_check(self._asked(checkpoint.run, checkpoint.step))
         with self._lock:
             save = self._saves.get(RoundKey(checkpoint.run, checkpoint.step, checkpoint.attempt))
             if save is not None:
-                save.verified(seconds)
+                save.verified(seconds, asked)
         self.disk.checked(checkpoint.bytes)
 
     def flush(self, everything: bool = False) -> None:
@@ -131,6 +139,11 @@ class SaveHistory:
                 self._control.rounds.measure(round_id, later)
             except CheckpointError as error:
                 log.warning("cannot record all timings of save %d: %s", round_id, error.detail)
+
+    def _asked(self, run: str, step: int) -> Mapping[str, RequestCount]:
+        """The requests for this step's objects since this was last asked."""
+        traffic = self._control.storage.traffic
+        return {} if traffic is None else traffic.take((run, step))
 
     def _of(self, key: RoundKey, world: int) -> _Save:
         save = self._saves.setdefault(key, _Save(world))

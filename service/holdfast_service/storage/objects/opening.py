@@ -13,7 +13,9 @@ from holdfast_files.objects import client
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.object_files import ObjectFiles
+from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import InvalidRequest
+from holdfast_service.observe.bucket_traffic import checkpoint_of
 from holdfast_service.storage.identity import Whereabouts, catalog_of
 from holdfast_service.storage.root_storage import Looks, RootStorage
 from holdfast_service.storage.store import Alone
@@ -46,7 +48,8 @@ def open_bucket(
     Raises `InvalidRequest` for such a bucket without either, `RootBusy` where another daemon has the lease.
     """
     with ExitStack() as stack:
-        bucket = client.opened(place.label)
+        traffic = Traffic(checkpoint_of(place))
+        bucket = client.opened(place.label, traffic=traffic)
         stack.callback(bucket.close)
         honours = probe(bucket)
         bucket = bucket.using(checksum=honours.checksum)
@@ -59,7 +62,7 @@ def open_bucket(
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
-    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, "bucket")
+    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, "bucket", traffic)
 
 
 def _lease(

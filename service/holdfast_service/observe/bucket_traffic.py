@@ -1,0 +1,75 @@
+"""Requests to a root's bucket as the API, logs and the catalog state them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.traffic import RequestCount, Traffic
+from holdfast_formats import naming
+from holdfast_formats.rest import bodies
+from holdfast_formats.timestamps import write
+
+
+class OfCheckpoint(NamedTuple):
+    """What requests are counted by: the checkpoint that an object belongs to."""
+
+    run: str
+    step: int
+
+
+def checkpoint_of(place: BucketAddress) -> Callable[[str], OfCheckpoint | None]:
+    """Finds the checkpoint of a whole key, None for objects of no checkpoint."""
+    top = f"{place.prefix}/" if place.prefix else ""
+
+    def of(key: str) -> OfCheckpoint | None:
+        parts = key.removeprefix(top).split("/")
+        if not key.startswith(top) or len(parts) < 3 or not naming.is_run_name(parts[0]):
+            return None
+        if parts[1] == naming.COMMITS:
+            step = naming.parse_step_directory(parts[2])
+            return None if step is None else OfCheckpoint(parts[0], step)
+        data = naming.parse_data_directory(parts[0], parts[2]) if parts[1] == naming.DATA else None
+        return None if data is None else OfCheckpoint(data.run, data.step)
+
+    return of
+
+
+def of_save(counts: Mapping[str, RequestCount]) -> dict[str, float]:
+    """The members of `SaveTimes` for requests until a commit; none if nothing was asked, as of a directory."""
+    if not counts:
+        return {}
+    total = RequestCount(*map(sum, zip(*counts.values(), strict=True)))
+    by_kind = {f"requests_{kind}": float(count.sent) for kind, count in counts.items() if kind != "uploads"}
+    sizes = {"sent_bytes": float(total.sent_bytes), "received_bytes": float(total.received_bytes)}
+    return {"requests": float(total.sent), "retries": float(total.retries), **sizes, **by_kind}
+
+
+def of_check(counts: Mapping[str, RequestCount]) -> dict[str, float]:
+    """The same for requests from the commit until it was verified."""
+    whole = of_save(counts)
+    return {f"check_{name}": whole[name] for name in ("requests", "retries", "received_bytes") if whole}
+
+
+def text(counts: Mapping[str, RequestCount]) -> str:
+    """The counts for a log line."""
+    kinds = ", ".join(f"{count.sent} {kind}" for kind, count in sorted(counts.items()))
+    total = RequestCount(*map(sum, zip(*counts.values(), strict=True)))
+    return f"{total.sent} requests ({kinds}), {total.retries} repeated, {total.sent_bytes} bytes sent"
+
+
+def described(traffic: Traffic | None) -> bodies.BucketTraffic | None:
+    if traffic is None:
+        return None
+    return bodies.BucketTraffic(
+        requests={kind: bodies.RequestCounts(**count._asdict()) for kind, count in traffic.by_kind().items()},
+        failing=[
+            bodies.FailingRequests(kind=one.kind, answer=one.answer, since=_stamp(one.since_s)) for one in traffic.failing()
+        ],
+    )
+
+
+def _stamp(seconds: float) -> str:
+    return write(datetime.fromtimestamp(seconds, timezone.utc))
