@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from errno import ENOENT
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,8 +23,9 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, run_files
 from holdfast_service.control.control import Control
 from holdfast_service.control.nodes import changing
-from holdfast_service.storage import stored_in
+from holdfast_service.storage import Looks, stored_in
 from holdfast_service.storage.posix import PosixTier
+from holdfast_service.wings.cluster import root_maintenance
 from holdfast_service.wings.cluster.node_ranks import NodeRanks
 from holdfast_service.wings.cluster.root_maintenance import RootMaintenance
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
@@ -43,6 +46,16 @@ class Node:
         self.control = Control(stored_in(self.tier), self.catalog, None, self.cluster)
         self.control.recovery.recover()
         self.maintenance = RootMaintenance(self.control, self.cluster)
+
+
+class Looking:
+    """A daemon's control, over a root that is looked at as often as stated."""
+
+    def __init__(self, control: Control, looks: Looks) -> None:
+        self._control, self.storage = control, control.storage._replace(looks=looks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
 
 
 @pytest.fixture
@@ -99,6 +112,40 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     b.maintenance.run_once()
     assert [found.id for found in b.catalog.rounds.page(None, "aborted").items] == [gone]
     assert [found.run for found in b.catalog.rounds.page(None, "open").items] == ["other"]
+
+
+def test_a_bucket_is_looked_at_less_often(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look costs requests: lost nodes are noticed all the same, and the root has its turn later."""
+    a, b = pair
+    looks = Looks(lambda runs: 600.0, False)
+    b.maintenance = RootMaintenance(cast(Any, Looking(b.control, looks)), b.cluster)
+    now = 1000.0
+    monkeypatch.setattr(root_maintenance, "time", SimpleNamespace(monotonic=lambda: now))
+    staged = naming.staging_path(RUN, 2, 1)
+
+    def run_once() -> list[str]:
+        b.maintenance.run_once(idle_s=0.0)
+        return a.tier.list(staged)
+
+    a.tier.put(f"{staged}/model.safetensors", b"half")
+    assert run_once() == []
+    a.tier.put(f"{staged}/model.safetensors", b"half")
+    gone, _ = a.catalog.rounds.open(RUN, 3, 1, 1, "2026-01-01T00:00:00Z")
+    a.cluster.close()
+    now += 599.0
+    assert run_once() == ["model.safetensors"]
+    assert [found.id for found in b.catalog.rounds.page(None, "aborted").items] == [gone]
+    now += 2.0
+    assert run_once() == []
+
+
+def test_a_save_of_one_live_node_is_not_swept(pair: tuple[Node, Node]) -> None:
+    """However long ago it wrote: an upload to a bucket does not show that it goes on. That of a lost node is."""
+    a, b = pair
+    a.catalog.rounds.open(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    assert b.cluster.rounds.places() == [naming.Place(RUN, 2, 1)]
+    a.cluster.close()
+    assert b.cluster.rounds.places() == []
 
 
 def test_what_was_committed_and_never_listed_is_listed_by_who_looks_after_the_root(pair: tuple[Node, Node]) -> None:

@@ -92,11 +92,16 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
 
 @app.command("adopt")
 def adopt(
-    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="The root directory; no service may be serving it.")],
-    catalog: Annotated[str, typer.Option("--catalog", metavar="URL", help="URL of the catalog that this root takes over.")],
+    root: Annotated[
+        str, typer.Option("--root", metavar="ROOT", help="A directory, or s3://BUCKET/PREFIX; no service may be serving it.")
+    ],
+    catalog: Annotated[
+        str | None, typer.Option("--catalog", metavar="URL", help="URL of the catalog that this root takes over.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hand a catalog over to a root that was moved or restored to here. Stop the daemon of the old root first.
+    """Hand a catalog over to a root that was moved or restored to here, by default the root's own. Stop the daemon of the
+    old root first, and all daemons that share this one.
 
     The old root's daemon is refused from then on. Listed checkpoints that are not in this root are removed from
     the list at the next start.
@@ -107,7 +112,7 @@ def adopt(
     console.answer(report, f"{report.catalog} now belongs to {report.root}{had}", as_json)
 
 
-def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path, catalog: str | None) -> Any:
+def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path | str, catalog: str | None) -> Any:
     check_installed()
     return service_jobs.offline(CatalogWork(act=act, root=str(root), catalog=catalog))
 

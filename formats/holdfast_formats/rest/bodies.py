@@ -393,6 +393,11 @@ class Node(Body):
         description="saves sealed by all ranks of this node and not yet ended; only shown to tokens for all runs",
     )
     keeper: str | None = Field(default=None, description="what holds the memory of staged saves if the daemon is killed")
+    arbiter: str | None = Field(
+        default=None,
+        description="what lets only one of two commits of a step stand: `directory`, `bucket` (conditional writes), "
+        "`catalog`, or `none` (`--alone`)",
+    )
     live: bool = Field(default=True, description="whether the node's heartbeat is recent")
     state: NodeState = Field(
         default="live",

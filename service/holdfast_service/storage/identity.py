@@ -119,7 +119,7 @@ def _take_over(records: Records, where: Whereabouts, root_file: RootFile, catalo
             f"{where.label} is shared by the daemons of several nodes, with the catalog {root_file.catalog}; this one has "
             f"{catalog or 'its own catalog'}",
             hint="start it with the same --catalog. If no other daemon serves this root any more, `holdfast catalog adopt "
-            "--root DIR --catalog URL` gives the root another catalog, and without --catalog its own",
+            f"--root {where.bucket or 'DIR'} --catalog URL` gives the root another catalog, and without --catalog its own",
         )
     records.replace(naming.ROOT_FILE, encode(root_file.model_copy(update={"catalog": catalog})))
 

@@ -70,7 +70,7 @@ from holdfast_service.storage.pacing import Pace
 from holdfast_service.wing import RunningWing, installed, require
 from holdfast_service.wiring.commands import commit_commands, event_commands
 from holdfast_service.wiring.job_handlers import start_jobs
-from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of
+from holdfast_service.wiring.nodes import NodesOfRoot, nodes_of, put_intents
 from holdfast_service.wiring.own_jobs import own_jobs
 from holdfast_service.wiring.replication import Replication, RestoreRepair
 from holdfast_service.wiring.watching import watch
@@ -166,7 +166,7 @@ def _storage(config: Config, pace: Pace | None, shared_by: str | None, stack: Ex
         return stored_in(tier_at(place.directory, pace, config.node if shared_by else ""))
     from holdfast_service.storage.objects.opening import SharedCatalog, open_bucket  # which need the extra s3
 
-    shared = SharedCatalog(shared_by) if shared_by else None
+    shared = SharedCatalog(shared_by, partial(put_intents, config, stack)) if shared_by else None
     storage = open_bucket(place.bucket, config.node, place.directory, alone=config.alone, shared=shared)
     stack.callback(storage.close)
     return storage
@@ -275,6 +275,7 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             catalog_waiting=root.control.record_queue.pending,
             sealed=saver.sealed,
             keeper=node.keeper,
+            arbiter=root.control.storage.arbiter,
             host=platform.node(),
             url=node.url,
             exchange=node.others.url,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.config import Config, is_shared
@@ -12,6 +12,9 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.nodes import Nodes, OneNode
 from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.other_nodes import NoOtherNodes, OtherNodes
+
+if TYPE_CHECKING:
+    from holdfast_service.storage.objects.put_intents import PutIntents
 
 
 class NodesOfRoot(Protocol):
@@ -30,6 +33,15 @@ class LoneRoot:
 
     def data_plane(self, control: Control, holds: MemoryCheckpoints, stack: ExitStack) -> OtherNodes:
         return NoOtherNodes()
+
+
+def put_intents(config: Config, stack: ExitStack) -> PutIntents:
+    """What keeps writers of a bucket apart that does not do that itself. Contacts the catalog; `CatalogUnavailable`."""
+    from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents
+
+    database = Database.open(config.catalog_url)
+    stack.callback(database.close)
+    return CatalogPutIntents(database)
 
 
 def nodes_of(config: Config, database: Database) -> NodesOfRoot:

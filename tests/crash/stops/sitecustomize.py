@@ -42,6 +42,14 @@ def _is_joint_commit(tier: Any, path: str, data: bytes) -> bool:
     return _is_joint(tier, path, data) and _is_commit(tier, path, data)
 
 
+def _puts_index(puts: Any, key: str, data: bytes) -> bool:
+    return "/data/" in key and key.endswith(".index.json")
+
+
+def _puts_commit(puts: Any, key: str, data: bytes) -> bool:
+    return "/data/" in key and key.endswith("/COMMIT")
+
+
 def _from_staging(tier: Any, source: str, target: str) -> bool:
     return "/staging/" in source
 
@@ -65,6 +73,7 @@ def _is_noted_third(memory: Any, number: int, chunks: int) -> bool:
 _FOLDING = "holdfast_service.daemon.averaging.folding"
 _SAVED = "holdfast_service.daemon.averaging.saved_average"
 _RENDEZVOUS = "holdfast_service.wings.cluster.rendezvous"
+_OBJECTS = "holdfast_service.storage.objects"
 
 POINTS = {
     # in a rank
@@ -123,6 +132,15 @@ POINTS = {
     "before the joint COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_joint_commit),
     "before the end is told": Point(_RENDEZVOUS, "Rendezvous.committed"),
     "the end is told": Point(_RENDEZVOUS, "Rendezvous.committed", after=True),
+    # in a daemon whose root is in a bucket
+    "a part is sent": Point(f"{_OBJECTS}.uploads", "UploadedFile.send", after=True),
+    "before parts are put together": Point(f"{_OBJECTS}.uploads", "UploadedFile._complete"),
+    "parts are put together": Point(f"{_OBJECTS}.uploads", "UploadedFile._complete", after=True),
+    "a small object is put": Point(f"{_OBJECTS}.conditional_puts", "ConditionalPuts.first", after=True, at=_puts_index),
+    "before COMMIT is put": Point(f"{_OBJECTS}.conditional_puts", "ConditionalPuts.first", at=_puts_commit),
+    "before the commit object": Point(f"{_OBJECTS}.step_commits", "StepCommits.put"),
+    "the commit object is put": Point(f"{_OBJECTS}.step_commits", "StepCommits.put", after=True),
+    "before the place is cleared": Point(f"{_OBJECTS}.object_store", "ObjectStore.discard"),
     # in a daemon that thins and compacts
     "states are coded": Point("holdfast_service.daemon.copying.streaming", "stream", after=True),
     "coded, not proven": Point("holdfast_service.daemon.copying.compactor", "_prove"),

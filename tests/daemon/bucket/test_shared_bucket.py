@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.daemons import RunningDaemon, wait_until
 from tests.databases import Postgres, postgres
 from tests.kit.bucket_sites import BucketSite, bucket_site
 from tests.kit.objects import TestBucket, bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
+from tests.kit.objects_proxy import faulty
 from tests.regressions.joint_worlds import ranks, whole
 
 __all__ = ["bucket", "bucket_server", "moto", "moto_bucket", "postgres", "radosgw", "seaweedfs", "seaweedfs_bucket"]
@@ -68,9 +72,34 @@ def test_others_are_refused_by_name(site: BucketSite) -> None:
         assert "secret" not in str(refused.value)
     site.postgres.give_back(other)
     a.stop()
-    with pytest.raises(AssertionError, match="wrong-root"):
-        RunningDaemon(site.directory / "alone", "--root", site.bucket.url, "--state", str(site.directory / "alone"))
+    alone = ("--root", site.bucket.url, "--state", str(site.directory / "alone"))
+    with pytest.raises(AssertionError, match=f"wrong-root.*catalog adopt --root {site.bucket.url}"):
+        RunningDaemon(site.directory / "alone", *alone)
     assert naming.OWNER not in site.bucket.sizes()
+    adopted = CliRunner().invoke(app, ["catalog", "adopt", "--root", site.bucket.url])
+    assert adopted.exit_code == 0, adopted.output
+    RunningDaemon(site.directory / "alone", *alone).stop()
+
+
+@pytest.mark.parametrize("conditions", ["refused", "ignored"])
+def test_a_bucket_without_conditions_is_shared_by_the_catalog(
+    site: BucketSite, monkeypatch: pytest.MonkeyPatch, conditions: Literal["refused", "ignored"]
+) -> None:
+    """Which the daemons say; they need no word that nothing else writes."""
+    with faulty(site.bucket.server.endpoint) as proxy:
+        proxy.conditions = conditions
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        a, b = site.start("a"), site.start("b")
+        assert f"If-None-Match are {conditions}" in a.log.read_text() and "the catalog does" in a.log.read_text()
+        with ranks(RUN, [a, b], "first") as world:
+            for step in (1, 2):
+                for ticket in world.save(step):
+                    ticket.result(120)
+        with Api(b.url) as api:
+            assert {node.arbiter for node in api.nodes()} == {"catalog"}
+        for daemon in (a, b):
+            daemon.stop()
+    assert site.steps(RUN) == [1, 2]
 
 
 def _written(daemon: RunningDaemon) -> list[str]:

@@ -16,12 +16,16 @@ from holdfast_files.objects import client, commit_objects, sending
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
+from holdfast_service.control.database.database import Database
 from holdfast_service.storage import Publication
 from holdfast_service.storage.objects import conditional_puts
 from holdfast_service.storage.objects.conditional_puts import ConditionalPuts
 from holdfast_service.storage.objects.object_store import ObjectStore
 from holdfast_service.storage.objects.probe import probe
+from holdfast_service.storage.objects.put_intents import PutIntents
 from holdfast_service.storage.objects.uploads import Uploads
+from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents
+from tests.databases import Postgres
 from tests.kit.objects import TestBucket
 from tests.kit.objects_proxy import (
     CONFLICT,
@@ -86,8 +90,8 @@ class Locks:
 class Site:
     """Stores in one bucket, each through a proxy of its own, and one past all proxies."""
 
-    def __init__(self, bucket: TestBucket, conditions: Conditions, count: int) -> None:
-        self.bucket, self._conditions, self._locks = bucket, conditions, Locks()
+    def __init__(self, bucket: TestBucket, conditions: Conditions, count: int, intents: PutIntents | None) -> None:
+        self.bucket, self._conditions, self._locks, self._intents = bucket, conditions, Locks(), intents
         self._ends, self.numbers = ExitStack(), itertools.count()
         self.proxies = [self._ends.enter_context(faulty(bucket.server.endpoint)) for _ in range(count)]
         for proxy in self.proxies:
@@ -106,7 +110,7 @@ class Site:
         self._ends.callback(opened.close)
         uploads = Uploads(opened, PART_BYTES, 4 * PART_BYTES, 3, RETRY_S)
         self._ends.callback(uploads.close)
-        return ObjectStore(uploads, ConditionalPuts(opened, probe(opened), self._locks))
+        return ObjectStore(uploads, ConditionalPuts(opened, probe(opened), self._locks, self._intents))
 
     def settle(self) -> None:
         for proxy in self.proxies:
@@ -139,8 +143,10 @@ class Site:
 
 
 @contextmanager
-def site(bucket: TestBucket, conditions: Conditions = "honoured", count: int = 2) -> Iterator[Site]:
-    made = Site(bucket, conditions, count)
+def site(
+    bucket: TestBucket, conditions: Conditions = "honoured", count: int = 2, intents: PutIntents | None = None
+) -> Iterator[Site]:
+    made = Site(bucket, conditions, count, intents)
     try:
         yield made
     finally:
@@ -266,6 +272,21 @@ def test_a_thousand_races(bucket: TestBucket) -> None:
     with site(bucket) as made:
         races(made, 1000)
         races(made, 200, faults=True)
+
+
+@pytest.mark.objects
+@pytest.mark.parametrize("conditions", ["ignored", "refused"])
+def test_a_thousand_races_that_the_catalog_decides(
+    seaweedfs_bucket: TestBucket, postgres: Postgres, conditions: Conditions
+) -> None:
+    """Where daemons share a catalog, its row lets one writer through."""
+    url = postgres.take()
+    database = Database.open(url)
+    with site(seaweedfs_bucket, conditions, intents=CatalogPutIntents(database)) as made:
+        races(made, 1000)
+        races(made, 200, faults=True)
+    database.close()
+    postgres.give_back(url)
 
 
 @pytest.mark.objects

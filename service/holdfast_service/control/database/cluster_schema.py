@@ -66,6 +66,18 @@ class SpeakerRow(CatalogTable):
     session: Mapped[str] = mapped_column(String(64))
 
 
+class PutIntentRow(CatalogTable):
+    """A put to a bucket that honours no conditions, begun by one node: no other one puts the object before it is over."""
+
+    __tablename__ = "put_intents"
+
+    key: Mapped[str] = mapped_column(String(2048), primary_key=True)
+    writer: Mapped[str] = mapped_column(String(32))
+    etag: Mapped[str | None] = mapped_column(String(128))
+    data: Mapped[bytes | None] = mapped_column(LargeBinary)
+    since: Mapped[datetime] = mapped_column(MOMENT)
+
+
 class HoldRow(CatalogTable):
     """A checkpoint that is being read through a node, which no other node removes before `until`. With `opened`, the reader
     has its files open and reads on if it is replaced.

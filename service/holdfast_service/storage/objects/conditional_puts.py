@@ -3,7 +3,8 @@
 Each write has an id of its own, which is kept with the object: another's equal bytes are not taken for one's own. That
 matters on servers that answer with 500 where writers meet, as radosgw does: two nodes that count from 5 to 6 would both
 believe that they had. Where a bucket does not honour conditions, an arbiter outside it lets one writer at a time through,
-and the condition is read. What such a bucket carries out late, after its answer was lost, is then not prevented.
+and the condition is read: a lock within one process, and between nodes a row of their catalog (`put_intents.py`). What such
+a bucket carries out late, after its answer was lost, is then not prevented.
 """
 
 from __future__ import annotations
@@ -12,39 +13,36 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from holdfast_files.objects.client import Bucket, WriteOutcome
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_service.storage.store import Alone
 
+from . import put_intents
 from .probe import Honours
+from .put_intents import Intent, PutIntents, Settled
 
 TRIES_MAX = 8  # some ten seconds: a bucket that is asked too much says so for a while
 PAUSE_FIRST_S = 0.2
 PAUSE_MAX_S = 5.0
 
 
-class Settled(NamedTuple):
-    """The result of a conditional put: `exists` if its condition does not hold, `unknown` if that could not be found out."""
-
-    outcome: Literal["done", "exists", "unknown"]
-    detail: str = ""
-
-
 class ConditionalPuts:
     """Conditional puts to one bucket. Stateless."""
 
-    def __init__(self, bucket: Bucket, honours: Honours, alone: Alone | None = None) -> None:
-        """`alone(name)` lets one writer of all nodes through at a time; `InvalidRequest` without it if the bucket does not
-        arbitrate.
+    def __init__(
+        self, bucket: Bucket, honours: Honours, alone: Alone | None = None, intents: PutIntents | None = None
+    ) -> None:
+        """If the bucket does not arbitrate, `alone(name)` lets one writer of this process through at a time, or `intents` do
+        of all nodes; `InvalidRequest` without either.
         """
-        if not honours.arbitrates and alone is None:
+        if not honours.arbitrates and alone is None and intents is None:
             raise InvalidRequest(
                 f"{bucket.label} cannot keep two writers apart: {honours.lacking}",
                 hint="serve it with a catalog in PostgreSQL, which keeps them apart, or say that nothing else writes there",
             )
-        self._bucket, self._honours, self._alone = bucket, honours, alone
+        self._bucket, self._honours, self._alone, self._intents = bucket, honours, alone, intents
 
     def first(self, key: str, data: bytes) -> Settled:
         """Write an object that does not exist yet."""
@@ -61,6 +59,8 @@ class ConditionalPuts:
                 _Wanted(key, etag, writer),
                 lambda: self._bucket.put(key, data, if_absent=etag is None, if_match=etag, writer=writer),
             )
+        if self._intents is not None:
+            return put_intents.put(self._bucket, self._intents, key, Intent(data, etag, writer))
         assert self._alone is not None
         with self._alone(key.partition("/")[0]):
             found = self._bucket.head(key)

@@ -5,6 +5,7 @@ daemons of several nodes are about to share it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +18,14 @@ from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.observe.bucket_traffic import checkpoint_of
 from holdfast_service.storage.identity import Whereabouts, catalog_of
-from holdfast_service.storage.root_storage import Looks, RootStorage
-from holdfast_service.storage.store import Alone
+from holdfast_service.storage.root_storage import Arbiter, Looks, RootStorage
 
 from .conditional_puts import ConditionalPuts
 from .lease import BucketLease
 from .object_records import ObjectRecords
 from .object_store import ObjectStore
 from .probe import Honours, probe
+from .put_intents import PutIntents
 from .uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,12 @@ LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), False)
 
 
 class SharedCatalog(NamedTuple):
-    """The catalog by which daemons of several nodes share a root: its address."""
+    """The catalog by which daemons of several nodes share a root: its address, and what keeps writers apart where the bucket
+    does not, which is opened only then; `CatalogUnavailable`.
+    """
 
     address: str
+    intents: Callable[[], PutIntents]
 
 
 def open_bucket(
@@ -53,7 +57,9 @@ def open_bucket(
         stack.callback(bucket.close)
         honours = probe(bucket)
         bucket = bucket.using(checksum=honours.checksum)
-        puts = ConditionalPuts(bucket, honours, _arbiter(bucket.label, honours, alone))
+        arbiter = _arbiter(bucket.label, honours, alone, shared is not None)
+        intents = shared.intents() if shared is not None and arbiter == "catalog" else None
+        puts = ConditionalPuts(bucket, honours, (lambda run: nullcontext()) if arbiter == "none" else None, intents)
         files = ObjectFiles(bucket)
         records = ObjectRecords(bucket, puts, files)
         lease = _lease(bucket, records, node, state, shared) if honours.arbitrates else None
@@ -62,7 +68,7 @@ def open_bucket(
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
-    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, "bucket", traffic)
+    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, arbiter, traffic)
 
 
 def _lease(
@@ -76,13 +82,18 @@ def _lease(
     )
 
 
-def _arbiter(label: str, honours: Honours, alone: bool) -> Alone | None:
+def _arbiter(label: str, honours: Honours, alone: bool, shared: bool) -> Arbiter:
+    """What lets one of two writers through."""
     if honours.arbitrates:
-        return None
+        return "bucket"
+    if shared:
+        log.warning("%s cannot keep two writers apart (%s): the catalog does", label, honours.lacking)
+        return "catalog"
     if alone:
         log.warning("%s cannot keep two writers apart (%s): nothing else may write there", label, honours.lacking)
-        return lambda run: nullcontext()
+        return "none"
     raise InvalidRequest(
         f"{label} cannot keep two writers apart: {honours.lacking}",
-        hint="use a server that honours conditional writes, or pass --alone if no other daemon ever writes there",
+        hint="use a server that honours conditional writes, share the bucket by --catalog postgresql://…, or pass "
+        "--alone if no other daemon ever writes there",
     )

@@ -14,7 +14,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, StorageFailed
 from holdfast_formats.naming import CheckpointId, Place
 
-from .conditional_puts import ConditionalPuts, Settled
+from .conditional_puts import ConditionalPuts
+from .put_intents import Settled
 
 
 class Standing(NamedTuple):
