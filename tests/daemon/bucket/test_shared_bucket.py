@@ -73,7 +73,7 @@ def test_others_are_refused_by_name(site: BucketSite) -> None:
     site.postgres.give_back(other)
     a.stop()
     alone = ("--root", site.bucket.url, "--state", str(site.directory / "alone"))
-    with pytest.raises(AssertionError, match=f"wrong-root.*catalog adopt --root {site.bucket.url}"):
+    with pytest.raises(AssertionError, match=f"(?s)wrong-root.*catalog adopt --root {site.bucket.url}"):
         RunningDaemon(site.directory / "alone", *alone)
     assert naming.OWNER not in site.bucket.sizes()
     adopted = CliRunner().invoke(app, ["catalog", "adopt", "--root", site.bucket.url])
