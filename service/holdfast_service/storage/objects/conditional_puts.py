@@ -21,7 +21,7 @@ from holdfast_service.storage.store import Alone
 
 from . import put_intents
 from .probe import Honours
-from .put_intents import Intent, PutIntents, Settled
+from .put_intents import PutIntent, PutIntents, Settled
 
 TRIES_MAX = 8  # some ten seconds: a bucket that is asked too much says so for a while
 PAUSE_FIRST_S = 0.2
@@ -60,7 +60,7 @@ class ConditionalPuts:
                 lambda: self._bucket.put(key, data, if_absent=etag is None, if_match=etag, writer=writer),
             )
         if self._intents is not None:
-            return put_intents.put(self._bucket, self._intents, key, Intent(data, etag, writer))
+            return put_intents.put(self._bucket, self._intents, key, PutIntent(data, etag, writer))
         assert self._alone is not None
         with self._alone(key.partition("/")[0]):
             found = self._bucket.head(key)

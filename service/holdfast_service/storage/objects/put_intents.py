@@ -21,7 +21,7 @@ PAUSE_S = 0.2
 DATA_BYTES_MAX = 2**16  # of an intent that another node can carry out
 
 
-class Intent(NamedTuple):
+class PutIntent(NamedTuple):
     """A put that was begun: its bytes, the object's tag before, None for no object, and the id of this one write. Without
     `data`, because it is long, it is only awaited: such objects are of a round, of which all nodes write the same bytes.
     """
@@ -34,14 +34,14 @@ class Intent(NamedTuple):
 class StandingIntent(NamedTuple):
     """An intent, and the seconds for which it has stood by the catalog's clock."""
 
-    intent: Intent
+    intent: PutIntent
     age_s: float
 
 
 class PutIntents(Protocol):
     """The intents of all nodes, durable. Both raise `CatalogUnavailable`."""
 
-    def begin(self, key: str, intent: Intent) -> StandingIntent | None:
+    def begin(self, key: str, intent: PutIntent) -> StandingIntent | None:
         """Record an intent; returns the one that stands, if there is one, and records nothing then."""
 
     def end(self, key: str, writer: str) -> None:
@@ -55,7 +55,7 @@ class Settled(NamedTuple):
     detail: str = ""
 
 
-def put(bucket: Bucket, intents: PutIntents, key: str, mine: Intent) -> Settled:
+def put(bucket: Bucket, intents: PutIntents, key: str, mine: PutIntent) -> Settled:
     """Put an object if it still has the tag of the intent, whatever other nodes do."""
     name = f"{bucket.label}/{key}"
     kept = mine if mine.data is None or len(mine.data) <= DATA_BYTES_MAX else mine._replace(data=None)
@@ -76,7 +76,7 @@ def put(bucket: Bucket, intents: PutIntents, key: str, mine: Intent) -> Settled:
     return done
 
 
-def _carried_out(bucket: Bucket, key: str, intent: Intent) -> Settled:
+def _carried_out(bucket: Bucket, key: str, intent: PutIntent) -> Settled:
     found = bucket.head(key)
     if found is not None and found.writer == intent.writer:
         return Settled("done")

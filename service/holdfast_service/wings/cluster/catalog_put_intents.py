@@ -7,7 +7,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from holdfast_service.control.database.cluster_schema import PutIntentRow
 from holdfast_service.control.database.database import Database
-from holdfast_service.storage.objects.put_intents import Intent, StandingIntent
+from holdfast_service.storage.objects.put_intents import PutIntent, StandingIntent
 from holdfast_service.wings.cluster.membership import now
 
 
@@ -17,7 +17,7 @@ class CatalogPutIntents:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def begin(self, key: str, intent: Intent) -> StandingIntent | None:
+    def begin(self, key: str, intent: PutIntent) -> StandingIntent | None:
         row = PutIntentRow
         mine = insert(row).values({"key": key, **intent._asdict(), "since": now()})
         put = mine.on_conflict_do_nothing().returning(row.key)
@@ -27,7 +27,7 @@ class CatalogPutIntents:
                 found = connection.execute(wanted).one_or_none()
                 if found is not None:  # else it was removed at this moment
                     data, etag, writer, age_s = found
-                    return StandingIntent(Intent(data, etag, writer), float(age_s))
+                    return StandingIntent(PutIntent(data, etag, writer), float(age_s))
         return None
 
     def end(self, key: str, writer: str) -> None:

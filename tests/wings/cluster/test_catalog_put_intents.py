@@ -12,7 +12,7 @@ from sqlalchemy import update
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.database.cluster_schema import PutIntentRow
 from holdfast_service.storage.objects import ConditionalPuts, Honours
-from holdfast_service.storage.objects.put_intents import DATA_BYTES_MAX, LEFT_S, Intent
+from holdfast_service.storage.objects.put_intents import DATA_BYTES_MAX, LEFT_S, PutIntent
 from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents
 from holdfast_service.wings.cluster.membership import later
 from tests.kit.memory_bucket import MemoryBucket
@@ -81,7 +81,7 @@ def test_no_replacement_is_lost(nodes: Nodes, bucket: MemoryBucket) -> None:
 def test_what_a_dead_writer_began_is_carried_out(nodes: Nodes, bucket: MemoryBucket, stands: bool) -> None:
     """Once no request of it can be on its way: it may have been told already that its object stands."""
     intents = intents_of(nodes, "a")
-    assert intents.begin(NAME, Intent(b"dead", None, "w1")) is None
+    assert intents.begin(NAME, PutIntent(b"dead", None, "w1")) is None
     if stands:
         bucket.put("key", b"dead", writer="w1")
     with nodes.add("b").database.write() as session:
@@ -98,7 +98,7 @@ def test_what_is_too_long_for_the_catalog_is_given_up(nodes: Nodes, bucket: Memo
     long = bytes(DATA_BYTES_MAX + 1)
     made = puts(bucket, intents)
     assert made.first("long", long).outcome == "done" and bucket.read("long") == long
-    assert intents.begin(NAME, Intent(None, None, "w1")) is None
+    assert intents.begin(NAME, PutIntent(None, None, "w1")) is None
     with nodes.add("b").database.write() as session:
         session.execute(update(PutIntentRow).values(since=later(-LEFT_S)))
     assert made.first("key", long).outcome == "done" and bucket.read("key") == long
@@ -108,7 +108,7 @@ def test_without_the_catalog_the_outcome_is_unknown(nodes: Nodes, bucket: Memory
     """And nothing is written."""
 
     class Away(CatalogPutIntents):
-        def begin(self, key: str, intent: Intent) -> None:
+        def begin(self, key: str, intent: PutIntent) -> None:
             raise CatalogUnavailable("away")
 
     done = puts(bucket, Away(nodes.add("a").database)).first("key", b"mine")
