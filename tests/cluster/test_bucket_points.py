@@ -84,6 +84,30 @@ def test_a_daemon_is_killed_at_every_point(site: BucketSite, marks: Marks) -> No
     _sound(site, committed)
 
 
+@pytest.mark.parametrize("point", ["claimed", "the commit object is put", "before the end is told"])
+def test_a_committer_is_not_needed(site: BucketSite, marks: Marks, point: str) -> None:
+    """It is not started again: another node commits once its claim has ended, and the ranks there hear it."""
+    daemons = {name: site.start(name) for name in NODES}
+    with ranks("run", [daemons[name] for name in NODES], "killed", file_bytes_max=FILE_BYTES_MAX) as world:
+        for ticket in world.save(1):
+            ticket.result()
+        marks.arm(point)
+        tickets = world.save(2, wait=None)
+        victim = marks.victim(daemons)
+        daemons[victim].kill()
+        for name, ticket in zip(NODES, tickets, strict=True):
+            if name != victim:
+                ticket.result()
+        assert site.steps("run") == [1, 2]
+        daemons[victim] = site.start(victim)
+        assert how_it_ended(tickets[NODES.index(victim)]) in ("committed", "daemon-gone")  # its rank may have given up
+        for ticket in world.save(3):
+            ticket.result()
+    for daemon in daemons.values():
+        daemon.stop()
+    _sound(site, [1, 2, 3])
+
+
 def _killed(site: BucketSite, world: Ranks, daemons: dict[str, BucketNode], marks: Marks, point: str, step: int) -> str:
     """How the save of a step ends in which a daemon is killed at a point, and started again."""
     marks.arm(point)
