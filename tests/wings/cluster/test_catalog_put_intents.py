@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import update
 
+from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.database.cluster_schema import PutIntentRow
 from holdfast_service.storage.objects import ConditionalPuts, Honours
+from holdfast_service.storage.objects.object_records import ObjectRecords
 from holdfast_service.storage.objects.put_intents import DATA_BYTES_MAX, LEFT_S, PutIntent
 from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents
 from holdfast_service.wings.cluster.membership import later
@@ -90,6 +92,19 @@ def test_what_a_dead_writer_began_is_carried_out(nodes: Nodes, bucket: MemoryBuc
     assert other.first("key", b"mine").outcome == "exists" and bucket.read("key") == b"dead"
     etag = bucket.read_tagged("key", 4)[1]
     assert other.replace("key", b"mine", etag).outcome == "done" and bucket.read("key") == b"mine"
+
+
+def test_what_was_deleted_does_not_come_back(nodes: Nodes, bucket: MemoryBucket) -> None:
+    """A writer died after its put: what it had begun is over once its object is deleted."""
+    intents = intents_of(nodes, "a")
+    assert intents.begin(NAME, PutIntent(b"dead", None, "w1")) is None
+    bucket.put("key", b"dead", writer="w1")
+    with nodes.add("b").database.write() as session:
+        session.execute(update(PutIntentRow).values(since=later(-LEFT_S)))
+    made = puts(bucket, intents)
+    ObjectRecords(bucket, made, ObjectFiles(bucket)).remove_file("key")
+    assert bucket.names() == []
+    assert made.first("key", b"mine").outcome == "done" and bucket.read("key") == b"mine"
 
 
 def test_what_is_too_long_for_the_catalog_is_given_up(nodes: Nodes, bucket: MemoryBucket) -> None:

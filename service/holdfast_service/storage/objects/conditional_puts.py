@@ -52,6 +52,11 @@ class ConditionalPuts:
         """Replace an object that still has this tag."""
         return self._put(key, data, etag)
 
+    def settle(self, key: str) -> None:
+        """Before an object is deleted: finish what another node has begun to put there; `StorageFailed` if it is unknown."""
+        if self._intents is not None:
+            put_intents.settle(self._bucket, self._intents, key)
+
     def _put(self, key: str, data: bytes, etag: str | None) -> Settled:
         writer, condition = secrets.token_hex(8), self._honours.if_absent if etag is None else self._honours.if_match
         if condition == "honoured":

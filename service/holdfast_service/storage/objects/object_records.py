@@ -67,6 +67,7 @@ class ObjectRecords:
         split_leaf(path)
         if self._bucket.head(path) is None:
             raise NoSuchResource(f"there is no file {path}", path=path)
+        self._puts.settle(path)
         self._bucket.delete([path])
 
     def is_empty(self, path: str) -> bool:

@@ -39,10 +39,13 @@ class StandingIntent(NamedTuple):
 
 
 class PutIntents(Protocol):
-    """The intents of all nodes, durable. Both raise `CatalogUnavailable`."""
+    """The intents of all nodes, durable. All raise `CatalogUnavailable`."""
 
     def begin(self, key: str, intent: PutIntent) -> StandingIntent | None:
         """Record an intent; returns the one that stands, if there is one, and records nothing then."""
+
+    def standing(self, key: str) -> StandingIntent | None:
+        """The intent that stands, if there is one."""
 
     def end(self, key: str, writer: str) -> None:
         """Remove the intent of this write, if it stands."""
@@ -57,23 +60,44 @@ class Settled(NamedTuple):
 
 def put(bucket: Bucket, intents: PutIntents, key: str, mine: PutIntent) -> Settled:
     """Put an object if it still has the tag of the intent, whatever other nodes do."""
-    name = f"{bucket.label}/{key}"
+    name = _name(bucket, key)
     kept = mine if mine.data is None or len(mine.data) <= DATA_BYTES_MAX else mine._replace(data=None)
     try:
         while (standing := intents.begin(name, kept)) is not None:
-            if standing.age_s < LEFT_S:
-                time.sleep(random.uniform(0, PAUSE_S))
-                continue
-            left = _carried_out(bucket, key, standing.intent)
+            left = _finished(bucket, intents, key, standing)
             if left.outcome == "unknown":
                 return left
-            intents.end(name, standing.intent.writer)
         done = _carried_out(bucket, key, mine)
         if done.outcome != "unknown":
             intents.end(name, mine.writer)
     except CatalogUnavailable as away:
         return Settled("unknown", f"the catalog decides who writes {key}: {away.detail}")
     return done
+
+
+def settle(bucket: Bucket, intents: PutIntents, key: str) -> None:
+    """Before an object is deleted: finish what another writer has begun there, which would else be done after the deletion.
+    `StorageFailed` if that is not known to be done, `CatalogUnavailable`.
+    """
+    while (standing := intents.standing(_name(bucket, key))) is not None:
+        left = _finished(bucket, intents, key, standing)
+        if left.outcome == "unknown":
+            raise StorageFailed(f"{key} is being written: {left.detail}", path=key)
+
+
+def _finished(bucket: Bucket, intents: PutIntents, key: str, standing: StandingIntent) -> Settled:
+    """Carry out the intent of a dead writer, or wait for a living one for a moment."""
+    if standing.age_s < LEFT_S:
+        time.sleep(random.uniform(0, PAUSE_S))
+        return Settled("exists")
+    done = _carried_out(bucket, key, standing.intent)
+    if done.outcome != "unknown":
+        intents.end(_name(bucket, key), standing.intent.writer)
+    return done
+
+
+def _name(bucket: Bucket, key: str) -> str:
+    return f"{bucket.label}/{key}"
 
 
 def _carried_out(bucket: Bucket, key: str, intent: PutIntent) -> Settled:

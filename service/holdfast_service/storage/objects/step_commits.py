@@ -106,6 +106,7 @@ class StepCommits:
     def delete(self, which: CheckpointId) -> None:
         """Delete the commit object; a lost answer is settled by reading back."""
         path = naming.commit_object_path(*which)
+        self._puts.settle(path)
         try:
             self._bucket.delete([path])
         except StorageFailed:

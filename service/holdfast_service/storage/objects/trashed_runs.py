@@ -131,6 +131,8 @@ class TrashedRuns:
         with ThreadPoolExecutor(COPIES_AT_ONCE, "holdfast-copy") as pool:
             list(pool.map(copy, objects))
         commits = [one.key for one in objects if one.key.startswith(f"{source}/{naming.COMMITS}/")]
+        for key in commits:
+            self._puts.settle(key)
         for keys in (commits, [one.key for one in objects if one.key not in set(commits)]):
             if keys:
                 self._bucket.delete(keys)  # I8

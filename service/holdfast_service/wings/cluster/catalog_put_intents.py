@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from holdfast_service.control.database.cluster_schema import PutIntentRow
@@ -18,19 +18,30 @@ class CatalogPutIntents:
         self._database = database
 
     def begin(self, key: str, intent: PutIntent) -> StandingIntent | None:
-        row = PutIntentRow
-        mine = insert(row).values({"key": key, **intent._asdict(), "since": now()})
-        put = mine.on_conflict_do_nothing().returning(row.key)
-        wanted = select(row.data, row.etag, row.writer, func.extract("epoch", now() - row.since)).where(row.key == key)
+        mine = insert(PutIntentRow).values({"key": key, **intent._asdict(), "since": now()})
+        put = mine.on_conflict_do_nothing().returning(PutIntentRow.key)
         with self._database.plain() as connection:
             while connection.scalar(put) is None:
-                found = connection.execute(wanted).one_or_none()
-                if found is not None:  # else it was removed at this moment
-                    data, etag, writer, age_s = found
-                    return StandingIntent(PutIntent(data, etag, writer), float(age_s))
+                standing = _standing(connection, key)
+                if standing is not None:  # else it was removed at this moment
+                    return standing
         return None
+
+    def standing(self, key: str) -> StandingIntent | None:
+        with self._database.plain() as connection:
+            return _standing(connection, key)
 
     def end(self, key: str, writer: str) -> None:
         row = PutIntentRow
         with self._database.plain() as connection:
             connection.execute(delete(row).where(row.key == key, row.writer == writer))
+
+
+def _standing(connection: Connection, key: str) -> StandingIntent | None:
+    row = PutIntentRow
+    wanted = select(row.data, row.etag, row.writer, func.extract("epoch", now() - row.since)).where(row.key == key)
+    found = connection.execute(wanted).one_or_none()
+    if found is None:
+        return None
+    data, etag, writer, age_s = found
+    return StandingIntent(PutIntent(data, etag, writer), float(age_s))
