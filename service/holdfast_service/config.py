@@ -86,6 +86,7 @@ class Config(BaseModel):
     replica: tuple[tuple[str, Path], ...] = ()
     replica_bytes_per_second: int | None = Field(default=None, ge=1)
     tier: tuple[tuple[str, InstanceOf[BucketAddress] | Path], ...] = ()
+    tier_keep: int | None = Field(default=None, ge=1, le=COUNT_MAX)
     tier_bytes_per_second: int | None = Field(default=None, ge=1)
     export_root: Path | None = None
     loopback_open: bool = False

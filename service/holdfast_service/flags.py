@@ -81,6 +81,9 @@ _GROUPS = {
             "Also copy verified checkpoints to s3://BUCKET/PREFIX, or to this directory. Repeatable.",
             repeats=True,
         ),
+        Flag(
+            "tier-keep", "N", "Keep the newest N copies of each run in each tier, and those of what is in the root.", "all"
+        ),
         Flag("tier-bytes-per-second", "BYTES", "Limit of the rate of copies to each tier.", "no limit"),
         Flag("scrub-bytes-per-second", "BYTES", "Rate at which old checkpoints are verified again; 'none' turns it off."),
         Flag("scrub-every", "SECONDS", "Verify each checkpoint again after this time.", "604800, 7 days"),

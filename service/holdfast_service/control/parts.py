@@ -16,6 +16,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.checkpoints.run_metadata import RunMetadata
+from holdfast_service.control.checkpoints.tiers import Tiers
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight import run_figures
@@ -71,6 +72,7 @@ class CheckpointParts(RecordParts):
         records, store, record_queue, events = self.records, self.store, self.record_queue, self.events
         attempts, files = self.attempts, self.files
         self.readers = Readers(shared=nodes.holds)
+        self.tiers = Tiers(catalog.database)
         self.rotation = rotation = Rotation(
             store,
             catalog,
@@ -78,6 +80,7 @@ class CheckpointParts(RecordParts):
             self.readers,
             events,
             lambda run, insists: nodes.locked(deciding(run), insists=insists),
+            self.tiers,
         )
         self.findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
         self.lineage_index = lineage = LineageIndex(store, catalog, record_queue, self.findings, asks=storage.looks.at_files)

@@ -20,6 +20,7 @@ from holdfast_service.control.checkpoints.replicas import RepairRecords, Replica
 from holdfast_service.control.control import Control
 from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.nodes import replica_duty
+from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
@@ -141,7 +142,9 @@ class RunsInTiers:
         """
         limit = time.monotonic() + ASK_S
         for one in self._replicators.values():
-            while one.begins and one.is_mine() and one.replica is None and not self._records.has_drained_to(one.name):
+            while (
+                one.tier is not None and one.is_mine() and one.replica is None and not self._records.has_drained_to(one.name)
+            ):
                 if one.problem is not None or time.monotonic() > limit:
                     raise StorageFailed(
                         f"{run!r} is new here, and the tier {one.name} may have checkpoints of it: "
@@ -243,14 +246,21 @@ class Replication:
                 place,
                 control.replicas,
                 news=control.events.wait,
-                begins=kind == "tier",
+                tier=self._tier(config, control, name) if kind == "tier" else None,
                 pace=Pace(rate) if (rate := rates[kind]) else None,
                 mend=self.repairer.replica,
                 is_mine=partial(_copies_here, control, name),
             )
             log.info("%s %s: %s", kind, name, at if isinstance(at, Path) else at.label)
+        if config.tier:  # what the root has kept for a copy may go
+            control.replicas.copied.subscribe(control.rotation.due)
         control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
         self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
+
+    @staticmethod
+    def _tier(config: Config, control: Control, name: str) -> TierRetention:
+        control.tiers.add(name)
+        return TierRetention(name, config.tier_keep, control.catalog, control.files)
 
     def start(self) -> None:
         """Copy, and repair what a start found damaged, until `close`."""

@@ -7,7 +7,7 @@ it. One of a renamed run is removed only after there is one under the new name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
@@ -30,9 +30,11 @@ from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import commit, removal, roots
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
+from holdfast_service.control.checkpoints.tiers import has_copy
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
 from holdfast_service.control.nodes import Nodes, repairing
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Records, RootStorage, Store
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class ReplicaRecords:
         self._events = events
         self._probe = StorageProbe(root)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
+        self.copied: Signal[[str]] = Signal()  # a run, of which there is a new copy
 
     def opened(self, name: str, replica: RootStorage, begins: bool = False) -> None:
         """A replica became reachable: sweep what earlier copies left, and update the catalog from it. `begins`: the root
@@ -243,6 +246,7 @@ class ReplicaRecords:
         if before != "present":
             text = f"step {which[1]} was copied to replica {name} and verified"
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
+            self.copied.publish(which.run)
 
     def unreached(self, name: str, error: CheckpointError) -> None:
         """The replica is not writable; one event per problem."""
@@ -397,9 +401,11 @@ def listed(database: Database, run: str, step: int) -> list[Replica]:
         return [Replica.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
 
 
-def removed(database: Database, run: str, step: int, requested: bool = False) -> None:
-    """A checkpoint was removed: mark its copies for removal when their replicas are reachable."""
-    gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step)
+def removed(
+    database: Database, run: str, step: int, requested: bool = False, kept_in: Collection[str] = frozenset()
+) -> None:
+    """A checkpoint was removed: mark its copies for removal when their replicas are reachable, but those `kept_in` tiers."""
+    gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.tier.not_in(kept_in))
     with database.write() as session:
         session.execute(gone.values(state="gone", requested=requested))
 
@@ -444,11 +450,5 @@ def _awaits(name: str) -> ColumnElement[bool]:
 
 def _not_settled(name: str) -> ColumnElement[bool]:
     same = (ReplicaRow.tier == name, ReplicaRow.run == CheckpointRow.run, ReplicaRow.step == CheckpointRow.step)
-    # A copy from before the commit is of another checkpoint, one of the same step that was lost with its disk.
-    # One of another size is of the checkpoint before it was thinned.
-    settled = (ReplicaRow.state == "gone") | (
-        ReplicaRow.state.in_(_SETTLED)
-        & (ReplicaRow.since >= CheckpointRow.created)
-        & (ReplicaRow.bytes == CheckpointRow.bytes)
-    )
-    return ~select(ReplicaRow.run).where(*same, settled).exists()
+    gone = select(ReplicaRow.run).where(*same, ReplicaRow.state == "gone").exists()
+    return ~gone & ~has_copy(name, _SETTLED)

@@ -33,6 +33,7 @@ from holdfast_service.control.checkpoints import removal, replicas, run_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
+from holdfast_service.control.checkpoints.tiers import Tiers
 from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.proven_decisions import RemovalProbe
@@ -54,7 +55,7 @@ AWAY_RETRY_S = 5.0  # while the catalog is away
 class Rotation:
     """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first due run."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         store: Store,
         catalog: Catalog,
@@ -62,14 +63,18 @@ class Rotation:
         readers: Readers,
         events: Events | None = None,
         elsewhere: Elsewhere | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """`elsewhere` locks a run against the daemons of other nodes, if any."""
+        """`elsewhere` locks a run against the daemons of other nodes, if any. What has yet to be copied to the `tiers`
+        stays, unless a save needs the room.
+        """
         self._store, self._catalog = store, catalog
+        self._tiers = tiers or Tiers(catalog.database)
         self.files, self.readers = files, readers
         self.probe = StorageProbe(store.files)
         self.proofs = RemovalProbe(self.probe, catalog)
         self.replaced = ReplacedCheckpoints(store, catalog, self.proofs, readers)
-        self.verdicts = Verdicts(catalog, files, readers, self.proofs, self.replaced)
+        self.verdicts = Verdicts(catalog, files, readers, self.proofs, self.replaced, self._tiers)
         self.guards = RemovalGuards(store, files, readers, self.replaced)
         self._waiting: set[str] = set()  # runs whose blocked removals were reported
         self._local = threading.Lock()
@@ -165,15 +170,13 @@ class Rotation:
 
     def make_room(self, run: str, incoming: Candidate) -> int | None:
         """Remove the oldest superseded checkpoint that the policy does not keep once `incoming` is verified; its step, or
-        None.
+        None. Those that have yet to be copied to a tier are the last to go.
         """
         with self._turn:
             with self.deciding(run):
-                file, candidates = self.verdicts.looked_at(run)
-                steps = self.verdicts.foreseen(run, candidates, incoming, file.in_force)
                 trashed: dict[int, str] = {}
-                for step in steps:
-                    if trashed := self._discard(run, {step: [f"to make room for step {incoming.step}"]}, "space"):
+                for step, reasons in self.verdicts.for_room(run, incoming).items():
+                    if trashed := self._discard(run, {step: reasons}, "space"):
                         break
             self._free(trashed.values())
         for step in trashed:
@@ -290,7 +293,8 @@ class Rotation:
                     self.guards.refuse_foreign(run, step)
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
                     # First: to copy it again costs less than a copy that is left.
-                    replicas.removed(self._catalog.database, run, step, requested=why == "request")
+                    kept_in = () if why == "request" else self._tiers.names
+                    replicas.removed(self._catalog.database, run, step, why == "request", kept_in)
                     trashed[step] = self._taken_away(run, step)
                 except NoSuchCheckpoint:
                     log.info("%s@%s was already gone", run, step)
@@ -307,7 +311,8 @@ class Rotation:
                     self._catalog.forget_checkpoint(run, step)
                 self.removed[why] += step in trashed
             if step in trashed:
-                self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
+                level: Level = "warning" if why == "space" and len(reasons) > 1 else "info"
+                self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, level, why=why)
         return trashed
 
     def _taken_away(self, run: str, step: int) -> str:

@@ -13,6 +13,7 @@ from holdfast_service.control.catalog.catalog import Catalog, CommitProof
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.control.checkpoints.tiers import Tiers
 from holdfast_service.control.retention import protecting_links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
 from holdfast_service.control.retention.proven_decisions import UNKNOWN, ProvenDecisions, RemovalProbe
@@ -29,8 +30,15 @@ class Verdicts:
     """The verdicts on all runs of one root."""
 
     def __init__(
-        self, catalog: Catalog, files: RunFiles, readers: Readers, proofs: RemovalProbe, replaced: ReplacedCheckpoints
+        self,
+        catalog: Catalog,
+        files: RunFiles,
+        readers: Readers,
+        proofs: RemovalProbe,
+        replaced: ReplacedCheckpoints,
+        tiers: Tiers,
     ) -> None:
+        self._tiers = tiers
         self._catalog, self._files, self._readers = catalog, files, readers
         self._proofs, self._replaced = proofs, replaced
 
@@ -70,11 +78,16 @@ class Verdicts:
             bytes_saved=sum(before.bytes - c.bytes for c in listed.values() if (before := c.thinned or c.compacted)),
         )
 
-    def looked_at(self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None) -> tuple[RunFile, list[Candidate]]:
-        """The run's file, and its checkpoints as the rules see them; their catalog entries are added to `listed`."""
+    def looked_at(
+        self, run: str, listed: dict[int, bodies.CheckpointInfo] | None = None, *, for_room: bool = False
+    ) -> tuple[RunFile, list[Candidate]]:
+        """The run's file, and its checkpoints as the rules see them; their catalog entries are added to `listed`. Without
+        room for a save, `for_room`, none is kept because it has yet to be copied to a tier.
+        """
         file, read = self._files.read(run), self._readers.held(run)
         fresh = self._replaced.fresh(run)  # before the catalog is read
         busy = dict.fromkeys(read, _READ) | dict.fromkeys(fresh, _FRESH)
+        awaited = {} if for_room else self._tiers.awaited(run)
         linked = protecting_links.standing(file, run)
         for path in linked.unseen:
             log.warning("not removing checkpoints of %s: cannot read %s, which may hold links to them", run, path)
@@ -82,7 +95,10 @@ class Verdicts:
         if listed is not None:
             listed |= {c.step: c for c in listed_now}
         return file, [
-            _candidate(c, known.get(c.step, UNKNOWN), file, busy.get(c.step), linked.holds(c.step)) for c in listed_now
+            _candidate(
+                c, known.get(c.step, UNKNOWN), file, busy.get(c.step), _others(linked.holds(c.step), awaited.get(c.step))
+            )
+            for c in listed_now
         ]
 
     def proven(self, run: str, candidates: Sequence[Candidate], policy: RetentionPolicy) -> ProvenDecisions:
@@ -93,6 +109,13 @@ class Verdicts:
         if policy.keep_full is None and policy.optim is None and all(decision.keep for decision in decisions):
             return ProvenDecisions(list(candidates), decisions)
         return self._proofs.decided(run, candidates, lambda now: decide(now, policy, _newest_commit(now)))
+
+    def for_room(self, run: str, incoming: Candidate) -> dict[int, list[str]]:
+        """The steps to remove for a save that does not fit, the first one first, with the reasons."""
+        file, candidates = self.looked_at(run, for_room=True)
+        steps, awaited = self.foreseen(run, candidates, incoming, file.in_force), self._tiers.awaited(run)
+        why = f"to make room for step {incoming.step}"
+        return {step: [why, *filter(None, [awaited.get(step)])] for step in sorted(steps, key=lambda step: step in awaited)}
 
     def foreseen(self, run: str, candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy) -> list[int]:
         """The result of `foresee` for the existing candidates."""
@@ -134,6 +157,10 @@ class Verdicts:
         gone = {d.step for d in decisions if not d.keep} | thinned
         waits = [left for step, left in self._readers.held(run).items() if step in gone]
         return max(min(waits), 0.1) if waits else None
+
+
+def _others(links: Sequence[str], awaited: str | None) -> Sequence[str]:
+    return links if awaited is None else (*links, awaited)
 
 
 def _candidate(

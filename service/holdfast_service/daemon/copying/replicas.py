@@ -24,6 +24,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
+from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
@@ -54,16 +55,16 @@ class Replicator:
         records: ReplicaRecords,
         *,
         news: Callable[[float], bool],
-        begins: bool = False,
+        tier: TierRetention | None = None,
         pace: Pace | None = None,
         mend: Mend | None = None,
         is_mine: Callable[[], bool] = lambda: True,
     ) -> None:
         """`news(seconds)` waits for something new to copy; `mend` is called with a damaged copy, and may repair it.
-        `is_mine` returns whether this node, of several with this replica, copies there. With `begins`, a root that lacks the
-        replica's runs begins with them.
+        `is_mine` returns whether this node, of several with this replica, copies there. A `tier` keeps copies by its own
+        rules, and a root that lacks its runs begins with them.
         """
-        self.is_mine, self.begins = is_mine, begins
+        self.is_mine, self.tier = is_mine, tier
         self.name = name
         self._source, self._open, self._records = source, open_replica, records
         self._news, self._mend = news, mend
@@ -116,11 +117,13 @@ class Replicator:
             return False
         replica = self._reached()
         if replica is not self._opened:
-            self._records.opened(self.name, replica, self.begins)
+            self._records.opened(self.name, replica, self.tier is not None)
             self._publisher.settle(replica.store, filter(naming.is_run_name, replica.records.list("")))
             self._opened = replica
         if self._rename(replica):
             return True
+        if self.tier is not None:
+            self.tier.let_go(replica.store.files)
         done = self._remove(replica.store)
         now = time.monotonic()
         due = [c for c in self._records.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]

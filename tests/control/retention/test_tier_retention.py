@@ -1,0 +1,79 @@
+"""Tiers: the root keeps what has yet to be copied, and a tier keeps copies by rules of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_formats import naming
+from holdfast_service.control.checkpoints.run_files import pinned, unpinned
+from holdfast_service.control.retention.policy import Candidate
+from holdfast_service.control.retention.tier_retention import TierRetention
+from tests.daemon.copies_world import RUN, CopiesWorld, copies
+
+STEPS = (5, 10, 15)
+
+world = copies(STEPS)
+
+
+def far(tmp_path: Path, step: int) -> Path:
+    return tmp_path / "far" / naming.checkpoint_path(RUN, step)
+
+
+def tiered(world: CopiesWorld, keep: int | None = None) -> None:
+    """The replica `far` as a tier."""
+    world.control.tiers.add("far")
+    world.replicators["far"].tier = TierRetention("far", keep, world.catalog, world.control.files)
+    world.records.copied.subscribe(world.control.rotation.due)
+
+
+def test_what_has_yet_to_be_copied_to_a_tier_stays(world: CopiesWorld, tmp_path: Path) -> None:
+    """Retention waits for the copy, says so, and removes when it is there; the tier keeps what it has."""
+    tiered(world)
+    world.keep(last=1)
+    assert world.control.store.steps(RUN) == list(STEPS)
+    (verdict,) = world.control.rotation.verdicts.preview(RUN, step=5).verdicts
+    assert verdict.keep and verdict.reasons == ["it has yet to be copied to the tier far"]
+    world.copy()
+    assert world.control.rotation.wait_until_applied()
+    assert world.control.store.steps(RUN) == [15]
+    world.copy()
+    assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
+    assert all(far(tmp_path, step).exists() for step in STEPS)
+
+
+def test_room_for_a_save_is_made_before_the_copy(world: CopiesWorld) -> None:
+    """Those that were copied go first, and of one that was not an event tells."""
+    tiered(world)
+    world.replicators["far"].run_once()  # the newest
+    world.keep(last=1)
+    for gone in (5, 10, None):
+        assert world.control.rotation.make_room(RUN, Candidate(20, 0.0, True, groups=frozenset(("model", "optim")))) == gone
+    told = world.control.events.after(0, 100, kind="checkpoint-removed")
+    assert [(event.level, event.step) for event in told] == [("warning", 5), ("warning", 10)]
+    assert all("it has yet to be copied to the tier far" in event.text for event in told)
+
+
+def test_a_removal_by_name_is_one_in_the_tier_too(world: CopiesWorld, tmp_path: Path) -> None:
+    """It asks for this checkpoint to be gone, wherever it is."""
+    tiered(world)
+    world.copy()
+    world.control.rotation.remove(RUN, 10)
+    world.copy()
+    assert not far(tmp_path, 10).exists() and world.states(10) == {}
+
+
+def test_a_tier_has_a_retention_of_its_own(world: CopiesWorld, tmp_path: Path) -> None:
+    """The newest stay, and what is pinned or in the root: nothing is copied and removed in turns."""
+    tiered(world, keep=1)
+    world.copy()
+    assert all(far(tmp_path, step).exists() for step in STEPS), "all are in the root"
+    world.control.rotation.mark(RUN, 5, lambda file: pinned(file, 5))
+    world.keep(last=1)
+    assert world.control.rotation.wait_until_applied() and world.control.store.steps(RUN) == [5, 15]
+    world.copy()
+    assert [far(tmp_path, step).exists() for step in STEPS] == [True, False, True]
+    world.control.rotation.unmark(RUN, lambda file: unpinned(file, 5))
+    assert world.control.rotation.wait_until_applied()
+    world.copy()
+    assert [far(tmp_path, step).exists() for step in STEPS] == [False, False, True]
+    assert world.records.due("far") == []
