@@ -15,6 +15,7 @@ from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
 from holdfast_service.config import check_apart, parse
+from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.storage.objects import lease
 from holdfast_service.wiring import replication
 from holdfast_service.wiring.replication import Reached, ReachedBucket, RunsInTiers
@@ -127,7 +128,7 @@ def test_no_run_begins_before_a_tier_was_asked(tmp_path: Path, monkeypatch: pyte
         far = world.replicators["far"]
         tiers = RunsInTiers(world.replicators, world.records)
         tiers.await_known("new")
-        far.begins = True
+        far.tier = TierRetention("far", None, world.catalog, world.control.files)
         monkeypatch.setattr(replication, "ASK_S", 0.0)
         with pytest.raises(
             StorageFailed, match=r"'new' is new here, and the tier far may have checkpoints of it: its .* listed"

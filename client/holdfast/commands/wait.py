@@ -9,6 +9,7 @@ import typer
 
 from holdfast.commands.labels_and_pins import named
 from holdfast.config import default_url
+from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
@@ -21,13 +22,15 @@ TIMEOUT_S = 300.0
 Target = Annotated[str | None, typer.Argument(metavar="RUN@STEP", help="Wait until this step is saved and verified.")]
 Idle = Annotated[bool, typer.Option("--idle", help="Wait until no save is in progress and every checkpoint is verified.")]
 Committed = Annotated[bool, typer.Option("--committed", help="Do not wait until RUN@STEP is read back and verified.")]
+Tier = Annotated[str | None, typer.Option("--tier", metavar="NAME", help="Wait until RUN@STEP is copied to this tier too.")]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Give up after this many seconds.")]
 
 
-def wait(
+def wait(  # noqa: PLR0913 - each is an option
     target: Target = None,
     idle: Idle = False,
     committed: Committed = False,
+    tier: Tier = None,
     timeout: Timeout = TIMEOUT_S,
     url: Url = None,
     as_json: AsJson = False,
@@ -38,20 +41,21 @@ def wait(
     again until the time is over. Exit status 6 if the time is over first, 5 if the checkpoint turns out damaged.
     """
     with console.reporting(as_json):
-        if idle == (target is not None) or (idle and committed):
+        if idle == (target is not None) or (idle and (committed or tier)) or (committed and tier):
             raise InvalidRequest(
-                "wait for either RUN@STEP (with or without --committed) or --idle", hint="see `holdfast wait --help`"
+                "wait for either RUN@STEP (alone, or with --committed or --tier) or --idle",
+                hint="see `holdfast wait --help`",
             )
         with Api(url or default_url()) as api:
             if target is None:
                 _wait_idle(api, timeout, as_json)
             else:
-                _Awaited(api, *named(target), committed).wait(timeout, as_json)
+                _Awaited(api, *named(target), committed, tier).wait(timeout, as_json)
 
 
 class _Awaited:
-    def __init__(self, api: Api, run: str, step: int, committed: bool) -> None:
-        self._api, self._run, self._step, self._committed = api, run, step, committed
+    def __init__(self, api: Api, run: str, step: int, committed: bool, tier: str | None) -> None:
+        self._api, self._run, self._step, self._committed, self._tier = api, run, step, committed, tier
         self._why = f"{run}@{step} is not a checkpoint yet"
 
     def wait(self, timeout: float, as_json: bool) -> None:
@@ -88,7 +92,19 @@ class _Awaited:
         if not (checkpoint.verified or self._committed):
             self._why = f"{self._run}@{self._step} is committed but not verified yet"
             return None
-        return checkpoint
+        return checkpoint if self._tier is None or self._is_in(self._tier) else None
+
+    def _is_in(self, tier: str) -> bool:
+        """Whether the tier has a copy that was read back."""
+        try:
+            copies = {one.tier: one for one in replicas.of(self._api, self._run, self._step)}
+        except (NotFound, Unavailable) as away:
+            self._why = away.detail
+            return False
+        found = copies.get(tier)
+        problem = (found.problem or {}).get("detail") if found is not None else None
+        self._why = f"{self._run}@{self._step} is not in the tier {tier} yet{f': {problem}' if problem else ''}"
+        return found is not None and found.state == "present"
 
 
 def _wait_idle(api: Api, timeout: float, as_json: bool) -> None:

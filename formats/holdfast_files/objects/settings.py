@@ -118,6 +118,14 @@ def read(bucket: str) -> tuple[BucketSettings, Keys]:
     return settings, Keys(session, settings)
 
 
+def require() -> None:
+    """Import botocore now, before it would hold up other threads; `InvalidRequest` if it is not installed."""
+    _session()
+    import botocore.auth
+    import botocore.awsrequest
+    import botocore.config  # noqa: F401
+
+
 def _session() -> Session:
     try:
         import botocore.session

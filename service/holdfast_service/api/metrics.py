@@ -41,7 +41,7 @@ class Collected(Collector):
 
     def __init__(self, services: Services, wings: Collection[RunningWing], requests: Requests) -> None:
         self._services, self._wings, self._requests = services, wings, requests
-        self._gauges = Gauges(services.control.catalog, services.summaries)
+        self._gauges = Gauges(services.control.catalog, services.summaries, tiers=services.replicas)
 
     def collect(self) -> Iterator[Metric]:
         whole = sees_all()

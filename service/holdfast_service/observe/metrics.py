@@ -56,6 +56,8 @@ METRICS: dict[str, Metric] = {
     "holdfast_trash_bytes": Metric("gauge", "Bytes of deleted runs in the trash"),
     "holdfast_scrub_lag_seconds": Metric("gauge", "Age in seconds of the oldest verification"),
     "holdfast_replica_missing": Metric("gauge", "Committed checkpoints without a copy in a tier", ("tier",)),
+    "holdfast_replica_missing_bytes": Metric("gauge", "Bytes that have yet to be copied to a tier", ("tier",)),
+    "holdfast_replica_lag_seconds": Metric("gauge", "Age in seconds of the oldest checkpoint without a copy", ("tier",)),
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory reserved for staging"),
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
+from holdfast_files.objects import settings
 from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
@@ -199,6 +200,7 @@ class ReachedBucket:
     """A bucket, opened as the only daemon that copies there. It is opened again once another daemon had its lease."""
 
     def __init__(self, address: BucketAddress, config: Config) -> None:
+        settings.require()
         self._address, self._config = address, config
         self._opened: RootStorage | None = None
 

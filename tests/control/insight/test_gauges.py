@@ -76,6 +76,8 @@ def test_of_all_checkpoints(catalog: Catalog, gauges: Gauges) -> None:
     }
     assert read(gauges, "holdfast_scrub_lag_seconds") == {"": 599.0}
     assert read(gauges, "holdfast_replica_missing") == {"far": 4}
+    assert read(gauges, "holdfast_replica_missing_bytes") == {"far": 2 * a_row("run", 2, verified=True).bytes}
+    assert read(gauges, "holdfast_replica_lag_seconds") == {"far": NOW - seconds_of(a_row("run", 2, verified=True).created)}
     assert read(gauges, "holdfast_replica_damaged") == {"far": 1}
     assert read(gauges, "holdfast_jobs")["queued"] == 1
 

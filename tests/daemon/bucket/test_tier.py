@@ -18,6 +18,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.daemon.bucket.test_bucket_root import RUN, same, save, state_of
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.kit import commands
 from tests.kit.objects import TestBucket, moto, moto_bucket
 
 __all__ = ["moto", "moto_bucket"]
@@ -47,7 +48,11 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
     url = f"{moto_bucket.url}/team"
     with tiered(tmp_path / "root", url) as (daemon, api):
         saved = save(daemon, 3, 7)
-        wait_until(lambda: state_in(api, 3) == state_in(api, 7) == "present")
+        for step in (3, 7):
+            assert commands.call("wait", f"{RUN}@{step}", "--tier", "cloud", "--url", daemon.url).exit_code == 0
+            assert state_in(api, step) == "present"
+        late = commands.call("wait", f"{RUN}@7", "--tier", "other", "--timeout", "0", "--url", daemon.url)
+        assert late.exit_code == 6 and f"{RUN}@7 is not in the tier other yet" in late.stderr
         assert naming.OWNER in {key.removeprefix("team/") for key in moto_bucket.sizes()}
         (node,) = api.nodes()
         assert node.replicas == {"cloud": None}
