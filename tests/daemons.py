@@ -21,7 +21,7 @@ import pytest
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSuchCheckpoint
 from tests.forked import PYTHON, Forked
 
 START_TIMEOUT_S = 240.0  # a start takes two seconds, and many times that beside other tests
@@ -164,15 +164,15 @@ def free_port() -> int:
 
 def wait_until(condition, timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Poll a condition until it holds; fails the test when it does not in time. It does not hold while the catalog that it
-    asks is away, or has just come back.
+    asks is away, has just come back, or has not heard of a checkpoint yet.
     """
     limit, pause_s = time.monotonic() + timeout_s, PAUSE_S
-    away: CatalogUnavailable | None = None
+    away: CheckpointError | None = None
     while True:
         try:
             if condition():
                 return
-        except CatalogUnavailable as error:
+        except (CatalogUnavailable, NoSuchCheckpoint) as error:
             away = error
         assert time.monotonic() < limit, f"what was waited for did not happen{f'; {away}' if away else ''}"
         pause_s = paused(pause_s)

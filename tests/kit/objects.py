@@ -24,6 +24,7 @@ import pytest
 
 from holdfast.demo import seaweedfs as seaweedfs_program
 from holdfast.demo.config import bucket_environment
+from tests.daemons import wait_until
 
 KEY, SECRET, REGION = "testkey", "testsecret12", "us-east-1"
 START_TIMEOUT_S = 240.0
@@ -119,11 +120,24 @@ def fresh_bucket(server: BucketServer) -> Iterator[TestBucket]:
     try:
         yield bucket
     finally:
+        wait_until(lambda: _removed(bucket))  # the daemon that a trainer has started may still write
+
+
+def _removed(bucket: TestBucket) -> bool:
+    from botocore.exceptions import ClientError
+
+    s3 = bucket.server.s3
+    try:
         for key, upload in bucket.uploads():
-            server.s3.abort_multipart_upload(Bucket=bucket.name, Key=key, UploadId=upload)
+            s3.abort_multipart_upload(Bucket=bucket.name, Key=key, UploadId=upload)
         for key in bucket.sizes():
             bucket.delete(key)
-        server.s3.delete_bucket(Bucket=bucket.name)
+        s3.delete_bucket(Bucket=bucket.name)
+    except ClientError as refused:
+        if refused.response["Error"]["Code"] in ("BucketNotEmpty", "NoSuchUpload"):
+            return False
+        raise
+    return True
 
 
 def ended_with_us(command: list[str], log: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:

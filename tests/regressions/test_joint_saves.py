@@ -45,7 +45,7 @@ def test_ranks_of_two_nodes_save_one_checkpoint(site: Site) -> None:
         assert torch.equal(alone.states[0]["model"]["columns"].tensor, whole(2)["columns"])
     with Api(b.url) as api:
         wait_until(lambda: [found.state for found in api.rounds("run")] == ["committed"] * 3)
-        assert api.checkpoint("run", 3).world == 4
+        wait_until(lambda: api.checkpoint("run", 3).world == 4)
 
 
 def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:

@@ -89,11 +89,11 @@ def test_what_was_removed_by_hand_is_copied_back_from_a_replica(tmp_path: Path, 
         remove(place, what)
         assert restored(daemon.url if door == "http" else daemon.socket) == 2
         with Api(daemon.url) as api:
-            assert api.checkpoint(RUN, 2).verified
+            wait_until(lambda: api.checkpoint(RUN, 2).verified)
             mended = call("repair", f"{RUN}@1", "--url", daemon.url)
             assert mended.exit_code == 0, mended.output
-            assert api.checkpoint(RUN, 1).verified
-            assert "checkpoint-missing" not in {one.code for one in summary(api, RUN).attention}
+            wait_until(lambda: api.checkpoint(RUN, 1).verified)
+            wait_until(lambda: "checkpoint-missing" not in {one.code for one in summary(api, RUN).attention})
 
 
 @pytest.mark.parametrize("verified", [True, False])
