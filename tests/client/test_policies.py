@@ -133,15 +133,16 @@ def test_who_waits_is_not_dropped_in_silence(tmp_path: Path) -> None:
             assert first.done and second.done and not (first.dropped or second.dropped)
 
 
-def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path) -> None:
+def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP the rank's own slots are the limit: the newest save is brought, and the catalog knows of each drop."""
+    monkeypatch.setattr("holdfast.remote.uploader.OPEN_TIMEOUT_S", 180.0)  # a drop that cannot be told in time is not known
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon, proxied(daemon.url) as proxy:
         hide(daemon)
         generator = torch.Generator().manual_seed(1)
         state = {"x": torch.randint(0, 256, (2_000_000,), dtype=torch.uint8, generator=generator)}
         with Checkpointer("r", state, at=proxy.url) as checkpointer:
             checkpointer.save(1, wait="durable")
-            proxy.bytes_per_s, sent = 4e4, proxy.sent  # fifty seconds for each
+            proxy.bytes_per_s, sent = 5e4, proxy.sent  # forty seconds for each
             first = checkpointer.save(2)
             wait_until(lambda: proxy.sent > sent + 50_000)
             with warnings.catch_warnings():
