@@ -223,8 +223,8 @@ def test_a_root_is_no_address(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("{root}/inside", "is inside the other"),
         ("a=/x,a=/y", "have the name 'a'"),
-        ("=/x", "NAME=DIR"),
-        ("b d=/x", "NAME=DIR"),
+        ("=/x", "NAME=PLACE"),
+        ("b d=/x", "NAME=PLACE"),
     ],
 )
 def test_a_replica_that_makes_no_sense(root: Path, capfd: pytest.CaptureFixture[str], flag: str, says: str) -> None:
