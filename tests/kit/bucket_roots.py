@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast_files.objects.commit_objects import Published, commit_object, encode
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
+from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import Place
+from holdfast_formats.rest import bodies
 from tests.kit.memory_bucket import MemoryBucket
 from tests.kit.objects import TestBucket
 
@@ -34,8 +37,12 @@ def upload_checkpoint(directory: Path, bucket: TestBucket | MemoryBucket, prefix
     place = Place(run, step, 1, round_id)
     for file in sorted(directory.iterdir()):
         bucket.put(f"{top}{naming.data_path(place)}/{file.name}", file.read_bytes())
-    sha256 = manifests.stated_sha256((directory / naming.COMMIT).read_bytes())
-    content = commit_object(Published(naming.data_directory(place), sha256, f"r{round_id}"))
+    commit, summary = (directory / naming.COMMIT).read_bytes(), None
+    with suppress(Damaged, OSError):
+        summary = bodies.summary(manifests.decode((directory / naming.MANIFEST).read_bytes(), commit))
+    content = commit_object(
+        Published(naming.data_directory(place), manifests.stated_sha256(commit), f"r{round_id}", summary)
+    )
     key = f"{top}{naming.commit_object_path(run, step)}"
     bucket.put(key, encode(content, run, step))
     return key

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from holdfast.read.checkpoint_root import CheckpointRoot, mapped
 from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, NoSuchRun, StorageFailed
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchRun, StorageFailed
 from holdfast_formats.near_names import did_you_mean
 from holdfast_formats.root_files import FILE_BYTES_MAX, RootFile, decode
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
     from holdfast_files.objects.client import Bucket
+    from holdfast_formats.rest.bodies import CheckpointInfo
 
 SHOWN_MAX = 3  # names of what is there instead of a root
 
@@ -78,6 +80,16 @@ class BucketRoot(CheckpointRoot):
         from holdfast.read.object_source import ObjectSource  # with numpy, which completion does not wait for
 
         return ObjectSource(self._bucket, run, step)
+
+    def described(self, run: str, step: int) -> CheckpointInfo | None:
+        """Out of its commit object; None also for a checkpoint that cannot be read: reading it reports the damage."""
+        from holdfast_files.objects.object_files import read_commit_object
+        from holdfast_formats.rest import bodies  # with pydantic, which completion does not wait for
+
+        with suppress(Damaged):
+            found = read_commit_object(self._bucket, run, step)
+            return None if found is None else bodies.of_summary(run, step, found.content.checkpoint.summary)
+        return None
 
     def close(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
+    from holdfast_formats.rest.bodies import CheckpointInfo
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -44,6 +45,10 @@ class CheckpointRoot(Protocol):
 
     def source(self, run: str, step: int) -> Source:
         """The files of a checkpoint, which may not exist."""
+
+    def described(self, run: str, step: int) -> CheckpointInfo | None:
+        """What a checkpoint's manifest says, where the root says it for less than a manifest costs; None: read that."""
+        return None
 
     def close(self) -> None:
         """End connections; the root can still be used, and opens them again."""

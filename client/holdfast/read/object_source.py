@@ -1,8 +1,10 @@
 """The files of a checkpoint in a bucket, read without a service.
 
 A checkpoint's files are those that the step's commit object names. It is read when COMMIT is asked for, with which reading
-begins (I5), and all files are of that one from then on. COMMIT and manifest are read whole, so that their sizes cost no
-requests of their own; the sizes of all other files come from one list of the checkpoint's prefix.
+begins (I5), and all files are of that one from then on. When one of them is gone, the commit object is read again: a repair
+writes a checkpoint's files to another prefix. What is gone otherwise is damage, so that an older step is restored. COMMIT
+and manifest are read whole, so that their sizes cost no requests of their own; the sizes of all other files come from one
+list of the checkpoint's prefix.
 """
 
 from __future__ import annotations
@@ -82,17 +84,24 @@ class ObjectSource(Source):
         return read_part(self, size, name, offset, length)
 
     def read_into(self, name: str, offset: int, buffer: Any) -> int:
+        key = self._key(name)
         try:
-            return self._bucket.read_into(self._key(name), offset, buffer)
+            return self._bucket.read_into(key, offset, buffer)
         except NoSuchResource:
-            raise self._missing(name) from None
+            again = self._key_again(name)
+        if again == key:
+            raise self._gone(name)
+        try:
+            return self._bucket.read_into(again, offset, buffer)
+        except NoSuchResource:
+            raise self._gone(name) from None
 
     def still_has(self, commit: bytes) -> bool:
         try:
             found = read_commit_object(self._bucket, self.run, self.step)
         except CheckpointError:  # unknown
             return True
-        return found is not None and found.content.checkpoint == self._published
+        return found is not None and self._is_same(found.content.checkpoint)
 
     def beside(self, run: str, step: int) -> AbstractContextManager[Source | None]:
         return nullcontext(ObjectSource(self._bucket, run, step))
@@ -177,6 +186,28 @@ class ObjectSource(Source):
                     raise self._missing(name)
                 self._published = found.content.checkpoint
             return f"{self.run}/{naming.DATA}/{self._published.data}/{name}"
+
+    def _key_again(self, name: str) -> str:
+        """The key of a file of this checkpoint, which a repair may have moved: it writes the same files to another prefix.
+        `NoSuchResource` if the step has another checkpoint by now, or none.
+        """
+        with self._lock:
+            found = read_commit_object(self._bucket, self.run, self.step)
+            if found is None or not self._is_same(found.content.checkpoint):
+                raise self._missing(name)
+            self._published = found.content.checkpoint
+            return self._key(name)
+
+    def _is_same(self, published: Published) -> bool:
+        """Whether these are files of the checkpoint that is being read."""
+        return self._published is not None and published.manifest_sha256 == self._published.manifest_sha256
+
+    def _gone(self, name: str) -> CorruptManifest:
+        return CorruptManifest(
+            f"{self.label}: {name} is gone, which {naming.commit_object_path(self.run, self.step)} names",
+            hint="repair the step from another copy, or restore another step",
+            file=name,
+        )
 
     def _missing(self, name: str) -> NoSuchResource:
         return NoSuchResource(f"{self.label} has no file {name!r}", file=name, errno=ENOENT)

@@ -13,8 +13,8 @@ from holdfast.read.sources import HttpSource
 from holdfast_files.objects import address
 from holdfast_files.opened import read_placement
 from holdfast_formats import lineage
-from holdfast_formats.disk.manifests import Placement
 from holdfast_formats.errors import DaemonGone, Damaged, Denied, InvalidRequest, NoSuchCheckpoint, NoSuchRun
+from holdfast_formats.lineage import PlacedCheckpoint
 
 
 def open_checkpoint(
@@ -91,7 +91,9 @@ def living_steps(root: CheckpointRoot, run: str, among: Sequence[int] | None = N
     return [step for step in steps if step not in left]
 
 
-def _placement(root: CheckpointRoot, run: str, step: int) -> Placement | None:
+def _placement(root: CheckpointRoot, run: str, step: int) -> PlacedCheckpoint | None:
+    if (described := root.described(run, step)) is not None:
+        return described
     with suppress(Damaged), closing(root.source(run, step)) as source:
         return read_placement(source)
     return None  # loading it reports the damage

@@ -58,6 +58,8 @@ class RootIndex:
         self.root.close()
 
     def _described(self, run: str, step: int) -> bodies.CheckpointInfo | CheckpointError:
+        if (described := self.root.described(run, step)) is not None:
+            return described
         try:
             with CheckpointReader.open(self.root.source(run, step), complete=False) as reader:
                 return bodies.describe(reader.manifest)

@@ -3,34 +3,40 @@
 `RUN/commits/step-N` names the prefix `RUN/data/PREFIX/` that has the step's files, and the digest of their manifest. It also
 names the checkpoints that this one has replaced and that are kept, so that one write replaces a checkpoint: there is no
 moment at which a crash leaves a replaced checkpoint that nothing names.
+
+It repeats what lists show of the checkpoint, so that a list of a thousand takes a small read for each. What is restored is
+read from the manifest, and proven.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
 from holdfast_formats import decoding, naming
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.naming import Place
 
 FORMAT = 1
-COMMIT_OBJECT_BYTES_MAX = 4096
+COMMIT_OBJECT_BYTES_MAX = 65_536
+SUMMARY_BYTES_MAX = 16_384  # of each checkpoint; without a summary its manifest is read
 REPLACED_MAX = 2  # the first replaced checkpoint, and the newest
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HINT = "Holdfast does not write such objects: repair the step from another copy, or restore another step"
 
 
-class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A published checkpoint: the last name of its prefix, the SHA-256 of its manifest, and what wrote it: a round, or one
-    process. With the writer, a lost answer of one's own is told from another writer's equal bytes (I14).
+    process. With the writer, a lost answer of one's own is told from another writer's equal bytes (I14). `summary` has the
+    members of `rest.bodies.CheckpointInfo` that the manifest states, without those that have their defaults.
     """
 
     data: str
     manifest_sha256: str
     writer: str
+    summary: dict[str, Any] | None = None
 
 
 class CommitObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,10 +54,6 @@ class CommitObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.checkpoint, *(one for one in self.replaced if one is not None))
 
 
-_LONGEST = Published(
-    naming.data_directory(Place("", naming.STEP_MAX, naming.ATTEMPT_MAX, naming.ROUND_ID_MAX)), "0" * 64, "0" * 64
-)
-_UNREPLACED_BYTES_MAX = len(msgspec.json.encode(CommitObject(FORMAT, _LONGEST, ()))) + 1
 _decode = decoding.decoder(CommitObject)
 
 
@@ -62,16 +64,22 @@ def commit_object(checkpoint: Published, replaced: tuple[Published | None, ...] 
     return CommitObject(FORMAT, checkpoint, replaced)
 
 
+def short_enough(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """The summary, None if it is too long for a commit object."""
+    return summary if len(msgspec.json.encode(summary)) <= SUMMARY_BYTES_MAX else None
+
+
 def may_name_replaced(size: int) -> bool:
-    """Whether a commit object of this many bytes can name replaced checkpoints, so that a list shows which ones to read."""
-    return size > _UNREPLACED_BYTES_MAX
+    """Whether a commit object of this many bytes names replaced checkpoints, so that a list shows which ones to read."""
+    return size % 2 == 0
 
 
 def encode(content: CommitObject, run: str, step: int) -> bytes:
-    """The bytes of the commit object at this step, one line. Raises what `decode` would raise, so that no object is written
-    that cannot be read.
+    """The bytes of the commit object at this step, one line, of a length that `may_name_replaced` understands. Raises what
+    `decode` would raise, so that no object is written that cannot be read.
     """
-    data = msgspec.json.encode(content) + b"\n"
+    text = msgspec.json.encode(content)
+    data = text + (b"\n" if may_name_replaced(len(text) + 1) == any(content.replaced) else b" \n")
     decode(data, run, step)
     return data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from holdfast_formats.body import Body
 from holdfast_formats.lineage import Rewind
@@ -186,6 +186,20 @@ def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
         compacted=_compacted(manifest),
         small_bytes=compacting.small_bytes(manifest),
     )
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """What `describe` says, for `of_summary`, without what has its default."""
+    return describe(manifest).model_dump(mode="json", exclude_defaults=True, exclude={"verified"})
+
+
+def of_summary(run: str, step: int, stated: dict[str, Any] | None) -> CheckpointInfo | None:
+    """The reverse of `summary`; None without one, and for one that cannot be read or is of another checkpoint."""
+    try:
+        found = None if stated is None else CheckpointInfo.model_validate({**stated, "verified": False})
+    except ValidationError:
+        return None
+    return found if found is not None and (found.run, found.step) == (run, step) else None
 
 
 def _compacted(manifest: Manifest) -> CompactedFrom | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, WrongRoot
+from holdfast_formats.errors import CheckpointError, NoSuchResource, WrongRoot
 from holdfast_formats.root_files import FILE_BYTES_MAX, RootFile, RootMark, decode, encode
 
 from .posix import PosixTier
@@ -139,10 +139,10 @@ def known(root: Path) -> str:
 
 
 def _read(records: Records) -> RootFile | None:
-    if records.size(naming.ROOT_FILE) is None:
-        return None
     try:
         return decode(RootFile, records.read(naming.ROOT_FILE, 0, FILE_BYTES_MAX))
+    except NoSuchResource:
+        return None
     except CheckpointError as error:
         log.error("cannot read %s, so a new one is created: %s", naming.ROOT_FILE, error.detail)
         return None

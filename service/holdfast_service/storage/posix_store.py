@@ -23,6 +23,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
+from holdfast_formats.rest.bodies import CheckpointInfo
 
 from .posix_answers import PUBLISHED, asked, confirmed, lost, published_commit
 from .records import has_bytes
@@ -105,6 +106,9 @@ class PosixStore:
     def steps(self, run: str) -> list[int]:
         found = map(naming.parse_step_directory, self._tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
         return sorted(step for step in found if step is not None)
+
+    def described(self, run: str, steps: Collection[int]) -> dict[int, CheckpointInfo]:
+        return {}  # a manifest is read as fast as anything
 
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         if step is not None:

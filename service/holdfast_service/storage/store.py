@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple, Protocol
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.files import Files
 from holdfast_formats.naming import Place
+from holdfast_formats.rest.bodies import CheckpointInfo
 
 from .tier import FileWriter
 
@@ -137,6 +138,9 @@ class Store(Protocol):
 
     def steps(self, run: str) -> list[int]:
         """Steps with a directory, ascending, sound or not."""
+
+    def described(self, run: str, steps: Collection[int]) -> Mapping[int, CheckpointInfo]:
+        """What these checkpoints' manifests say, of those of which the storage says it for less than a manifest costs."""
 
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         """For each step, or one, with COMMIT and manifest: a text that changes when one of them does, computed without

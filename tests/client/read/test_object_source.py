@@ -18,18 +18,20 @@ from holdfast_files.objects import client
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.commit_objects import Published, commit_object, encode
 from holdfast_formats import naming
+from holdfast_formats.disk.manifests import FileEntry
 from holdfast_formats.errors import (
     CorruptExtent,
     CorruptManifest,
     Damaged,
     InUse,
     NoSuchCheckpoint,
+    NoSuchResource,
     NoSuchRun,
     NotCommitted,
     StorageFailed,
 )
 from holdfast_formats.region import whole
-from tests.checkpoints import Built, build, build_root
+from tests.checkpoints import Built, build, build_root, varied_arrays
 from tests.kit.bucket_roots import ROUND, upload_checkpoint
 from tests.kit.memory_bucket import MemoryBucket
 
@@ -48,6 +50,50 @@ def bucket(built: Built) -> MemoryBucket:
     upload_checkpoint(built.path, made)
     made.requests.clear()
     return made
+
+
+@pytest.fixture
+def source(bucket: MemoryBucket) -> ObjectSource:
+    """The checkpoint, of which COMMIT and manifest are read."""
+    source = ObjectSource(bucket, "tiny", 5)
+    CheckpointReader.open(source)
+    return source
+
+
+def _read(source: ObjectSource, file: FileEntry) -> bytes:
+    buffer = bytearray(file.bytes)
+    assert source.read_into(file.name, 0, buffer) == len(buffer)
+    return bytes(buffer)
+
+
+def _erase(bucket: MemoryBucket, prefix: str) -> None:
+    bucket.delete([key for key in bucket.names() if key.startswith(f"{prefix}/")])
+
+
+def test_a_repair_moves_the_files_of_a_checkpoint_while_it_is_read(
+    source: ObjectSource, bucket: MemoryBucket, built: Built
+) -> None:
+    """They are read where they are now: they are the same files."""
+    upload_checkpoint(built.path, bucket, round_id=ROUND + 1)
+    _erase(bucket, DATA)
+    file = built.manifest.files[0]
+    assert _read(source, file) == built.path.joinpath(file.name).read_bytes()
+
+
+def test_files_that_vanish_while_they_are_read_are_damage(source: ObjectSource, bucket: MemoryBucket, built: Built) -> None:
+    """Of a checkpoint that stands. One that was replaced by another, or removed, is not there: its reader says so."""
+    file = built.manifest.files[0]
+    _erase(bucket, DATA)
+    with pytest.raises(CorruptManifest, match="is gone") as caught:
+        _read(source, file)
+    assert caught.value.members["file"] == file.name
+    other = commit_object(Published(f"step-00000005.a1.r{ROUND + 1}", "0" * 64, "r8"))
+    bucket.put(COMMIT_KEY, encode(other, "tiny", 5))
+    with pytest.raises(NoSuchResource):
+        _read(source, file)
+    bucket.delete([COMMIT_KEY])
+    with pytest.raises(NoSuchResource):
+        _read(source, file)
 
 
 @pytest.fixture
@@ -76,10 +122,10 @@ class TestRequests:
         ]
 
     def test_a_listing_reads_no_other_files(self, bucket: MemoryBucket, root: BucketRoot) -> None:
-        """Three small reads a checkpoint; the list of the run names them."""
+        """One small read a checkpoint, of its commit object; the list of the run names them."""
         found = RootIndex(root).checkpoints("tiny")
         assert [one.step for one in found.checkpoints] == [5] and not found.unreadable
-        assert [kind for kind, _ in bucket.requests] == ["list", "read", "read", "read"]
+        assert [kind for kind, _ in bucket.requests] == ["list", "read"]
 
     def test_the_newest_of_one(self, bucket: MemoryBucket, root: BucketRoot) -> None:
         """A list is enough to find it."""
@@ -155,7 +201,7 @@ class TestDamage:
         with pytest.raises(Damaged) as caught:
             reader(bucket)
         assert caught.value.members["file"] == key.rpartition("/")[2]
-        with pytest.raises(Exception, match="has no file") as lost:
+        with pytest.raises(Exception, match="is gone") as lost:
             opened.read("model", name)
         assert lost.value.members["file"] == key.rpartition("/")[2]
 
@@ -203,13 +249,14 @@ class TestReplaced:
         upload_checkpoint(built.path, bucket, round_id=8)
         bucket.delete([key for key in list(bucket._objects) if key.startswith(DATA)])
 
-    def test_its_files_stay_those_of_one_commit(self, bucket: MemoryBucket, built: Built) -> None:
+    def test_its_files_stay_those_of_one_commit(self, bucket: MemoryBucket, built: Built, tmp_path: Path) -> None:
         """What was begun with the old files ends with a word about it; a new reader takes the new ones."""
         opened = reader(bucket)
-        self.replace(bucket, built)
+        other = build(tmp_path / "other" / "tiny" / "checkpoints" / built.path.name, varied_arrays(1))
+        self.replace(bucket, other)
         with pytest.raises(InUse, match="was replaced or removed"):
             opened.read("model", "embed.weight")
-        assert reader(bucket).read("model", "embed.weight").tobytes() == built.arrays["model"]["embed.weight"].tobytes()
+        assert reader(bucket).read("model", "embed.weight").tobytes() == other.arrays["model"]["embed.weight"].tobytes()
 
     def test_before_its_commit_is_read(self, bucket: MemoryBucket, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between the commit object and COMMIT."""

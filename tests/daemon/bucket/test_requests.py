@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from holdfast import Checkpointer
+from holdfast.rest.api import Api
+from holdfast_files.objects import client
 from holdfast_formats import naming
+from holdfast_formats.naming import Place
+from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectStore, Uploads
 from holdfast_service.storage.objects.uploads import PART_BYTES
+from holdfast_service.storage.store import CommitContents
+from tests.checkpoints import build
 from tests.daemon.bucket.test_bucket_root import RUN, moto, moto_bucket, served, settings
 from tests.daemons import wait_until
+from tests.kit.bucket_roots import NO_DAEMON
+from tests.kit.commands import call_json
 from tests.kit.objects import TestBucket
 from tests.kit.objects_proxy import FaultProxy, Seen, faulty
 
@@ -81,3 +90,28 @@ def test_saves(moto_bucket: TestBucket, proxy: FaultProxy, tmp_path: Path, width
     assert counts["part"] == sum(one.parts for one in made)
     bound = sum(one.parts + one.ranges + 4 * one.files + 6 for one in made)
     assert counts.total() <= bound, "\n".join(f"{one.kind} {one.key}" for one in found)
+
+
+def test_a_start_reads_one_commit_object_a_checkpoint(moto_bucket: TestBucket, proxy: FaultProxy, tmp_path: Path) -> None:
+    """On a machine that knows nothing: what lists show is in them. A list of runs, and of one, costs as much."""
+    steps = range(1, 41)
+    with closing(client.opened(moto_bucket.url)) as bucket:
+        store = ObjectStore(Uploads(bucket), ConditionalPuts(bucket, HONOURED))
+        for step in steps:
+            path = tmp_path / naming.checkpoint_path(RUN, step)
+            built = build(path, {"model": {"w": np.full((4, 4), step, np.float32)}}, run=RUN, step=step)
+            files = {one.name: one.read_bytes() for one in path.iterdir()}
+            manifest, commit = files.pop(naming.MANIFEST), files.pop(naming.COMMIT)
+            store.begin(place := Place(RUN, step, 1))
+            assert store.commit(place, CommitContents({}, files, manifest, commit)).outcome == "published"
+    moto_bucket.put(naming.ROOT_FILE, NO_DAEMON)
+    for one in (call_json("ls", "--root", moto_bucket.url), call_json("ls", RUN, "--root", moto_bucket.url)):
+        assert proxy.kinds()["head"] == 0 and len(one) in (1, len(steps))
+    described = call_json("ls", RUN, "--root", moto_bucket.url)[0]
+    assert (described["step"], described["bytes"], described["metrics"]) == (40, built.manifest.bytes, {"loss": 2.5})
+    begin = len(proxy.seen)
+    with served(tmp_path / "state", moto_bucket.url, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        wait_until(lambda: any(run.checkpoints == len(steps) for run in api.runs()))
+        listed = proxy.seen[begin:]
+    assert sum(one.kind == "get" and f"/{naming.COMMITS}/" in one.key for one in listed) <= len(steps) + 5
+    assert sum(one.kind == "list" for one in listed) <= 40

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_files.objects import commit_objects
-from holdfast_files.objects.commit_objects import Published, commit_object, decode, encode
+from holdfast_files.objects.commit_objects import (
+    COMMIT_OBJECT_BYTES_MAX,
+    SUMMARY_BYTES_MAX,
+    Published,
+    commit_object,
+    decode,
+    encode,
+)
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.naming import Place
@@ -40,6 +47,16 @@ def test_a_commit_object_reads_back(step: int, attempt: int, round_id: int, kept
     assert commit_objects.may_name_replaced(len(encoded)) == any(kept)
 
 
+def test_the_longest_summaries_are_within_the_limit() -> None:
+    """Of the checkpoint and of the two that it has replaced; a longer one is left out."""
+    summary = {"created": " " * (SUMMARY_BYTES_MAX - len(b'{"created":""}'))}
+    assert commit_objects.short_enough(summary) is summary
+    assert commit_objects.short_enough({"created": summary["created"] + " "}) is None
+    one, two = Published(ONE.data, "0" * 64, "w" * 64, summary), Published(TWO.data, "f" * 64, "w" * 64, summary)
+    content = commit_object(one, (two, two))
+    assert decode(encode(content, RUN, STEP), RUN, STEP) == content
+
+
 def test_nothing_is_named_after_the_last_replaced() -> None:
     """What was released at the end leaves no trace, so that equal contents are equal bytes."""
     assert encode(commit_object(ONE, (None, None)), RUN, STEP) == encode(commit_object(ONE), RUN, STEP)
@@ -62,7 +79,7 @@ def _named(**members: Any) -> bytes:
         (b"null", "object"),
         (b"\xff\xfe", "cannot be read"),
         (b"[" * 4000, "cannot be read"),
-        (b" " * 4097, "over 4096 bytes"),
+        (b" " * (COMMIT_OBJECT_BYTES_MAX + 1), f"over {COMMIT_OBJECT_BYTES_MAX} bytes"),
         (_changed(format="1"), "format"),
         (_changed(more=1), "more"),
         (_changed(replaced=[None, None, None]), "3 replaced"),

@@ -14,6 +14,7 @@ import pytest
 from holdfast_files.objects.client import WriteOutcome
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_service.storage.objects import Uploads
+from tests.daemons import wait_until
 from tests.kit.memory_bucket import MemoryBucket
 
 PART = 1000
@@ -112,9 +113,30 @@ def test_a_part_that_fails(bucket: SlowBucket) -> None:
             writer.write(at, [DATA[at : at + PART]])
         writer.finish()
     writer.discard()
-    assert bucket.names() == [] and not list(bucket.uploads("")) and made.taken_bytes == 0
+    wait_until(lambda: not list(bucket.uploads("")) and made.taken_bytes == 0)  # the last part that is sent gives it up
+    assert bucket.names() == []
     with pytest.raises(StorageFailed, match="closed"):
         writer.write(0, [b"x"])
+
+
+def test_giving_up_does_not_wait_for_a_part(bucket: SlowBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the bucket does not answer may be sent for minutes; the upload is ended after it."""
+    put_part, answers = bucket.put_part, threading.Event()
+
+    def late(key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
+        assert answers.wait(180)
+        return put_part(key, upload, number, views)
+
+    monkeypatch.setattr(bucket, "put_part", late)
+    made = uploads(bucket)
+    writer = made.create("file", 3 * PART)
+    writer.write(0, [DATA[:PART]])
+    wait_until(lambda: list(bucket.uploads("")))
+    writer.discard()
+    assert list(bucket.uploads("")) and made.taken_bytes == PART
+    answers.set()
+    wait_until(lambda: not list(bucket.uploads("")) and made.taken_bytes == 0)
+    assert bucket.names() == []
 
 
 def test_a_writer_that_waits_for_memory_hears_of_a_failure(bucket: SlowBucket) -> None:
@@ -174,7 +196,8 @@ def test_a_store_that_is_closed_meanwhile(bucket: SlowBucket) -> None:
         writer.write(PART, [DATA[:PART]])
     with pytest.raises(StorageFailed, match="is closed"):
         writer.finish()
-    assert made.taken_bytes == 0 and bucket.names() == []
+    wait_until(lambda: made.taken_bytes == 0 and not list(bucket.uploads("")))
+    assert bucket.names() == []
 
 
 def test_a_size_below_zero(bucket: SlowBucket) -> None:

@@ -214,9 +214,10 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: NegativeCache, t
     listed_now: list[tuple[bodies.CheckpointInfo, str | None]] = []
     again: dict[int, str | None] = {}
     damaged: list[tuple[bodies.CheckpointInfo, Damaged]] = []
+    described = {} if thorough else store.described(run, unread)
     for step in unread:
         try:
-            stated = bodies.describe(load_manifest(store.files, run, step))
+            stated = described.get(step) or bodies.describe(load_manifest(store.files, run, step))
         except NoSuchCheckpoint:
             continue  # removed at this moment
         except CheckpointError as error:
@@ -251,11 +252,8 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: NegativeCache, t
 
 def _removed(store: Store, run: str, steps: Collection[int], damaged: Collection[int]) -> list[int]:
     """The steps that are gone from the directory meanwhile."""
-    standing = set(store.steps(run)) if damaged else set()
-    return [
-        *(step for step in steps if not has_commit(store, run, step)),
-        *(step for step in damaged if step not in standing),
-    ]
+    standing = set(store.steps(run)) if steps or damaged else set()
+    return [step for step in (*steps, *damaged) if step not in standing]
 
 
 def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged, before: Mapping[int, str | None]) -> None:

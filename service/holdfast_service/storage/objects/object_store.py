@@ -42,8 +42,18 @@ from holdfast_files.objects import commit_objects
 from holdfast_files.objects.commit_objects import Published, commit_object
 from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, CorruptManifest, NoSuchCheckpoint, NoSuchResource, StorageFailed
+from holdfast_formats.disk import manifests
+from holdfast_formats.errors import (
+    CheckpointError,
+    CorruptManifest,
+    Damaged,
+    NoSuchCheckpoint,
+    NoSuchResource,
+    StorageFailed,
+)
 from holdfast_formats.naming import CheckpointId, Place
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.bodies import CheckpointInfo
 from holdfast_service.storage.store import Alone, CommitContents, Publication
 
 from .conditional_puts import ConditionalPuts
@@ -95,7 +105,7 @@ class ObjectStore:
     def commit(self, place: Place, contents: CommitContents, over: bool = False) -> Publication:
         prefix = self._prefix(place)
         standing = self._commits.standing(_id(place))
-        mine = self._published(place, prefix or "", contents.manifest)
+        mine = self._published(place, prefix or "", contents.manifest, contents.commit)
         answer = _answer(standing, mine, over)
         if answer is None:
             missing = f"{place.path} was not begun here" if prefix is None else self._missing(place, prefix, contents)
@@ -126,7 +136,7 @@ class ObjectStore:
                     self._check_size(f"{prefix}/{name}", one.size)
         self._patient.put(f"{prefix}/{naming.MANIFEST}", manifest)
         self._patient.put(f"{prefix}/{naming.COMMIT}", commit)
-        content = commit_object(self._published(place, prefix, manifest), standing.replaced)
+        content = commit_object(self._published(place, prefix, manifest, commit), standing.replaced)
         self._commits.change(which, content, standing)
         self._end(place)
         self._erase_unneeded(data_of(place.run, old))
@@ -134,11 +144,16 @@ class ObjectStore:
     def steps(self, run: str) -> list[int]:
         return list(self._commits.listed(run))
 
+    def described(self, run: str, steps: Collection[int]) -> dict[int, CheckpointInfo]:
+        stated = {step: content.checkpoint.summary for step, content in self._commits.contents(run, steps).items()}
+        found = {step: bodies.of_summary(run, step, summary) for step, summary in stated.items()}
+        return {step: one for step, one in found.items() if one is not None}
+
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         if step is not None:
             found = self._bucket.head(naming.commit_object_path(run, step))
             return {} if found is None else {step: found.etag}
-        return {at: etag for at, (etag, _) in self._commits.listed(run).items()}
+        return dict(self._commits.listed(run))
 
     def discard(self, place: Place) -> None:
         """What is published, or kept because it was replaced, stays; and what a damaged commit object may name."""
@@ -150,11 +165,9 @@ class ObjectStore:
 
     def replaced(self, run: str) -> list[Place]:
         found = []
-        for step, size in self._commits.sizes(run).items():
-            if commit_objects.may_name_replaced(size):
-                standing = self._commits.standing(CheckpointId(run, step))
-                kept = () if standing is None else standing.replaced
-                found += [naming.replaced_place(run, step, number) for number, one in enumerate(kept) if one is not None]
+        for step, content in self._commits.replacing(run).items():
+            kept = enumerate(content.replaced)
+            found += [naming.replaced_place(run, step, number) for number, one in kept if one is not None]
         return sorted(found, reverse=True)
 
     def release(self, place: Place) -> str | None:
@@ -258,9 +271,13 @@ class ObjectStore:
         begun = self._begun.get(place)
         return None if begun is None else begun.prefix
 
-    def _published(self, place: Place, prefix: str, manifest: bytes) -> Published:
+    def _published(self, place: Place, prefix: str, manifest: bytes, commit: bytes) -> Published:
         writer = f"r{place.round_id}" if place.round_id else self._writer
-        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer)
+        try:
+            summary = commit_objects.short_enough(bodies.summary(manifests.decode(manifest, commit)))
+        except Damaged:  # the read-back says what is wrong with it
+            summary = None
+        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer, summary)
 
     def _missing(self, place: Place, prefix: str, contents: CommitContents) -> str:
         """Which staged file is not there as it was written; empty if all are (I20). What this process has asked for since it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from holdfast_files.objects import commit_objects
@@ -16,6 +17,8 @@ from holdfast_formats.naming import CheckpointId, Place
 
 from .conditional_puts import ConditionalPuts
 from .put_intents import Settled
+
+READS_AT_ONCE = 32
 
 
 class Standing(NamedTuple):
@@ -52,7 +55,8 @@ class StepCommits:
 
     def __init__(self, bucket: Bucket, puts: ConditionalPuts, committed: ObjectFiles) -> None:
         self._bucket, self._puts, self._committed = bucket, puts, committed
-        self._sizes: dict[str, dict[int, int]] = {}  # by run and step, as last listed, and as this process has written since
+        # By run and step, whether replaced checkpoints are named: as last listed, and as written here since.
+        self._replacing: dict[str, dict[int, bool]] = {}
         self._lock = threading.Lock()
 
     def standing(self, which: CheckpointId) -> Standing | None:
@@ -63,37 +67,55 @@ class StepCommits:
             return None if status is None else Standing(None, status.etag)
         return None if found is None else Standing(*found)
 
-    def listed(self, run: str) -> Mapping[int, tuple[str, int]]:
-        """ETag and bytes of each commit object of a run, by step, ascending."""
+    def listed(self, run: str) -> Mapping[int, str]:
+        """The ETag of each commit object of a run, by step, ascending."""
         top = f"{naming.check_run(run)}/{naming.COMMITS}/"
-        found = {}
+        found, replacing = {}, {}
         for page in self._bucket.pages(top, delimiter="/"):
             for one in page.objects:
                 step = naming.parse_step_directory(one.key.removeprefix(top))
                 if step is not None:
-                    found[step] = (one.etag, one.size)
+                    found[step], replacing[step] = one.etag, commit_objects.may_name_replaced(one.size)
         with self._lock:
-            self._sizes[run] = {step: size for step, (_, size) in found.items()}
+            self._replacing[run] = replacing
         return dict(sorted(found.items()))
 
-    def sizes(self, run: str) -> Mapping[int, int]:
-        """Bytes of each commit object of a run, by step, as last listed; what this process has written since is in it."""
-        if run not in self._sizes:
+    def contents(self, run: str, steps: Collection[int]) -> Mapping[int, CommitObject]:
+        """The commit objects of these steps, those that can be read."""
+
+        def read(step: int) -> CommitObject | None:
+            standing = self.standing(CheckpointId(run, step))
+            return None if standing is None else standing.content
+
+        with ThreadPoolExecutor(min(READS_AT_ONCE, max(len(steps), 1)), "holdfast-commits") as pool:
+            return {step: one for step, one in zip(steps, pool.map(read, steps), strict=True) if one is not None}
+
+    def replacing(self, run: str) -> Mapping[int, CommitObject]:
+        """The commit objects that name replaced checkpoints, of those that this process has listed last, or written since:
+        no save needs a list for it.
+        """
+        if run not in self._replacing:
             self.listed(run)
         with self._lock:
-            return dict(self._sizes.get(run, {}))
+            wanted = [step for step, replaces in self._replacing.get(run, {}).items() if replaces]
+        return self.contents(run, wanted)
 
     def forget_all(self) -> None:
         """Runs were moved: list and read their commit objects again."""
         with self._lock:
-            self._sizes.clear()
+            self._replacing.clear()
         self._committed.forget_all()
 
     def put(self, which: CheckpointId, content: CommitObject, standing: Standing | None) -> Settled:
         """Write the commit object where there is none, or in place of the standing one."""
         path, data = naming.commit_object_path(*which), commit_objects.encode(content, *which)
         done = self._puts.first(path, data) if standing is None else self._puts.replace(path, data, standing.etag)
-        self._note(which, len(data) if done.outcome == "done" else None)
+        with self._lock:
+            if done.outcome != "done":
+                self._replacing.pop(which.run, None)
+            elif which.run in self._replacing:
+                self._replacing[which.run][which.step] = any(content.replaced)
+        self._committed.forget(*which)
         return done
 
     def change(self, which: CheckpointId, content: CommitObject, standing: Standing) -> None:
@@ -113,16 +135,7 @@ class StepCommits:
             if self._bucket.head(path) is not None:
                 raise
         with self._lock:
-            self._sizes.get(which.run, {}).pop(which.step, None)
-        self._committed.forget(*which)
-
-    def _note(self, which: CheckpointId, size: int | None) -> None:
-        """This process has written so many bytes; None: what stands is not known."""
-        with self._lock:
-            if size is None:
-                self._sizes.pop(which.run, None)
-            elif which.run in self._sizes:
-                self._sizes[which.run][which.step] = size
+            self._replacing.get(which.run, {}).pop(which.step, None)
         self._committed.forget(*which)
 
     def withdraw(self, which: CheckpointId, data: str) -> None:

@@ -112,7 +112,7 @@ class UploadedFile:
         self._sent: dict[int, str] = {}  # ETags by number
         self._id, self._beginning = "", threading.Lock()
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closed = self._given_up = False
         self.seen = False  # asked for its size after its parts were put together (I20)
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -150,10 +150,15 @@ class UploadedFile:
         with self._uploads.changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._given_up = True
             self._uploads.changed.notify_all()
-            self._uploads.changed.wait_for(lambda: not self._sending)  # else parts arrive after the upload was given up
+            is_last = not self._sending
         self._free_parts()
+        if is_last:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Give the upload up. While parts are being sent, which may take minutes, the last one does: none arrives later."""
         if self._id:
             with suppress(CheckpointError):  # a sweep ends it
                 self._uploads.bucket.abort(self._key, self._id)
@@ -180,6 +185,9 @@ class UploadedFile:
         with self._uploads.changed:
             self._sending -= 1
             self._uploads.changed.notify_all()
+            is_last = self._given_up and not self._sending
+        if is_last:
+            self._abort()
 
     def _part(self, position: int) -> FilledPart:
         size = self._bytes_of(position)
