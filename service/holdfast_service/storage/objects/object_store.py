@@ -36,7 +36,7 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast_files.objects import commit_objects
 from holdfast_files.objects.commit_objects import Published, commit_object
@@ -145,9 +145,7 @@ class ObjectStore:
         return list(self._commits.listed(run))
 
     def described(self, run: str, steps: Collection[int]) -> dict[int, CheckpointInfo]:
-        stated = {step: content.checkpoint.summary for step, content in self._commits.contents(run, steps).items()}
-        found = {step: bodies.of_summary(run, step, summary) for step, summary in stated.items()}
-        return {step: one for step, one in found.items() if one is not None}
+        return self._commits.described(run, steps)
 
     def stamps(self, run: str, step: int | None = None) -> dict[int, str]:
         if step is not None:
@@ -273,11 +271,7 @@ class ObjectStore:
 
     def _published(self, place: Place, prefix: str, manifest: bytes, commit: bytes) -> Published:
         writer = f"r{place.round_id}" if place.round_id else self._writer
-        try:
-            summary = commit_objects.short_enough(bodies.summary(manifests.decode(manifest, commit)))
-        except Damaged:  # the read-back says what is wrong with it
-            summary = None
-        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer, summary)
+        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer, _summary(manifest, commit))
 
     def _missing(self, place: Place, prefix: str, contents: CommitContents) -> str:
         """Which staged file is not there as it was written; empty if all are (I20). What this process has asked for since it
@@ -419,6 +413,13 @@ def _answer(standing: Standing | None, mine: Published, over: bool) -> Publicati
     if standing.names(mine.data):
         return Publication("taken", f"{mine.data} was published, and has been replaced since")
     return None
+
+
+def _summary(manifest: bytes, commit: bytes) -> dict[str, Any] | None:
+    try:
+        return commit_objects.short_enough(bodies.summary(manifests.decode(manifest, commit)))
+    except Damaged:  # the read-back says what is wrong with it
+        return None
 
 
 def _id(place: Place) -> CheckpointId:

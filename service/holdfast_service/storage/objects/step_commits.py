@@ -14,6 +14,8 @@ from holdfast_files.objects.object_files import ObjectFiles, read_commit_object
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, StorageFailed
 from holdfast_formats.naming import CheckpointId, Place
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.bodies import CheckpointInfo
 
 from .conditional_puts import ConditionalPuts
 from .put_intents import Settled
@@ -89,6 +91,12 @@ class StepCommits:
 
         with ThreadPoolExecutor(min(READS_AT_ONCE, max(len(steps), 1)), "holdfast-commits") as pool:
             return {step: one for step, one in zip(steps, pool.map(read, steps), strict=True) if one is not None}
+
+    def described(self, run: str, steps: Collection[int]) -> dict[int, CheckpointInfo]:
+        """What the commit objects of these steps repeat of the manifests, where they do."""
+        stated = {step: content.checkpoint.summary for step, content in self.contents(run, steps).items()}
+        found = {step: bodies.of_summary(run, step, summary) for step, summary in stated.items()}
+        return {step: one for step, one in found.items() if one is not None}
 
     def replacing(self, run: str) -> Mapping[int, CommitObject]:
         """The commit objects that name replaced checkpoints, of those that this process has listed last, or written since:
