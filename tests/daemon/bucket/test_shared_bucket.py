@@ -81,7 +81,7 @@ def test_others_are_refused_by_name(site: BucketSite) -> None:
     RunningDaemon(site.directory / "alone", *alone).stop()
 
 
-@pytest.mark.parametrize("conditions", ["refused", "ignored"])
+@pytest.mark.parametrize("conditions", ["ignored", pytest.param("refused", marks=pytest.mark.objects)])
 def test_a_bucket_without_conditions_is_shared_by_the_catalog(
     site: BucketSite, monkeypatch: pytest.MonkeyPatch, conditions: Literal["refused", "ignored"]
 ) -> None:
