@@ -225,6 +225,10 @@ class ReachedBucket:
             opened.close()
 
 
+def _nothing() -> None:
+    """A directory stays locked."""
+
+
 def _copies_here(control: Control, name: str) -> bool:
     """Whether it is this node that copies to a replica, of several that were given one of this name."""
     return control.nodes.has(replica_duty(name))
@@ -252,6 +256,7 @@ class Replication:
                 pace=Pace(rate) if (rate := rates[kind]) else None,
                 mend=self.repairer.replica,
                 is_mine=partial(_copies_here, control, name),
+                release=place.close if isinstance(place, ReachedBucket) else _nothing,
             )
             log.info("%s %s: %s", kind, name, at if isinstance(at, Path) else at.label)
         if config.tier:  # what the root has kept for a copy may go

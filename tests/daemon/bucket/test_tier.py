@@ -17,9 +17,10 @@ from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.daemon.bucket.test_bucket_root import RUN, same, save, state_of
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.kit import commands
 from tests.kit.objects import TestBucket, moto, moto_bucket
+from tests.kit.objects_proxy import SLOW_DOWN, Fault, Stall, faulty
 
 __all__ = ["moto", "moto_bucket"]
 
@@ -83,3 +84,29 @@ def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tm
         assert [(event["run"], event["detail"]["tier"]) for event in found] == [(RUN, "cloud")]
     kept = {naming.step_directory(step) for step in (3, 7, 8)}
     assert {key.rpartition("/")[2] for key in moto_bucket.sizes(f"team/{RUN}/{naming.COMMITS}/")} == kept
+
+
+@pytest.mark.objects
+@pytest.mark.parametrize("fault", [SLOW_DOWN, Stall()], ids=["refuses", "hangs"])
+def test_saves_know_nothing_of_a_tier_that_is_away(
+    fault: Fault, moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are committed and verified in the root meanwhile, and are copied when the bucket answers again, the newest first.
+    A daemon that is stopped in between does not wait for the bucket.
+    """
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+            with Checkpointer(RUN, state_of(1), at=str(daemon.socket)) as checkpointer:
+                checkpointer.save(1).result(120)
+                wait_until(lambda: state_in(api, 1) == "present")
+                proxy.choose = lambda request: fault
+                for step in (2, 3):
+                    checkpointer.save(step).result(120)
+                    wait_until_read_back(daemon, RUN, step)
+            assert "present" not in (state_in(api, 2), state_in(api, 3))
+            daemon.stop()
+        proxy.clear()
+        with tiered(tmp_path / "root", moto_bucket.url) as (_, api):
+            wait_until(lambda: state_in(api, 2) == state_in(api, 3) == "present")
+    assert moto_bucket.uploads() == []

@@ -421,6 +421,18 @@ def test_of_a_copy_and_what_it_replaced_the_sound_one_stays(world: CopiesWorld, 
     assert contents(far(tmp_path)) == kept and not aside.exists()
 
 
+def test_a_node_whose_turn_is_over_lets_go(world: CopiesWorld) -> None:
+    """Another node can copy there then, although only one may have it open."""
+    mine, released = [True], []
+    worker = world.replicators["far"]
+    worker.is_mine, worker._release = lambda: mine[0], lambda: released.append(True)
+    worker.run_once()
+    assert worker.replica is not None and not released
+    mine[0] = False
+    assert not worker.run_once() and not worker.run_once()
+    assert worker.replica is None and released == [True]
+
+
 def test_a_newer_copy_is_restored_first(world: CopiesWorld, tmp_path: Path) -> None:
     """A root that was brought back from before a checkpoint takes that from the replica; one that retention or a rewind has
     left behind is not taken.

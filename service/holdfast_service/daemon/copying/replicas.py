@@ -59,6 +59,7 @@ class Replicator:
         pace: Pace | None = None,
         mend: Mend | None = None,
         is_mine: Callable[[], bool] = lambda: True,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """`news(seconds)` waits for something new to copy; `mend` is called with a damaged copy, and may repair it.
         `is_mine` returns whether this node, of several with this replica, copies there. A `tier` keeps copies by its own
@@ -67,6 +68,7 @@ class Replicator:
         self.is_mine, self.tier = is_mine, tier
         self.name = name
         self._source, self._open, self._records = source, open_replica, records
+        self._release = release  # so that the node whose turn it is can open it
         self._news, self._mend = news, mend
         self._pace = pace
         self._opened: RootStorage | None = None
@@ -113,6 +115,8 @@ class Replicator:
         Raises errors of its storage, which is then left alone for a while.
         """
         if not self.is_mine():
+            if self._opened is not None:
+                self._release()
             self._opened = None  # another disk may be mounted there, or the contents may change
             return False
         replica = self._reached()

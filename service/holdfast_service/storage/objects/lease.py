@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 BUSY_S, IDLE_S = 10.0, 120.0  # between two renewals, while ranks are connected and while none are
 LATE_S = 20.0  # that a renewal may come late, twice the interval aside
 LOOK_S = 1.0
+GIVE_BACK_S = 5.0  # a daemon that stops waits no longer for the bucket
 FILE_BYTES_MAX = 4096
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -119,8 +120,15 @@ class BucketLease:
         return self._lost
 
     def close(self) -> None:
-        """Give it back, so that another daemon need not wait."""
+        """Give it back, so that another daemon need not wait; not to a bucket that does not answer soon."""
         self._closing.set()
+        giving = threading.Thread(target=self._give_back, name="holdfast-lease-end", daemon=True)
+        giving.start()
+        giving.join(GIVE_BACK_S)
+        if giving.is_alive():
+            log.warning("the lease on %s is not given back: the bucket does not answer", self._bucket.label)
+
+    def _give_back(self) -> None:
         self._thread.join()
         try:
             found = _read(self._bucket)
