@@ -16,7 +16,7 @@ from tests.crash import ledger
 from tests.crash.launches import holders
 from tests.crash.points import Place, place
 from tests.crash.steady_trainer import FROZEN_AT
-from tests.crash.test_frozen_daemons import BUSY, Stalls, Trainers, check_sound, thawed
+from tests.crash.test_frozen_daemons import Stalls, Trainers, busy, check_sound, thawed
 from tests.daemons import RunningDaemon, wait_until
 
 __all__ = ["place", "thawed"]
@@ -84,13 +84,13 @@ def test_a_stopped_rank_stalls_no_other(over_http: bool, place: Place, thawed: l
         trainers.hear("saving")
         trainers.ranks[1].send_signal(signal.SIGSTOP)
         go(trainers, 0)
-        assert stalls_of(trainers, 0, over_http).within(BUSY)
+        assert stalls_of(trainers, 0, over_http).within(busy())
         saves_another(daemon, "another")
         with Api(daemon.url) as api:
             assert {run.name for run in api.runs()} == {"another", "r"}
         trainers.ranks[1].send_signal(signal.SIGCONT)
         go(trainers, 1)
-        assert stalls_of(trainers, 1, over_http).within(BUSY)
+        assert stalls_of(trainers, 1, over_http).within(busy())
         ended(trainers, daemon, place.root)
     finally:
         trainers.ranks[1].send_signal(signal.SIGCONT)
@@ -115,7 +115,7 @@ def test_a_stopped_holder_stalls_nobody(place: Place, thawed: list[RunningDaemon
         trainers.go()
         trainers.hear("saving")
         trainers.go()
-        assert all(stalls_of(trainers, rank, False).within(BUSY) for rank in range(2))
+        assert all(stalls_of(trainers, rank, False).within(busy()) for rank in range(2))
         saves_another(daemon, "another")
         assert len(holders(place.root.parent)) == 2
         os.kill(stopped[0], signal.SIGCONT)
@@ -144,7 +144,7 @@ def test_a_stopped_watcher_stalls_nobody(place: Place, thawed: list[RunningDaemo
         trainers.go()
         trainers.hear("saving")
         trainers.go()
-        assert all(stalls_of(trainers, rank, False).within(BUSY) for rank in range(2))
+        assert all(stalls_of(trainers, rank, False).within(busy()) for rank in range(2))
         saves_another(daemon, "another")
         watcher.thaw()
         daemon.freeze()
