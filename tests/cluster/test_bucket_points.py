@@ -14,11 +14,11 @@ import pytest
 
 from holdfast_files.objects import client
 from holdfast_files.objects.object_files import ObjectFiles
+from holdfast_files.objects.probe import HONOURED
 from holdfast_formats import naming
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.objects.conditional_puts import ConditionalPuts
 from holdfast_service.storage.objects.object_store import ObjectStore
-from holdfast_service.storage.objects.probe import HONOURED
 from holdfast_service.storage.objects.uploads import Uploads
 from tests.cluster.test_joint_rounds import NODES, how_it_ended
 from tests.cluster.test_named_points import EARLY, EXCHANGING, LAST, Marks, marks_at

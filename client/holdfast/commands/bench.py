@@ -11,7 +11,9 @@ from rich.text import Text
 from holdfast.config import DEFAULT_ROOT
 from holdfast.terminal import console
 from holdfast.terminal.machine_limits import Expectation, Limits, expect, measure
-from holdfast.terminal.options import AsJson, LocalRoot
+from holdfast.terminal.options import AnyRoot, AsJson
+from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.traffic import aws_usd
 from holdfast_formats.errors import InvalidRequest
 
 SIZES = (2**30, 16 * 2**30, 128 * 2**30)
@@ -25,13 +27,17 @@ StateGiB = Annotated[
 ]
 
 
-def bench(root: LocalRoot = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
+def bench(root: AnyRoot = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
     """Measure this machine: memory, digests and the disk. Estimates how long saves and restores take here.
 
-    Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds.
+    Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds. Of a bucket it
+    also measures processor time and requests.
     """
+    if root is not None and root.bucket is not None:
+        _bench_bucket(root.bucket, size_mib, state_gib, as_json)
+        return
     with console.reporting(as_json):
-        directory = _directory(root)
+        directory = _directory(None if root is None else root.directory)
         with console.err().status("measuring") as status:
             limits = measure(directory, size_mib * 2**20, lambda step: status.update(step) if not as_json else None)
     sizes = SIZES if state_gib is None else (int(state_gib * 2**30),)
@@ -41,6 +47,31 @@ def bench(root: LocalRoot = None, size_mib: SizeMiB = 1024, state_gib: StateGiB 
         console.print_json(report)
     else:
         _print(directory, limits, expected)
+
+
+def _bench_bucket(place: BucketAddress, size_mib: int, state_gib: float | None, as_json: bool) -> None:
+    if state_gib is not None:
+        raise typer.BadParameter("estimates are for a directory: leave out --state-gib", param_hint="--state-gib")
+    with console.reporting(as_json):
+        from holdfast.terminal import bucket_limits  # with numpy and botocore
+
+        with console.err().status("measuring") as status:
+            limits = bucket_limits.measure(
+                place, size_mib * 2**20, lambda step: status.update(step) if not as_json else None
+            )
+    if as_json:
+        console.print_json({"root": place.label, **limits._asdict(), "usd": aws_usd(limits.requests)})
+        return
+    table = console.table("LIMIT", "PER SECOND", "CPU PER GIB", "HOW", right=("PER SECOND", "CPU PER GIB"), wrap=("HOW",))
+    how = f"{bucket_limits.SENDERS} parts of 16 MiB at a time, checksum {limits.checksum}"
+    table.add_row("up", console.human_bytes(limits.write), f"{limits.write_cpu_s:.2f} s", how)
+    how = f"{bucket_limits.READERS} ranges of 8 MiB at a time"
+    table.add_row("down", console.human_bytes(limits.read), f"{limits.read_cpu_s:.2f} s", how)
+    console.out().print(table)
+    asked = ", ".join(f"{count} {kind}" for kind, count in sorted(limits.requests.items()))
+    size = console.human_bytes(limits.bytes)
+    price = f"{aws_usd(limits.requests):.5f} USD at AWS's prices"
+    console.out().print(Text(f"requests to write and read {size} once: {asked}; {price}"))
 
 
 def _directory(root: Path | None) -> Path:

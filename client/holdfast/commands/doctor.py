@@ -7,13 +7,16 @@ from rich.text import Text
 
 from holdfast.terminal import console
 from holdfast.terminal.doctor import examine
-from holdfast.terminal.options import AsJson, LocalRoot, Url
+from holdfast.terminal.options import AnyRoot, AsJson, Url
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(root: LocalRoot = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Check this machine: software, memory, storage, daemon. Exit status 1 if something needs to be fixed."""
+def doctor(root: AnyRoot = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Check this machine: software, memory, storage, daemon. Exit status 1 if something needs to be fixed.
+
+    In a bucket, a few bytes are written below the prefix, and removed.
+    """
     with console.reporting(as_json):
         findings = examine(root, url)
     if as_json:

@@ -19,9 +19,11 @@ from holdfast.config import DEFAULT_ROOT, default_socket, default_url, given_url
 from holdfast.memory import native_copy
 from holdfast.read.checkpoint_index import PROBE_TIMEOUT_S
 from holdfast.rest.api import Api
-from holdfast.terminal import holders, probes
+from holdfast.terminal import bucket_checks, holders, probes
 from holdfast.terminal.console import human_bytes
+from holdfast.terminal.options import NamedRoot
 from holdfast.terminal.probes import Finding
+from holdfast_files.objects import address
 from holdfast_formats import memory_bounds
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.installing import install
@@ -36,7 +38,7 @@ CLOCK_SKEW_WARN_S = 5.0
 CLOCK_MIN_S = 1_735_689_600  # 2025-01-01: a clock before it was never set
 
 
-def examine(root: Path | None, url: str | None) -> list[Finding]:
+def examine(root: NamedRoot | None, url: str | None) -> list[Finding]:
     """Run all checks. A root or URL that the caller passed must exist; a default may be missing.
 
     Without `root`, the root of the daemon at this machine's default address is checked, else ./holdfast-data.
@@ -45,7 +47,7 @@ def examine(root: Path | None, url: str | None) -> list[Finding]:
         *_software(),
         *_memory(),
         probes.descriptors(),
-        *_storage(root or (_served_root() if url is None and given_url() is None else None)),
+        *_root(root or (_served_root() if url is None and given_url() is None else None)),
         _socket(default_socket()),
         *holders.found(default_socket().parent),
         *_service(url or default_url(), named=url is not None or given_url() is not None),
@@ -110,13 +112,21 @@ def _memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", "warn", "not mounted", "not needed by the arena, but data loaders may need it")
 
 
-def _served_root() -> Path | None:
+def _root(root: NamedRoot | None) -> Iterator[Finding]:
+    if root is not None and root.bucket is not None:
+        return bucket_checks.examine(root.bucket)
+    return _storage(None if root is None else root.directory)
+
+
+def _served_root() -> NamedRoot | None:
     try:
         with Api(default_url(), PROBE_TIMEOUT_S) as api:
             served = api.health().root
     except CheckpointError:
         return None  # reported below as what it is: no service
-    return Path(served) if served and os.path.isdir(served) else None
+    if served and (address.is_address(served) or os.path.isdir(served)):
+        return NamedRoot.parse(served)
+    return None
 
 
 def _storage(root: Path | None) -> Iterator[Finding]:

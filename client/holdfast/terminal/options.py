@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.terminal import completion
+from holdfast_files.objects import address
+from holdfast_files.objects.address import BucketAddress
 from holdfast_formats.errors import InvalidRequest
 
 SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
@@ -32,6 +34,22 @@ def _local(path: Path | None) -> Path | None:
     return path
 
 
+class NamedRoot(NamedTuple):
+    """A root as `--root` names it: a directory, or a bucket."""
+
+    directory: Path | None = None
+    bucket: BucketAddress | None = None
+
+    @classmethod
+    def parse(cls, given: str) -> NamedRoot:
+        try:
+            if address.is_address(given):
+                return cls(bucket=address.parse(given))
+        except InvalidRequest as error:
+            raise typer.BadParameter(f"{error.detail}: {error.hint}") from None
+        return cls(_local(Path(given)))
+
+
 def one_place(root: Path | None, url: str | None) -> None:
     if root is not None and url is not None:
         raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
@@ -49,6 +67,15 @@ Root = Annotated[
 LocalRoot = Annotated[
     Path | None,
     typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),
+]
+AnyRoot = Annotated[
+    NamedRoot | None,
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="This directory, or s3://BUCKET/PREFIX.",
+        parser=NamedRoot.parse,
+    ),
 ]
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the service at this URL.")]
 Since = Annotated[

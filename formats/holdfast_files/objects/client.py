@@ -37,6 +37,7 @@ from holdfast_files.objects.answers import XML_BYTES_MAX, KeyPage, Malformed, Pe
 from holdfast_files.objects.connections import read_whole
 from holdfast_files.objects.refusals import Refusal
 from holdfast_files.objects.sending import ObjectRequest, Patience, Sender, Unsettled
+from holdfast_files.objects.settings import BucketSettings
 from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource, StorageFailed
 
@@ -406,6 +407,22 @@ def opened(text: str, *, traffic: Traffic | None = None) -> Bucket:
     found, keys = settings.read(place.bucket)
     patience = Patience(RETRY_S, SILENCE_S, [traffic] if traffic else [])
     return Bucket(place, Sender(place.bucket, found, keys), patience)
+
+
+def place_of(bucket: Bucket) -> BucketSettings:
+    """How the bucket is reached."""
+    return bucket._sender.settings
+
+
+def setting(bucket: Bucket, name: Literal["lifecycle", "versioning", "object-lock"]) -> Element | None:
+    """A setting of the whole bucket, as its XML; None if it has none. Raises what the methods of `Bucket` raise."""
+    request = ObjectRequest("setting", "GET", query=[(name, "")])
+    answer = bucket._ask(request, f"?{name}", _document)
+    if not isinstance(answer, Refusal):
+        return answer
+    if answer.status == 404 and answer.code != "NoSuchBucket":
+        return None
+    raise bucket._error(answer, request, f"?{name}")
 
 
 def _found(response: HTTPResponse) -> Found:

@@ -39,6 +39,7 @@ _HINTS = {
 _ACTS = {
     "get": "s3:GetObject", "head": "s3:GetObject", "put": "s3:PutObject", "begin": "s3:PutObject", "part": "s3:PutObject",
     "complete": "s3:PutObject", "copy": "s3:GetObject and s3:PutObject", "delete": "s3:DeleteObject",
+    "setting": "s3:GetLifecycleConfiguration, s3:GetBucketVersioning and s3:GetBucketObjectLockConfiguration",
     "list": "s3:ListBucket", "abort": "s3:AbortMultipartUpload", "uploads": "s3:ListBucketMultipartUploads",
 }  # fmt: skip
 

@@ -245,6 +245,9 @@ class File(Body):
     digest: str | None = Field(
         description="xxh3-64 of the header or of the whole small file; None for COMMIT and the manifest"
     )
+    url: str | None = Field(
+        default=None, description="with `urls=true`: an address in the bucket that reads the file without a token"
+    )
 
 
 class ShardPart(Body):
@@ -316,6 +319,11 @@ class ShardPlan(Body):
     items: list[ShardTensor]
     sources: dict[str, StoredTensor]
     reads: list[ShardRead]
+    urls: dict[str, str] = Field(
+        default_factory=dict,
+        description="with `urls=true`: by the file of a read, an address in the bucket that reads any range of it "
+        "without a token",
+    )
     next: str | None = Field(default=None, description="cursor of the next page")
 
 

@@ -96,6 +96,11 @@ def _services(request: Request) -> Services:
 Wired = Annotated[Services, Depends(_services)]
 Viewer = Annotated[Principal, Depends(_viewer)]
 Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="maximum number of items on a page")]
+Urls = Annotated[
+    bool,
+    Query(description="with URLs in the root's bucket, by which files are read without a token for 15 minutes"),
+]
+URL_S = 900
 Cursor = Annotated[str | None, Query(max_length=4096, description="`next` of the previous page; opaque")]
 StepMin = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only this step and later ones")]
 StepMax = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only steps up to this one")]

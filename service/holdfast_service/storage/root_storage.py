@@ -54,6 +54,7 @@ class RootStorage(NamedTuple):
     close: Callable[[], None] = _nothing
     lease: BucketLease | None = None  # of the only daemon of a bucket
     arbiter: Arbiter = "directory"
+    presign: Callable[[str, int], str] | None = None  # of a bucket, by path and seconds
     traffic: Traffic | None = None  # requests to the bucket, also by the checkpoint that they are for
 
     def shared(self) -> RootStorage:
@@ -61,6 +62,17 @@ class RootStorage(NamedTuple):
         if self.lease is not None:
             self.lease.close()
         return self._replace(lease=None)
+
+    def presigned(self, path: str, seconds: int) -> str:
+        """A URL that reads a stored file for `seconds` without keys. It contains a signature, so it is never logged.
+
+        `InvalidRequest` for a directory.
+        """
+        if self.presign is None:
+            raise InvalidRequest(
+                "files of a directory have no URL of their own", hint="leave out urls: only a root in a bucket has them"
+            )
+        return self.presign(path, seconds)
 
     def directory(self, why: str) -> Tier:
         """The root as a directory; `InvalidRequest` if it is none, since `why` needs one."""

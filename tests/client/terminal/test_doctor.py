@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli import app
 from holdfast.terminal.doctor import Finding, examine
+from holdfast.terminal.options import NamedRoot
 from holdfast_formats.memory_bounds import Bound
 from tests.checkpoints import build_root
 from tests.serving import served
@@ -28,7 +29,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., d
     monkeypatch.setattr("holdfast.config.DEFAULT_URL", NOBODY)
 
     def look(root: Path | None = None, url: str | None = None) -> dict[str, Finding]:
-        return {finding.name: finding for finding in examine(root, url)}
+        return {finding.name: finding for finding in examine(None if root is None else NamedRoot(root), url)}
 
     return look
 

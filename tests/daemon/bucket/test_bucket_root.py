@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,10 +18,21 @@ from holdfast import Checkpointer
 from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.digest import digest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import SaveTimes
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
-from tests.kit.objects import TestBucket, bucket, bucket_server, moto, moto_bucket, radosgw, seaweedfs, seaweedfs_bucket
+from tests.kit.objects import (
+    SECRET,
+    TestBucket,
+    bucket,
+    bucket_server,
+    moto,
+    moto_bucket,
+    radosgw,
+    seaweedfs,
+    seaweedfs_bucket,
+)
 from tests.kit.objects_proxy import SLOW_DOWN, faulty
 
 __all__ = ["bucket", "bucket_server", "moto", "moto_bucket", "radosgw", "seaweedfs", "seaweedfs_bucket"]
@@ -222,6 +234,29 @@ def test_requests_are_counted(moto_bucket: TestBucket, tmp_path: Path) -> None:
 
 def metrics(api: Api) -> str:
     return api.request("GET", "/metrics").text
+
+
+def test_files_are_read_by_urls_of_the_bucket(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """Without a token and without the daemon: whole files, and the ranges of a shard's plan, whose digests hold."""
+    with served(tmp_path / "one", f"{moto_bucket.url}/team", listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        save(daemon, 1)
+        top = f"/v1/runs/{RUN}/checkpoints/1"
+        assert all(one["url"] is None for one in api.request("GET", f"{top}/files").json()["items"])
+        listed = api.request("GET", f"{top}/files", params={"urls": True})
+        assert listed.headers["cache-control"] == "no-store"
+        for one in listed.json()["items"]:
+            assert len(httpx.get(one["url"], trust_env=False).content) == one["bytes"]
+        asked = {"layout": "tp=2", "urls": True}
+        plan = api.request("GET", f"{top}/shard", params=asked, headers={"Accept": "application/json"}).json()
+        for read in plan["reads"]:
+            ranged = {"Range": f"bytes={read['start']}-{read['stop'] - 1}"}
+            data = httpx.get(plan["urls"][read["file"]], headers=ranged, trust_env=False).content
+            for extent in read["extents"]:
+                start = extent["start"] - read["start"]
+                assert digest(data[start : start + extent["length"]]) == extent["digest"]
+        assert plan["reads"] and set(plan["urls"]) == {read["file"] for read in plan["reads"]}
+    log = daemon.log.read_text()
+    assert "X-Amz-Signature" not in log and SECRET not in log
 
 
 def test_daemons_of_several_machines_are_refused(moto_bucket: TestBucket, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import pytest
 
 from holdfast_files.objects import client, commit_objects, sending
+from holdfast_files.objects.probe import probe
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import Place
@@ -21,7 +22,6 @@ from holdfast_service.storage import Publication
 from holdfast_service.storage.objects import conditional_puts
 from holdfast_service.storage.objects.conditional_puts import ConditionalPuts
 from holdfast_service.storage.objects.object_store import ObjectStore
-from holdfast_service.storage.objects.probe import probe
 from holdfast_service.storage.objects.put_intents import PutIntents
 from holdfast_service.storage.objects.uploads import Uploads
 from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents

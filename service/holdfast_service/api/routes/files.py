@@ -23,7 +23,7 @@ from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.open_checkpoints import Contents, OpenedCheckpoints
-from holdfast_service.api.services import Cursor, Limit, Services, Wired
+from holdfast_service.api.services import URL_S, Cursor, Limit, Services, Urls, Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 _MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain; charset=utf-8"}
@@ -83,8 +83,19 @@ def list_tensors(
     dependencies=needs("read"),
     summary="Files, sorted by name, with their lengths on storage",
 )
-def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
-    return open_checkpoints.page_of_files(services.control.records, held, cursor, limit)
+def list_files(
+    response: Response, services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100, urls: Urls = False
+) -> bodies.Page[bodies.File]:
+    """With `urls=true` each file of a bucket has a URL, which reads it without a token until it ends. Bytes that are read
+    so are not checked: compare them with the digests of the manifest or of a shard's plan.
+    """
+    storage = services.control.storage
+    page = open_checkpoints.page_of_files(services.control.records, held, cursor, limit)
+    if not urls:
+        return page
+    response.headers["Cache-Control"] = "no-store"
+    signed = [one.model_copy(update={"url": storage.presigned(f"{held.directory}/{one.name}", URL_S)}) for one in page.items]
+    return page.model_copy(update={"items": signed})
 
 
 @router.get(

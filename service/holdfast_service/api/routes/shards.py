@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
@@ -17,7 +18,7 @@ from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
 from holdfast_service.api.content.shard_plans import PlannedShard, PlannedShards, ShardKey
 from holdfast_service.api.content.shard_streams import ShardStreams
-from holdfast_service.api.services import Cursor, Limit, Wired
+from holdfast_service.api.services import URL_S, Cursor, Limit, Services, Urls, Wired
 
 SHARD = "/runs/{run}/checkpoints/{step}/shard"
 MEDIA_TYPE = "application/octet-stream"
@@ -79,7 +80,9 @@ Shard = Annotated[PlannedShard, Depends(_shard)]
     responses=_ANSWERS,
     summary="A rank's shard in any parallel layout, or the plan to read it",
 )
-async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
+async def get_shard(
+    request: Request, services: Wired, shard: Shard, cursor: Cursor = None, limit: Limit = 100, urls: Urls = False
+) -> Response:
     """A standard safetensors file of one rank's shard, assembled while it is sent. Every extent is verified first.
 
     Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank, group and program give the same
@@ -87,9 +90,12 @@ async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit
     there is no length.
 
     With `Accept: application/json` the answer is the plan: a page of local tensors, their parts, and the extents
-    to read, with their digests. `cursor` and `limit` apply only to plans.
+    to read, with their digests. `cursor`, `limit` and `urls` apply only to plans. With `urls=true` it has, for a root in
+    a bucket, a URL for each file to read, which reads any range without a token until it ends.
     """
     if _prefers_plan(request.headers.get("accept", "")):
+        if urls:
+            return await asyncio.to_thread(_signed_plan, services, shard, cursor, limit)
         return await asyncio.to_thread(_plan, shard, request.headers.get("if-none-match"), cursor, limit)
     return await delivery.deliver(_delivery(request, shard), request.headers)
 
@@ -113,6 +119,14 @@ def _plan(shard: PlannedShard, known: str | None, cursor: str | None, limit: int
     if delivery.not_modified(known, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     return Response(encoded, media_type=JSON, headers=headers)
+
+
+def _signed_plan(services: Services, shard: PlannedShard, cursor: str | None, limit: int) -> Response:
+    plan = shard.page(cursor, limit)
+    directory, storage = naming.checkpoint_path(plan.run, plan.step), services.control.storage
+    names = sorted({read.file for read in plan.reads})
+    signed = plan.model_copy(update={"urls": {name: storage.presigned(f"{directory}/{name}", URL_S) for name in names}})
+    return Response(signed.model_dump_json(), media_type=JSON, headers={"Cache-Control": "no-store", "Vary": "Accept"})
 
 
 def _prefers_plan(accept: str) -> bool:

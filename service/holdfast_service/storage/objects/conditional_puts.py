@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast_files.objects.client import Bucket, WriteOutcome
+from holdfast_files.objects.probe import Honours
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_service.storage.store import Alone
 
 from . import put_intents
-from .probe import Honours
 from .put_intents import PutIntent, PutIntents, Settled
 
 TRIES_MAX = 8  # some ten seconds: a bucket that is asked too much says so for a while

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from holdfast_files.objects import client
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.object_files import ObjectFiles
+from holdfast_files.objects.probe import Honours, probe
 from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.observe.bucket_traffic import checkpoint_of
@@ -24,7 +26,6 @@ from .conditional_puts import ConditionalPuts
 from .lease import BucketLease
 from .object_records import ObjectRecords
 from .object_store import ObjectStore
-from .probe import Honours, probe
 from .put_intents import PutIntents
 from .uploads import Uploads
 
@@ -68,7 +69,13 @@ def open_bucket(
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
         opened = stack.pop_all()
-    return RootStorage(records, ObjectStore(uploads, puts, files), None, LOOKS, opened.close, lease, arbiter, traffic)
+    store = ObjectStore(uploads, puts, files)
+    presign = partial(_presigned, bucket, files)
+    return RootStorage(records, store, None, LOOKS, opened.close, lease, arbiter, presign, traffic)
+
+
+def _presigned(bucket: Bucket, files: ObjectFiles, path: str, seconds: int) -> str:
+    return bucket.presign(files.key(path), seconds)
 
 
 def _lease(
