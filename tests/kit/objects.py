@@ -38,8 +38,9 @@ botocore.session.create_loader = cache(botocore.session.create_loader)
 class BucketServer:
     """A running server of S3, where the user of `KEY` may do everything."""
 
-    def __init__(self, kind: str, endpoint: str) -> None:
-        self.kind, self.endpoint = kind, endpoint
+    def __init__(self, kind: str, endpoint: str, make_user: Callable[[str, str, str], object] | None = None) -> None:
+        """`make_user` makes another user who may do nothing, by name, key and secret, where the server has users."""
+        self.kind, self.endpoint, self.make_user = kind, endpoint, make_user
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
         """The variables by which botocore reaches the server, or an `endpoint` before it, and finds nothing else."""
@@ -50,8 +51,8 @@ class BucketServer:
         """botocore's own client: what is looked at by it was not looked at by the code under test."""
         return self.through(self.endpoint, attempts=3)
 
-    def through(self, endpoint: str, attempts: int = 1) -> Any:
-        """The same by way of an `endpoint` before the server."""
+    def through(self, endpoint: str, attempts: int = 1, keys: tuple[str, str] = (KEY, SECRET)) -> Any:
+        """The same by way of an `endpoint` before the server, or for another user's key and secret."""
         from botocore.config import Config
         from botocore.session import Session
 
@@ -66,8 +67,8 @@ class BucketServer:
             "s3",
             endpoint_url=endpoint,
             config=config,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
+            aws_access_key_id=keys[0],
+            aws_secret_access_key=keys[1],
         )
 
 

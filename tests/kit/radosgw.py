@@ -105,10 +105,9 @@ class _Cluster:
         while b"1 up" not in self._run("ceph", "osd", "stat"):
             assert time.monotonic() < limit, f"the OSD did not come up: {self._said()}"
             time.sleep(PAUSE_S)
-        user = ("--uid=test", "--display-name=test", f"--access-key={KEY}", f"--secret={SECRET}")
-        self._run("radosgw-admin", "user", "create", *user)
+        self._make_user("test", KEY, SECRET)
         self._serve("radosgw", "-n", "client.rgw", "-f")
-        server = BucketServer("radosgw", f"http://127.0.0.1:{port}")
+        server = BucketServer("radosgw", f"http://127.0.0.1:{port}", self._make_user)
         assert wait_for_s3(server, self.processes, self._log), f"radosgw has ended: {self._said()}"
         return server
 
@@ -116,6 +115,10 @@ class _Cluster:
         for process in reversed(self.processes):
             process.kill()
             process.wait()
+
+    def _make_user(self, name: str, key: str, secret: str) -> None:
+        words = (f"--uid={name}", f"--display-name={name}", f"--access-key={key}", f"--secret={secret}")
+        self._run("radosgw-admin", "user", "create", *words)
 
     def _run(self, program: str, *words: str) -> bytes:
         command = [program, "-c", str(self._settings), *words] if program != "monmaptool" else [program, *words]
