@@ -57,7 +57,7 @@ class RootWatch:
         self._findings = findings
         self.suspected: Signal[[str, int, Damaged]] = Signal()  # subscribers repair or record; without any it is recorded
         self.unread: Signal[[Collection[CheckpointId]]] = Signal()  # checkpoints that are to be read back
-        self._looks, self._runs = looks, 0
+        self.looks, self._runs = looks, 0
         self._soon: set[str] = set()  # runs in which something is missing
         found = rotation.proofs.discoveries
         found.missing.subscribe(self.missing)
@@ -114,12 +114,14 @@ class RootWatch:
         for run in soon:
             self.relist(run)
         listed = self._catalog.all_proofs()
-        steps_by_run = {run: set(self._store.steps(run)) for run in roots.runs(self._store.files)}
+        runs = roots.runs(self._store.files)
+        stamps = {} if self.looks.at_files else {run: self._store.stamps(run) for run in runs}
+        steps_by_run = {run: set(stamps[run] if run in stamps else self._store.steps(run)) for run in runs}
         self._runs = len(steps_by_run)
         for run in sorted(listed.keys() | steps_by_run.keys()):
             if self._closing.is_set():
                 return
-            self._look_at(run, listed.get(run, {}), steps_by_run.get(run, set()))
+            self._look_at(run, listed.get(run, {}), steps_by_run.get(run, set()), stamps.get(run, {}))
         self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in steps_by_run.items()}
 
     def relist(self, run: str) -> None:
@@ -134,11 +136,13 @@ class RootWatch:
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
             self.unread.publish(new)
 
-    def _look_at(self, run: str, listed: Mapping[int, str | None], steps: Collection[int]) -> None:
+    def _look_at(
+        self, run: str, listed: Mapping[int, str | None], steps: Collection[int], stamps: Mapping[int, str]
+    ) -> None:
         unlisted = {step for step in steps if step not in listed}
-        if not listed.keys() <= set(steps) or self._is_news(run, unlisted) or self._is_replaced(run, steps):
+        if not listed.keys() <= set(steps) or self._is_news(run, unlisted) or self._is_replaced(run, stamps):
             self.relist(run)
-        if not self._looks.at_files:
+        if not self.looks.at_files:
             return
         for step, proven in listed.items():
             if proven is not None and step in steps and not self._stands(run, step, proven):
@@ -149,12 +153,10 @@ class RootWatch:
         lasting = unlisted & self._unlisted.get(run, set())
         return any(roots.has_commit(self._store, run, step) for step in lasting)
 
-    def _is_replaced(self, run: str, steps: Collection[int]) -> bool:
+    def _is_replaced(self, run: str, stamps: Mapping[int, str]) -> bool:
         """Whether a listed checkpoint is another one now, where that is not found by its files."""
-        if self._looks.at_files:
-            return False
-        before, now = self._catalog.stamps(run), self._store.stamps(run)
-        return any(before.get(step, stamp) not in (None, stamp) for step, stamp in now.items() if step in steps)
+        before = self._catalog.stamps(run) if stamps else {}
+        return any(before.get(step, stamp) not in (None, stamp) for step, stamp in stamps.items())
 
     def _stands(self, run: str, step: int, proven: str) -> bool:
         try:
@@ -181,5 +183,5 @@ class RootWatch:
                 log.warning("cannot scan the root: %s", error.detail)
             except Exception:
                 log.exception("scanning the root failed")
-            self._wake.wait(max(self._looks.every_s(self._runs), IDLE_TIMES * (time.monotonic() - began)))
+            self._wake.wait(max(self.looks.every_s(self._runs), IDLE_TIMES * (time.monotonic() - began)))
             self._wake.clear()

@@ -55,6 +55,7 @@ from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.job_workers import Workers
 from holdfast_service.daemon.rank_connection import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.daemon.saving import sweeping
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.other_nodes import OtherNodes
 from holdfast_service.daemon.saving.saver import Saver
@@ -85,6 +86,7 @@ FIRST = (
     "start PostgreSQL, or correct --catalog: the catalog must answer at the first start. It needs its own "
     "database, and a user that may create tables"
 )
+SWEPT_LOOKS = 12  # looks at a root between two sweeps, which ask a bucket for some ten things
 SUCCESSOR_IDLE_S = 60  # a daemon that was started for staged saves alone ends when it has had nothing to do for so long
 
 
@@ -212,7 +214,8 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(daemon.close)
     control.trash.restored.subscribe(scrub.check_soon)
     _watch_root(control.watch, saver, scrub, stack)
-    stack.callback(Sweeper(control.empty_runs, saver, arena, tidy=control.trash.expire).close)
+    sweep_s = max(sweeping.LOOK_S, SWEPT_LOOKS * control.watch.looks.every_s(1))
+    stack.callback(Sweeper(control.empty_runs, saver, arena, sweep_s, control.trash.expire).close)
     remote = RemoteRanks(arena, saver, control, config.silence_max, mark.id)
     stack.callback(remote.close)
     stack.callback(_thinner(config, control, saver).close)
