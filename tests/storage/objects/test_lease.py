@@ -15,10 +15,11 @@ from holdfast_files.objects.client import Bucket, WriteOutcome
 from holdfast_formats import naming
 from holdfast_formats.errors import RootBusy
 from holdfast_formats.root_files import decode, encode
-from holdfast_service.storage.objects import lease
+from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectStore, Uploads, lease
 from holdfast_service.storage.objects.lease import BucketLease, OwnerFile
 from tests.daemons import wait_until
 from tests.kit.memory_bucket import MemoryBucket
+from tests.suites.store_suite import ALONE, ENTRY, FIRST, RUN, STEP, save
 
 TICK_S = 0.05
 
@@ -96,6 +97,40 @@ def test_a_lost_lease_is_told(bucket: Bucket, tmp_path: Path) -> None:
     assert "far serves" in held.lost(busy=True)
     held.close()
     assert owner(bucket) == other
+
+
+def test_a_daemon_that_stood_still_removes_nothing_of_the_next_one(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads go on at once, and its lease is renewed later: the removal asks first. Without a pause it asks nothing."""
+    monkeypatch.setattr(lease, "BUSY_S", 3600.0)  # no renewal while this test runs
+    ahead_s = [0.0]
+    monkeypatch.setattr(lease, "_now_s", lambda: time.monotonic() + ahead_s[0])
+    held = take(bucket, tmp_path / "one")
+    store = ObjectStore(Uploads(bucket), ConditionalPuts(bucket, HONOURED), confirm=held.confirm)
+    save(store, ALONE, FIRST)
+    bucket.requests.clear()
+    held.confirm()
+    assert not bucket.requests
+    ahead_s[0] = 10_000
+    before = owner(bucket)
+    held.confirm()
+    assert before is not None and owner(bucket) == before.model_copy(update={"count": before.count + 1})
+    ahead_s[0] = 20_000
+    elsewhere(bucket)
+    names = bucket.names()
+    for remove in (
+        lambda: store.remove(RUN, STEP),
+        lambda: store.free(f"{naming.commit_object_path(RUN, STEP)} gone"),
+        lambda: store.put_away(RUN, ENTRY),
+        lambda: store.take_out(ENTRY, RUN),
+        lambda: store.purge(ENTRY),
+        store.free_purged,
+    ):
+        with pytest.raises(RootBusy, match="far serves"):
+            remove()
+    assert bucket.names() == names
+    held.close()
 
 
 def test_daemons_that_will_share_the_root_wait_for_each_other(bucket: Bucket, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ has that mark, the first of them holds the lease.
 
 Another daemon takes the lease when the object has stood unchanged for twice its stated interval and `LATE_S`, by its own
 clock: no two clocks are compared (I17). It takes it at once where it can see that the process is gone. The lease keeps two
-daemons from serving a root by mistake; what keeps their checkpoints apart is each step's commit object. The interval is in
-the object, because an idle daemon writes it less often.
+daemons from serving a root by mistake; what keeps their checkpoints apart is each step's commit object. Removals have no
+condition on a bucket, so a daemon that was stopped for a while confirms its lease before it removes something. The interval
+is in the object, because an idle daemon writes it less often.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class BucketLease:
 
     def __init__(self, bucket: Bucket, own: OwnerFile, etag: str) -> None:
         self._bucket, self._own, self._etag = bucket, own, etag
-        self._busy, self._lost = True, ""
+        self._busy, self._lost, self._held_at = True, "", _now_s()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
         self._thread.start()
@@ -119,6 +121,15 @@ class BucketLease:
         self._busy = busy
         return self._lost
 
+    def confirm(self) -> None:
+        """Before something is removed: `RootBusy` if another daemon has it by now. The bucket is asked only after a time in
+        which that could be, as when this process was stopped.
+        """
+        if _now_s() - self._held_at >= self._own.renews_s + LATE_S and not self._lost:
+            self._renew_now()
+        if self._lost:
+            raise RootBusy(self._lost, hint="nothing is removed here any more: ask the other daemon")
+
     def close(self) -> None:
         """Give it back, so that another daemon need not wait; not to a bucket that does not answer soon."""
         self._closing.set()
@@ -139,13 +150,16 @@ class BucketLease:
 
     def _renew(self) -> None:
         while not self._lost and not self._closing.wait(self._own.renews_s):
-            own = self._own.model_copy(
-                update={"renews_s": BUSY_S if self._busy else IDLE_S, "count": self._own.count + 1},
-            )
             try:
-                self._lost = self._renewed(own)
+                self._renew_now()
             except CheckpointError as error:
                 log.warning("the lease on %s could not be renewed: %s", self._bucket.label, error.detail)
+
+    def _renew_now(self) -> None:
+        with self._lock:
+            begun, renews_s = _now_s(), BUSY_S if self._busy else IDLE_S
+            self._lost = self._renewed(self._own.model_copy(update={"renews_s": renews_s, "count": self._own.count + 1}))
+            self._held_at = begun
 
     def _renewed(self, own: OwnerFile) -> str:
         """Why the lease is lost; empty if it is held."""
@@ -160,6 +174,11 @@ class BucketLease:
             return ""
         other = None if found is None else decode(OwnerFile, found[0])
         return f"{other.node} serves {self._bucket.label} now" if other else f"the lease on {self._bucket.label} is gone"
+
+
+def _now_s() -> float:
+    """Seconds of a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _patience_s(other: OwnerFile) -> float:

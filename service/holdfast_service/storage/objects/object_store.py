@@ -39,6 +39,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from holdfast_files.objects import commit_objects
+from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.commit_objects import Published, commit_object
 from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_formats import naming
@@ -61,7 +62,7 @@ from .object_sweep import Sweep
 from .prefixes import erase, exists, fence_of, has_objects
 from .staged_objects import StagedObjects, StoredObjects
 from .step_commits import Standing, StepCommits, data_of
-from .trashed_runs import TrashedRuns
+from .trashed_runs import Confirm, TrashedRuns
 from .uploads import Uploads
 
 REPLACEMENTS_MAX = 4  # tries, each after another writer has changed the commit object
@@ -76,13 +77,18 @@ class ObjectStore:
 
     shares_files = False
 
-    def __init__(self, uploads: Uploads, puts: ConditionalPuts, files: ObjectFiles | None = None) -> None:
-        """`files` are the root's, where others read them too: what this store changes is read again there."""
+    def __init__(
+        self, uploads: Uploads, puts: ConditionalPuts, files: ObjectFiles | None = None, confirm: Confirm | None = None
+    ) -> None:
+        """`files` are the root's, where others read them too: what this store changes is read again there. `confirm` raises
+        if this process may not remove anything any more, because another daemon has the root.
+        """
+        self._confirm = confirm or (lambda: None)
         self._uploads, self._bucket, self._patient, self._puts = uploads, uploads.bucket, uploads.patient, puts
         self._writer = secrets.token_hex(8)  # of this process, in commit objects of places without a round
         self._committed = files or ObjectFiles(self._bucket)
         self._commits = StepCommits(self._bucket, puts, self._committed)
-        self._trash = TrashedRuns(self._bucket, puts)
+        self._trash = TrashedRuns(self._bucket, puts, self._confirm)
         self._begun: dict[Place, StagedObjects] = {}  # places without a round
         self._lock = threading.Lock()
         self.files = StoredObjects(self._committed, self._prefix)
@@ -133,13 +139,13 @@ class ObjectStore:
                 name = _name(one.key)
                 if name not in staged:
                     self._patient.copy(one.key, f"{prefix}/{name}", one.size)
-                    self._check_size(f"{prefix}/{name}", one.size)
+                    _check_size(self._bucket, f"{prefix}/{name}", one.size)
         self._patient.put(f"{prefix}/{naming.MANIFEST}", manifest)
         self._patient.put(f"{prefix}/{naming.COMMIT}", commit)
         content = commit_object(self._published(place, prefix, manifest, commit), standing.replaced)
         self._commits.change(which, content, standing)
         self._end(place)
-        self._erase_unneeded(data_of(place.run, old))
+        _erase_unneeded(self._bucket, data_of(place.run, old))
 
     def steps(self, run: str) -> list[int]:
         return list(self._commits.listed(run))
@@ -191,6 +197,7 @@ class ObjectStore:
         standing = self._commits.standing(which)
         if standing is None:
             raise _no_checkpoint(run, step)
+        self._confirm()
         self._commits.delete(which)
         encoded = b"unreadable" if standing.content is None else commit_objects.encode(standing.content, run, step)
         return f"{naming.commit_object_path(run, step)} {encoded.decode().strip()}"
@@ -203,6 +210,7 @@ class ObjectStore:
         return done.outcome == "done"
 
     def free(self, removed: str) -> None:
+        self._confirm()
         path, _, encoded = removed.partition(" ")
         run, _, name = path.split("/")
         if not encoded:
@@ -248,6 +256,7 @@ class ObjectStore:
         sweep = Sweep(self._bucket, self._commits, self._trash)
         removed = []
         for place, prefix in sweep.found(live, idle_s):
+            self._confirm()
             if self._throw_away(place, prefix):
                 removed.append(prefix)
         return removed
@@ -313,7 +322,7 @@ class ObjectStore:
                 return Publication("unknown", f"{naming.commit_object_path(*_id(place))}: {done.detail}")
             if done.outcome == "done":
                 if kept.displaced is not None:
-                    self._erase_unneeded(data_of(place.run, kept.displaced))
+                    _erase_unneeded(self._bucket, data_of(place.run, kept.displaced))
                 return self._confirmed(place, mine, contents)
             standing = self._commits.standing(_id(place))
             answer = _answer(standing, mine, over)
@@ -368,17 +377,6 @@ class ObjectStore:
             return _Kept((first, second), old)
         return _Kept((old, second), None) if first is None else _Kept((first, old), second)
 
-    def _check_size(self, key: str, size: int) -> None:
-        found = self._bucket.head(key)
-        if found is None or found.size != size:
-            raise StorageFailed(f"{key} does not have the {size} bytes that were copied", path=key)
-
-    def _erase_unneeded(self, prefix: str) -> None:
-        try:
-            erase(self._bucket, prefix)
-        except CheckpointError as error:  # a sweep removes it
-            log.warning("cannot remove %s: %s", prefix, error.detail)
-
     def _end(self, place: Place) -> None:
         with self._lock:
             self._begun.pop(place, None)
@@ -420,6 +418,19 @@ def _summary(manifest: bytes, commit: bytes) -> dict[str, Any] | None:
         return commit_objects.short_enough(bodies.summary(manifests.decode(manifest, commit)))
     except Damaged:  # the read-back says what is wrong with it
         return None
+
+
+def _check_size(bucket: Bucket, key: str, size: int) -> None:
+    found = bucket.head(key)
+    if found is None or found.size != size:
+        raise StorageFailed(f"{key} does not have the {size} bytes that were copied", path=key)
+
+
+def _erase_unneeded(bucket: Bucket, prefix: str) -> None:
+    try:
+        erase(bucket, prefix)
+    except CheckpointError as error:  # a sweep removes it
+        log.warning("cannot remove %s: %s", prefix, error.detail)
 
 
 def _id(place: Place) -> CheckpointId:

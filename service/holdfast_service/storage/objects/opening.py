@@ -68,8 +68,8 @@ def open_bucket(
             stack.callback(lease.close)
         uploads = Uploads(bucket)
         stack.callback(uploads.close)
+        store = ObjectStore(uploads, puts, files, lease.confirm if lease else None)
         opened = stack.pop_all()
-    store = ObjectStore(uploads, puts, files)
     presign = partial(_presigned, bucket, files)
     return RootStorage(records, store, None, LOOKS, opened.close, lease, arbiter, presign, traffic)
 

@@ -8,7 +8,7 @@ in one place. `ENTRY~gone/prefixes` makes a removal final: it lists the prefixes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast_files.objects import commit_objects
@@ -35,14 +35,17 @@ _MARK = ".moving"
 _PREFIXES = "prefixes"
 _TO_TRASH, _TO_RUN = b"to the trash\n", b"to the run\n"
 
+Confirm = Callable[[], None]  # raises if another daemon has the root by now
+
 
 class TrashedRuns:
     """The trash of one root. Callers keep other nodes from changing the run meanwhile."""
 
-    def __init__(self, bucket: Bucket, puts: ConditionalPuts) -> None:
-        self._bucket, self._puts = bucket, puts
+    def __init__(self, bucket: Bucket, puts: ConditionalPuts, confirm: Confirm) -> None:
+        self._bucket, self._puts, self._confirm = bucket, puts, confirm
 
     def put_away(self, run: str, entry: str) -> None:
+        self._confirm()
         self._check_entry(entry, naming.check_run(run))
         self._finish_moves_of(run)
         if not self._own(run):
@@ -53,6 +56,7 @@ class TrashedRuns:
         self._finish(entry, run, _TO_TRASH)
 
     def take_out(self, entry: str, run: str) -> None:
+        self._confirm()
         self._finish_moves_of(naming.check_run(run))
         if self._is_purged(entry) or not has_objects(self._bucket, _path(entry)):
             raise NoSuchResource(f"the trash has no {entry}", path=_path(entry))
@@ -63,6 +67,7 @@ class TrashedRuns:
         self._finish(entry, run, _TO_RUN)
 
     def purge(self, entry: str) -> bool:
+        self._confirm()
         if self._is_purged(entry) or not has_objects(self._bucket, _path(entry)):
             return False
         prefixes = "".join(f"{prefix}\n" for prefix in sorted(self._prefixes(entry)))
@@ -74,6 +79,7 @@ class TrashedRuns:
         return done.outcome == "done"
 
     def free_purged(self) -> list[tuple[str, CheckpointError]]:
+        self._confirm()
         left = []
         for name in filter(naming.is_purged_entry, names_in(self._bucket, naming.RUN_TRASH)):
             try:
