@@ -42,7 +42,7 @@ class LaunchRegistry:
         continue theirs. `StorageFailed` while that is not known.
         """
         self._recovery.learn_attempts()
-        if not self._attempts.has(run):
+        if self._attempts.newest(run) == 0:  # as far as known here: a launch does not wait for a catalog
             self.unknown.publish(run)
 
     def declare(  # noqa: PLR0913 - each is one thing that a rank says
