@@ -257,12 +257,3 @@ def test_files_are_read_by_urls_of_the_bucket(moto_bucket: TestBucket, tmp_path:
         assert plan["reads"] and set(plan["urls"]) == {read["file"] for read in plan["reads"]}
     log = daemon.log.read_text()
     assert "X-Amz-Signature" not in log and SECRET not in log
-
-
-def test_daemons_of_several_machines_are_refused(moto_bucket: TestBucket, tmp_path: Path) -> None:
-    """Before the catalog is asked: they would write parts of one object."""
-    with pytest.raises(AssertionError, match="daemons of several machines cannot share"):
-        RunningDaemon(
-            tmp_path / "one",
-            *("--root", moto_bucket.url, "--state", str(tmp_path / "one"), "--catalog", "postgresql://127.0.0.1:1/x"),
-        )
