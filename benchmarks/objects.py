@@ -28,7 +28,8 @@ from botocore.session import Session
 from obstore.store import S3Store
 
 from holdfast_files.objects import client
-from holdfast_files.objects.client import Bucket, Checksum
+from holdfast_files.objects.checksums import Checksum
+from holdfast_files.objects.client import Bucket
 from tests.kit.objects import fresh_bucket, running_seaweedfs
 
 PART_BYTES = 16 * 2**20

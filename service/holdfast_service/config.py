@@ -14,10 +14,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from holdfast_files.objects import address
 from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.storing import Storing, storing
 from holdfast_formats.body import message
 from holdfast_formats.disk.compacting import OptimRule
 from holdfast_formats.errors import InvalidRequest
@@ -70,6 +80,8 @@ class Config(BaseModel):
     root: InstanceOf[BucketAddress] | Path = ROOT
     state: Path | None = None
     alone: bool = False
+    encryption: str = ""
+    storage_class: str = ""
     listen: tuple[str, int] | None = ("127.0.0.1", 8420)
     socket: Path
     node: str = Field(pattern=NODE_NAME)
@@ -88,6 +100,7 @@ class Config(BaseModel):
     tier: tuple[tuple[str, InstanceOf[BucketAddress] | Path], ...] = ()
     tier_keep: int | None = Field(default=None, ge=1, le=COUNT_MAX)
     tier_bytes_per_second: int | None = Field(default=None, ge=1)
+    tier_storage_class: str = ""
     export_root: Path | None = None
     loopback_open: bool = False
     behind_tls: bool = False
@@ -206,6 +219,12 @@ class Config(BaseModel):
                 raise ValueError(f"a tier and a replica have the name {name!r}: name them, NAME=PLACE")
         if self.alone and not isinstance(self.root, Path) and not buckets and is_shared(self.catalog_url):
             raise ValueError("--alone states that no other daemon writes, and a catalog in PostgreSQL is for several")
+        if self.encryption and isinstance(self.root, Path) and not buckets:
+            raise ValueError("only what is written to a bucket has --encryption")
+        if self.storage_class and isinstance(self.root, Path):
+            raise ValueError("only a root in a bucket has --storage-class: for a tier there is --tier-storage-class")
+        if self.tier_storage_class and not buckets:
+            raise ValueError("only a tier in a bucket has --tier-storage-class")
         if self.write_bytes_per_second is not None and not isinstance(self.root, Path):
             raise ValueError("--write-bytes-per-second cannot limit the writes to a bucket")
         return self
@@ -217,6 +236,25 @@ class Config(BaseModel):
         except ValidationError as error:
             raise ValueError(f"--keep-optim: {message(error)}") from error
         return self
+
+    @field_validator("encryption", "storage_class", "tier_storage_class")
+    @classmethod
+    def _check_storing(cls, value: str, info: ValidationInfo) -> str:
+        try:
+            storing(**{"encryption" if info.field_name == "encryption" else "storage_class": value})
+        except InvalidRequest as error:
+            raise ValueError(f"{error.detail}; {error.hint}") from None
+        return value
+
+    @property
+    def storing(self) -> Storing:
+        """How objects of a root in a bucket are stored."""
+        return storing(self.encryption, self.storage_class)
+
+    @property
+    def tier_storing(self) -> Storing:
+        """How objects of tiers in buckets are stored."""
+        return storing(self.encryption, self.tier_storage_class)
 
     @property
     def usual_policy(self) -> RetentionPolicy:

@@ -37,6 +37,10 @@ _GROUPS = {
         Flag("root", "DIR", "Directory of the checkpoints, or s3://BUCKET/PREFIX."),
         Flag("state", "DIR", "For a bucket: directory for what this machine's daemon keeps.", "below XDG_STATE_HOME"),
         Flag("alone", None, "For buckets without conditional writes: no other daemon writes to them."),
+        Flag(
+            "encryption", "KIND", "For buckets: encryption of new objects, AES256, aws:kms or aws:kms=KEY.", "the bucket's"
+        ),
+        Flag("storage-class", "CLASS", "For a root in a bucket: class of the checkpoints' objects.", "the bucket's"),
         Flag("listen", "HOST:PORT", "Address of the HTTP service, or 'none'.", "127.0.0.1:8420"),
         Flag("socket", "PATH", "Unix socket for the ranks.", "in the user's runtime directory"),
         Flag("node", "NAME", "Name of this machine in logs and in the catalog.", "the host name"),
@@ -84,6 +88,7 @@ _GROUPS = {
         Flag(
             "tier-keep", "N", "Keep the newest N copies of each run in each tier, and those of what is in the root.", "all"
         ),
+        Flag("tier-storage-class", "CLASS", "Class of the copies' objects in tiers in buckets.", "the bucket's"),
         Flag("tier-bytes-per-second", "BYTES", "Limit of the rate of copies to each tier.", "no limit"),
         Flag("scrub-bytes-per-second", "BYTES", "Rate at which old checkpoints are verified again; 'none' turns it off."),
         Flag("scrub-every", "SECONDS", "Verify each checkpoint again after this time.", "604800, 7 days"),

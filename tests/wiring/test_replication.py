@@ -83,6 +83,11 @@ def test_tiers_are_buckets_or_directories(flags: list[str], found: tuple[tuple[s
         (["--tier", "a b=s3://bkt/p"], "--tier: .* is not NAME=PLACE"),
         (["--tier", "s3://bkt/p", "--tier", "/mnt/p"], "two places have the name 'p'"),
         (["--tier", "s3://bkt/p", "--replica", "/mnt/p"], "a tier and a replica have the name 'p'"),
+        (["--tier", "/mnt/p", "--encryption", "AES256"], "only what is written to a bucket"),
+        (["--tier", "s3://bkt/p", "--encryption", "AES"], "--encryption: 'AES' is no encryption"),
+        (["--tier", "s3://bkt/p", "--tier-storage-class", "GLACIER"], "--tier-storage-class: .* could not be read"),
+        (["--tier", "/mnt/p", "--tier-storage-class", "STANDARD_IA"], "only a tier in a bucket"),
+        (["--tier", "s3://bkt/p", "--storage-class", "STANDARD_IA"], "there is --tier-storage-class"),
         (["--tier", "/mnt/p", "--alone"], "needs --alone"),
     ],
 )

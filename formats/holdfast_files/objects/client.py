@@ -1,7 +1,7 @@
 """The client of S3: the requests that Holdfast makes of a bucket, and their answers as values.
 
 botocore signs them and knows keys and endpoints; http.client sends bodies out of the memory that they are in, and receives
-into the memory that they are for. RequestCount that are safe to repeat are repeated here while patience lasts: reads, lists,
+into the memory that they are for. Requests that are safe to repeat are repeated here while patience lasts: reads, lists,
 deletions, parts, and plain puts of the same bytes. A put with a condition, and the completion of an upload, are sent once:
 after a lost answer their outcome is "unknown", and the caller reads back what stands.
 
@@ -18,22 +18,21 @@ processor a GiB; CRC32 costs 0.5 s, and old servers ignore it, so that it is use
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPResponse
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from xml.sax.saxutils import escape
 
-from holdfast_files.objects import address, answers, connections, refusals, settings
+from holdfast_files.objects import address, answers, checksums, connections, refusals, settings
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.answers import XML_BYTES_MAX, KeyPage, Malformed, PendingUpload
+from holdfast_files.objects.checksums import Checksum
 from holdfast_files.objects.connections import read_whole
 from holdfast_files.objects.refusals import Refusal
 from holdfast_files.objects.sending import ObjectRequest, Patience, Sender, Unsettled
@@ -51,8 +50,9 @@ COPY_BYTES_MAX = 5 * 2**30  # of one request
 COPY_PART_BYTES = 2**30  # of a larger object: parts in which a server can report progress
 PARTS_MAX = 10_000
 _WRITER = "x-amz-meta-holdfast-writer"
+_BINARY = {"Content-Type": "application/octet-stream"}
+_AS_USUAL: Mapping[str, str] = MappingProxyType({})
 
-Checksum = Literal["md5", "crc32", "none"]
 T = TypeVar("T")
 
 
@@ -86,22 +86,36 @@ class Bucket:
     answer, such as "403 AccessDenied".
     """
 
-    def __init__(self, place: BucketAddress, sender: Sender, patience: Patience, checksum: Checksum = "md5") -> None:
+    def __init__(
+        self,
+        place: BucketAddress,
+        sender: Sender,
+        patience: Patience,
+        checksum: Checksum = "md5",
+        storing: Mapping[str, str] = _AS_USUAL,
+    ) -> None:
+        """`storing` are the headers by which the bucket is told how to store what is written (`storing.py`)."""
         self.address, self.label = place, place.label
-        self._sender, self._patience, self._checksum = sender, patience, checksum
+        self._sender, self._patience, self._checksum, self._storing = sender, patience, checksum, storing
         self._prefix = f"{place.prefix}/" if place.prefix else ""
 
     def using(
-        self, *, retry_s: float | None = None, traffic: Traffic | None = None, checksum: Checksum | None = None
+        self,
+        *,
+        retry_s: float | None = None,
+        traffic: Traffic | None = None,
+        checksum: Checksum | None = None,
+        storing: Mapping[str, str] | None = None,
     ) -> Bucket:
-        """The same bucket and connections, with other patience for what is safe to repeat, one counter more, or another
-        checksum of bodies.
+        """The same bucket and connections, with other patience for what is safe to repeat, one counter more, another
+        checksum of bodies, or other headers for what is written.
         """
         old = self._patience
         patience = Patience(
             old.retry_s if retry_s is None else retry_s, old.silence_s, (*old.traffic, *([traffic] if traffic else []))
         )
-        return Bucket(self.address, self._sender, patience, checksum or self._checksum)
+        stored = self._storing if storing is None else storing
+        return Bucket(self.address, self._sender, patience, checksum or self._checksum, stored)
 
     def close(self) -> None:
         """End waits, and close connections. The bucket is not used afterwards."""
@@ -170,7 +184,7 @@ class Bucket:
         or an error. `writer` is kept with the object, so that its writer knows it again when an answer was lost.
         """
         view = memoryview(data).cast("B")
-        headers = {"Content-Type": "application/octet-stream", **_checked(self._checksum, [view])}
+        headers = {**_BINARY, **self._storing, **checksums.headers(self._checksum, [view])}
         headers |= ({_WRITER: writer} if writer else {}) | ({"If-None-Match": "*"} if if_absent else {})
         if if_match is not None:
             headers["If-Match"] = if_match.strip('"') if self._sender.bare_tags.is_set() else if_match
@@ -183,7 +197,7 @@ class Bucket:
         if not isinstance(etag, Refusal):
             return WriteOutcome("done", etag)
         if once and (etag.status == 412 or (if_match is not None and etag.code == "NoSuchKey")):
-            if self._wants_bare_tags(key, headers.get("If-Match", "")):
+            if _wants_bare_tags(self, key, headers.get("If-Match", "")):
                 return self.put(key, data, if_match=if_match, writer=writer)
             return WriteOutcome("exists", detail=etag.shown)
         raise self._error(etag, request, key)
@@ -197,7 +211,7 @@ class Bucket:
                 raise self._error(answer, request, keys[0])
             return
         for start in range(0, len(keys), KEYS_MAX):
-            self._delete_many(keys[start : start + KEYS_MAX])
+            _delete_many(self, keys[start : start + KEYS_MAX])
 
     def pages(self, prefix: str, after: str = "", delimiter: str = "") -> Iterator[KeyPage]:
         """Objects whose keys begin with `prefix` and come after `after`, page by page, as many as there are."""
@@ -220,7 +234,7 @@ class Bucket:
 
     def begin_upload(self, key: str) -> str:
         """Begin an object in parts; the upload's id."""
-        headers = {"Content-Type": "application/octet-stream"}
+        headers = {**_BINARY, **self._storing}
         if self._checksum == "crc32":
             headers |= {"x-amz-checksum-algorithm": "CRC32", "x-amz-checksum-type": "FULL_OBJECT"}
         request = ObjectRequest("begin", "POST", self._whole(key), [("uploads", "")], headers, body=[])
@@ -234,7 +248,7 @@ class Bucket:
         """Send one part, the views one after the other, which do not change until this returns (I19); its tag."""
         assert 1 <= number <= PARTS_MAX
         query = [("partNumber", str(number)), ("uploadId", upload)]
-        request = ObjectRequest("part", "PUT", self._whole(key), query, _checked(self._checksum, views), body=views)
+        request = ObjectRequest("part", "PUT", self._whole(key), query, checksums.headers(self._checksum, views), body=views)
         return self._done(request, key, _etag)
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]]) -> WriteOutcome:
@@ -275,7 +289,7 @@ class Bucket:
                 return False
             raise
         try:
-            headers = {"x-amz-checksum-crc32": _crc32([memoryview(b"other bytes")])}
+            headers = {"x-amz-checksum-crc32": checksums.crc32([memoryview(b"other bytes")])}
             query = [("partNumber", "1"), ("uploadId", upload)]
             answer = self._ask(
                 ObjectRequest("part", "PUT", self._whole(key), query, headers, [memoryview(b"bytes")]), key, _etag
@@ -308,7 +322,8 @@ class Bucket:
         """Copy an object of `size` bytes on the server, in parts where it is larger than what one request copies."""
         where = {"x-amz-copy-source": quote(f"{self.address.bucket}/{self._whole(source)}", safe="/~-._")}
         if size <= COPY_BYTES_MAX:
-            self._copied(ObjectRequest("copy", "PUT", self._whole(key), headers=where, body=[]), key, "CopyObjectResult")
+            headers = {**where, **self._storing}
+            self._copied(ObjectRequest("copy", "PUT", self._whole(key), headers=headers, body=[]), key, "CopyObjectResult")
             return
         part_bytes = max(COPY_PART_BYTES, -(-size // PARTS_MAX))
         upload = self.begin_upload(key)
@@ -337,26 +352,6 @@ class Bucket:
         request = request._replace(silence_s=ASSEMBLY_SILENCE_S)
         root = self._done(request, key, lambda response: _late(_document(response, name, "Error")))
         return answers.text(root, "ETag")
-
-    def _wants_bare_tags(self, key: str, etag: str) -> bool:
-        """Whether an If-Match failed for its quotes alone, as it does with radosgw 16; they are left out from then on."""
-        if not etag.startswith('"'):
-            return False
-        found = self.head(key)
-        if found is not None and found.etag == etag:
-            self._sender.bare_tags.set()
-            return True
-        return False
-
-    def _delete_many(self, keys: Sequence[str]) -> None:
-        body = _deletion([self._whole(key) for key in keys])
-        headers = {**_XML, "Content-MD5": _md5([body])}
-        request = ObjectRequest("delete", "POST", "", [("delete", "")], headers, [body])
-        root = self._done(request, "", lambda response: _document(response, "DeleteResult"))
-        for one in answers.children(root, "Error"):
-            refusal = Refusal(200, answers.text(one, "Code"), answers.text(one, "Message"))
-            if refusal.code != "NoSuchKey":
-                raise self._error(refusal, request, answers.text(one, "Key").removeprefix(self._prefix))
 
     def _whole(self, key: str) -> str:
         whole = f"{self._prefix}{key}"
@@ -423,6 +418,28 @@ def setting(bucket: Bucket, name: Literal["lifecycle", "versioning", "object-loc
     if answer.status == 404 and answer.code != "NoSuchBucket":
         return None
     raise bucket._error(answer, request, f"?{name}")
+
+
+def _wants_bare_tags(bucket: Bucket, key: str, etag: str) -> bool:
+    """Whether an If-Match failed for its quotes alone, as it does with radosgw 16; they are left out from then on."""
+    if not etag.startswith('"'):
+        return False
+    found = bucket.head(key)
+    if found is not None and found.etag == etag:
+        bucket._sender.bare_tags.set()
+        return True
+    return False
+
+
+def _delete_many(bucket: Bucket, keys: Sequence[str]) -> None:
+    body = _deletion([bucket._whole(key) for key in keys])
+    headers = {**_XML, "Content-MD5": checksums.md5([body])}
+    request = ObjectRequest("delete", "POST", "", [("delete", "")], headers, [body])
+    root = bucket._done(request, "", lambda response: _document(response, "DeleteResult"))
+    for one in answers.children(root, "Error"):
+        refusal = Refusal(200, answers.text(one, "Code"), answers.text(one, "Message"))
+        if refusal.code != "NoSuchKey":
+            raise bucket._error(refusal, request, answers.text(one, "Key").removeprefix(bucket._prefix))
 
 
 def _found(response: HTTPResponse) -> Found:
@@ -508,23 +525,3 @@ def _deletion(keys: Sequence[str]) -> memoryview:
 def _late(root: Element) -> Element | Refusal:
     """The refusal in an answer that began with 200, because copying and putting parts together take long."""
     return refusals.read(200, {}, ElementTree.tostring(root)) if answers.local(root) == "Error" else root
-
-
-def _checked(checksum: Checksum, views: Sequence[memoryview]) -> dict[str, str]:
-    if checksum == "none":
-        return {}
-    return {"Content-MD5": _md5(views)} if checksum == "md5" else {"x-amz-checksum-crc32": _crc32(views)}
-
-
-def _md5(views: Sequence[memoryview]) -> str:
-    running = hashlib.md5(usedforsecurity=False)
-    for view in views:
-        running.update(view)
-    return base64.b64encode(running.digest()).decode()
-
-
-def _crc32(views: Sequence[memoryview]) -> str:
-    running = 0
-    for view in views:
-        running = zlib.crc32(view, running)
-    return base64.b64encode(running.to_bytes(4, "big")).decode()

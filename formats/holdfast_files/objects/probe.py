@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Literal, NamedTuple
 
-from holdfast_files.objects.client import Bucket, Checksum
+from holdfast_files.objects.checksums import Checksum
+from holdfast_files.objects.client import Bucket
 from holdfast_formats.errors import CheckpointError, StorageFailed
 
 PROBES = ".holdfast.probe"

@@ -169,7 +169,9 @@ def _storage(config: Config, pace: Pace | None, shared_by: str | None, stack: Ex
     from holdfast_service.storage.objects.opening import SharedCatalog, open_bucket  # which need the extra s3
 
     shared = SharedCatalog(shared_by, partial(put_intents, config, stack)) if shared_by else None
-    storage = open_bucket(place.bucket, config.node, place.directory, alone=config.alone, shared=shared)
+    storage = open_bucket(
+        place.bucket, config.node, place.directory, alone=config.alone, shared=shared, storing=config.storing
+    )
     stack.callback(storage.close)
     return storage
 

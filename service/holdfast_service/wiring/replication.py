@@ -213,7 +213,9 @@ class ReachedBucket:
             from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
 
             config = self._config
-            opened = open_bucket(self._address, config.node, config.place.directory, alone=config.alone)
+            opened = open_bucket(
+                self._address, config.node, config.place.directory, alone=config.alone, storing=config.tier_storing
+            )
             mark(opened.records, self._address.label)
             self._opened = opened
         return self._opened

@@ -45,9 +45,11 @@ def state_in(api: Api, step: int) -> str:
 
 
 def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> None:
-    """Every verified checkpoint is there, is listed, and is read without the daemon; the lease is given back at the end."""
-    url = f"{moto_bucket.url}/team"
-    with tiered(tmp_path / "root", url) as (daemon, api):
+    """Every verified checkpoint is there, is listed, and is read without the daemon; the lease is given back at the end.
+    Its files are stored as the daemon was told, and control files in the usual class.
+    """
+    url, told = f"{moto_bucket.url}/team", ("--encryption", "AES256", "--tier-storage-class", "STANDARD_IA")
+    with tiered(tmp_path / "root", url, *told) as (daemon, api):
         saved = save(daemon, 3, 7)
         for step in (3, 7):
             assert commands.call("wait", f"{RUN}@{step}", "--tier", "cloud", "--url", daemon.url).exit_code == 0
@@ -60,6 +62,10 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
     with holdfast.open(f"{url}/{RUN}@7") as checkpoint:
         assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
     assert f"team/{naming.OWNER}" not in moto_bucket.sizes() and moto_bucket.uploads() == []
+    for key in moto_bucket.sizes():
+        found = moto_bucket.server.s3.head_object(Bucket=moto_bucket.name, Key=key)
+        assert found["ServerSideEncryption"] == "AES256"
+        assert found.get("StorageClass") == ("STANDARD_IA" if f"/{naming.DATA}/" in key else None), key
 
 
 def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""RequestCount to a bucket, on each server: what each does, and what its answer is as a value."""
+"""Requests to a bucket, on each server: what each does, and what its answer is as a value."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import urllib.request
 
 import pytest
 
-from holdfast_files.objects import client
-from holdfast_files.objects.client import Bucket, Checksum
+from holdfast_files.objects import checksums, client
+from holdfast_files.objects.checksums import Checksum
+from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats.errors import LimitExceeded, NoSuchResource, StorageFailed
 from tests.kit.objects import BucketServer, TestBucket
@@ -213,7 +214,7 @@ def test_bytes_that_change_on_their_way(
     if bucket_server.kind == "moto":
         pytest.skip("moto checks no checksum")
     upload = bucket.begin_upload("big")
-    monkeypatch.setattr(client, "_md5", lambda views: base64.b64encode(bytes(16)).decode())
+    monkeypatch.setattr(checksums, "md5", lambda views: base64.b64encode(bytes(16)).decode())
     for ask in (
         lambda: bucket.put("key", b"bytes"),
         lambda: bucket.put_part("big", upload, 1, [memoryview(b"bytes")]),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast_files.objects.client import Checksum, Found, WriteOutcome
+from holdfast_files.objects.checksums import Checksum
+from holdfast_files.objects.client import Found, WriteOutcome
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, probe
 from tests.kit.memory_bucket import MemoryBucket

@@ -16,6 +16,7 @@ from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_files.objects.probe import Honours, probe
+from holdfast_files.objects.storing import AS_USUAL, Storing
 from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.errors import InvalidRequest
 from holdfast_service.observe.bucket_traffic import checkpoint_of
@@ -45,16 +46,22 @@ class SharedCatalog(NamedTuple):
 
 
 def open_bucket(
-    place: BucketAddress, node: str, state: Path, *, alone: bool = False, shared: SharedCatalog | None = None
+    place: BucketAddress,
+    node: str,
+    state: Path,
+    *,
+    alone: bool = False,
+    shared: SharedCatalog | None = None,
+    storing: Storing = AS_USUAL,
 ) -> RootStorage:
     """A root in a bucket. `alone`: nothing else writes to a bucket that cannot keep two writers apart. `shared`: daemons of
-    several nodes serve it; then call `RootStorage.shared` once the root is marked.
+    several nodes serve it; then call `RootStorage.shared` once the root is marked. `storing` is how new objects are stored.
 
     Raises `InvalidRequest` for such a bucket without either, `RootBusy` where another daemon has the lease.
     """
     with ExitStack() as stack:
         traffic = Traffic(checkpoint_of(place))
-        bucket = client.opened(place.label, traffic=traffic)
+        bucket = client.opened(place.label, traffic=traffic).using(storing=storing.headers(files=False))
         stack.callback(bucket.close)
         honours = probe(bucket)
         bucket = bucket.using(checksum=honours.checksum)
@@ -66,7 +73,7 @@ def open_bucket(
         lease = _lease(bucket, records, node, state, shared) if honours.arbitrates else None
         if lease is not None:
             stack.callback(lease.close)
-        uploads = Uploads(bucket)
+        uploads = Uploads(bucket.using(storing=storing.headers(files=True)))
         stack.callback(uploads.close)
         store = ObjectStore(uploads, puts, files, lease.confirm if lease else None)
         opened = stack.pop_all()
