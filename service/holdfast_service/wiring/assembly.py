@@ -35,7 +35,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
 from holdfast_service.control.insight.facts import RunActivity
-from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.insight.summary_queries import POLICY_KNOWN_S, Summaries
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.daemon.arena.arena import Arena
@@ -301,6 +301,9 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
     def lives(runs: Collection[str] | None) -> Mapping[str, RunActivity]:
         return control.lives.by_run(runs, saver.connected.lives())
 
+    known_s = max(POLICY_KNOWN_S, control.storage.looks.every_s(1))
+    summaries = Summaries(control.store, control.catalog, lives, policy_known_s=known_s)
+    control.rotation.applied.subscribe(summaries.policy_applied)
     return Services(
         control,
         root.place,
@@ -310,7 +313,7 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         node.arena,
         node.remote,
         node.runner,
-        Summaries(control.store, control.catalog, lives),
+        summaries,
         watch(config, control.catalog.database, stack),
         replicas={name: one.retry for name, one in node.replicators.items()},
         event_commands=node.on_event,

@@ -64,6 +64,22 @@ def test_rows_of_one_run(catalog: Catalog, summaries: Summaries, tmp_path: Path)
     assert summaries.one("other").checkpoints == 3
 
 
+def test_a_policy_is_read_again_once_it_was_applied(catalog: Catalog, tmp_path: Path) -> None:
+    """In a bucket each look at a run's file is a request: none for a page, one after a change, also after minutes."""
+    tier = PosixTier(tmp_path)
+    summaries = Summaries(stored_in(tier).store, catalog, clock=lambda: NOW, policy_known_s=480.0)
+    fill(catalog, "run", 2)
+    for quota in (10_000, 20_000):
+        write_run_file(tier, "run", RunFile(policy=RetentionPolicy(quota_bytes=quota)))
+        assert summaries.one("run").quota_bytes == 10_000
+    summaries.policy_applied("run")
+    assert summaries.one("run").quota_bytes == 20_000
+    often = Summaries(stored_in(tier).store, catalog, clock=lambda: NOW, policy_known_s=0.0)
+    for quota in (30_000, 40_000):
+        write_run_file(tier, "run", RunFile(policy=RetentionPolicy(quota_bytes=quota)))
+        assert often.one("run").quota_bytes == quota
+
+
 def test_damage_health_and_replicas_are_seen(catalog: Catalog, summaries: Summaries) -> None:
     """What was found out since the commit is in the summary."""
     fill(catalog, "run", 6)

@@ -29,7 +29,7 @@ from holdfast_service.control.insight.summary import interval, nonfinite, summar
 from holdfast_service.control.insight.summary_board import KeptSummaries, SummaryBoard, seen
 from holdfast_service.storage import Store
 
-POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
+POLICY_KNOWN_S = 5.0  # a run's file is read again after so long, in a directory,
 POLICIES_READ = 10  # so many of a page at a time
 BATCH = 200
 EVERY_RUN = WantedRuns()
@@ -58,12 +58,16 @@ class Summaries:
         catalog: Catalog,
         lives: Lives = no_lives,
         clock: Callable[[], float] = time.time,
+        policy_known_s: float = POLICY_KNOWN_S,
     ) -> None:
-        """`lives` returns the states of runs' ranks. Pages are up to `fresh_s` old."""
+        """`lives` returns the states of runs' ranks. Pages are up to `fresh_s` old. A run's policy is read again after
+        `policy_known_s`, and once it was applied: in a bucket, a page or a scrape is not to cost a request for each run.
+        """
         self._store, self._catalog = store, catalog
         self._lives, self._clock = lives, clock
         self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
+        self._policy_known_s = policy_known_s
         self._kept = KeptSummaries()
         self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
 
@@ -105,6 +109,10 @@ class Summaries:
         are some seconds old; acknowledgements are not.
         """
         return self._board.all()
+
+    def policy_applied(self, run: str) -> None:
+        """A run's policy was applied, and may be another one than before."""
+        self._policies.pop(run, None)
 
     def death_seen(self, run: str) -> None:
         """The run's file has a new state of acknowledgement: remove a snooze of the alert."""
@@ -212,12 +220,13 @@ class Summaries:
         """The settings in the runs' files. Reading a file costs more than all else of a run, so few are read again at a
         time.
         """
-        new = [run for run in runs if run not in self._policies]
-        now = time.monotonic()
-        old = sorted(runs if not new else set(runs) - set(new), key=lambda run: self._policies[run].read)
-        for run in [*new, *(run for run in old[:POLICIES_READ] if now - self._policies[run].read > POLICY_KNOWN_S)]:
-            self._policies[run] = self._read_policy(run)
-        return self._policies
+        found, now = {run: one for run in runs if (one := self._policies.get(run)) is not None}, time.monotonic()
+        new = [run for run in runs if run not in found]
+        old = sorted(found, key=lambda run: found[run].read)
+        again = [run for run in old[:POLICIES_READ] if now - found[run].read > self._policy_known_s]
+        for run in [*new, *again]:
+            self._policies[run] = found[run] = self._read_policy(run)
+        return found
 
     def _read_policy(self, run: str) -> _Policy:
         try:
