@@ -87,9 +87,17 @@ class RestoreRepair:
         self._await_first_tries()
         if error is None:
             with self._records.repairing(run, step):
-                self._replication.repairer.run(run, step)
+                outcome = self._replication.repairer.run(run, step)
+            if isinstance(outcome.left, Damaged):
+                self._check_copies(run, step)
         elif self._checker.suspect(run, step, error) is None and self._checker.result_of(run, step) == "damaged":
             self._checker.check(run, step)  # it was mended: only now it counts
+
+    def _check_copies(self, run: str, step: int) -> None:
+        """Of a step that could not be copied back, look for the damage, so that the next answer names it."""
+        for one in self._replication.replicators.values():
+            if one.is_mine():
+                one.check(run, step)
 
     def add_copies(self, run: str, copies: dict[str, Collection[int]]) -> None:
         """Add the steps of a run in each reachable replica of this node, by replica."""

@@ -16,6 +16,7 @@ from holdfast import Checkpointer
 from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointsMissing
 from tests.daemon.bucket.test_bucket_root import RUN, same, save, state_of
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.kit import commands
@@ -90,6 +91,31 @@ def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tm
         assert [(event["run"], event["detail"]["tier"]) for event in found] == [(RUN, "cloud")]
     kept = {naming.step_directory(step) for step in (3, 7, 8)}
     assert {key.rpartition("/")[2] for key in moto_bucket.sizes(f"team/{RUN}/{naming.COMMITS}/")} == kept
+
+
+def test_damaged_copies_are_named_and_the_others_are_used(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """The machine is gone; in the tier, one checkpoint has lost its files, and the newest has other bytes. The newest one is
+    not replaced in silence; the one before it is restored by its step, later restores begin there, and saves drain again.
+    """
+    with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+        save(daemon, 3, 5, 7)
+        wait_until(lambda: {state_in(api, step) for step in (3, 5, 7)} == {"present"})
+        daemon.kill()
+    shutil.rmtree(tmp_path / "root")
+    for key, size in moto_bucket.sizes(f"{RUN}/{naming.DATA}/").items():
+        if "/step-00000003." in key:
+            moto_bucket.delete(key)
+        elif "/step-00000007." in key and key.endswith("model.safetensors"):
+            moto_bucket.put(key, bytes(size))
+    with tiered(tmp_path / "new", moto_bucket.url) as (daemon, api):
+        with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
+            with pytest.raises(CheckpointsMissing, match=r"the copies of step 7 are damaged.*\n.*restore\(step=5\)"):
+                checkpointer.restore()
+            assert checkpointer.restore(5) == 5
+        with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 5
+            checkpointer.save(8).result(120)
+        wait_until(lambda: state_in(api, 8) == "present")
 
 
 @pytest.mark.objects

@@ -267,10 +267,12 @@ class ReplicaRecords:
             )
 
     def _found(self, name: str, files: Files, run: str, step: int) -> None:
-        """A copy without a checkpoint in the root; when it was last read back is unknown."""
+        """A copy without a checkpoint in the root; when it was last read back is unknown. In a bucket it can be listed while
+        its files are gone.
+        """
         try:
             manifest = roots.load_manifest(files, run, step)
-        except Damaged as error:
+        except (Damaged, NoSuchCheckpoint) as error:
             self.failed(name, CheckpointId(run, step), error, damaged=True)
         else:
             self._set(name, CheckpointId(run, step), state="present", bytes=manifest.bytes)

@@ -24,21 +24,34 @@ class LostCheckpoints:
         self._catalog, self._stands = catalog, stands
 
     def copies(self, run: str) -> dict[str, set[int]]:
-        """The steps that replicas have a copy of, by replica, without removed ones."""
+        """The steps that replicas have a copy of, by replica, without removed ones and those known to be damaged."""
         copies_of = {name: set(steps) for name, steps in self._stands(run).items()}
         try:
             for name, step, state in self._rows(run):
                 if state == "present":
                     copies_of.setdefault(name, set()).add(step)
-                elif state == "gone":
+                elif state in ("gone", "damaged"):
                     copies_of.get(name, set()).discard(step)
         except CatalogUnavailable:
             pass  # the reachable replicas decide
         return {name: steps for name, steps in sorted(copies_of.items()) if steps}
 
+    def damaged(self, run: str) -> set[int]:
+        """The steps of which only damaged copies are known, as far as the catalog knows."""
+        rows = self._rows(run)
+        return {step for _, step, state in rows if state == "damaged"} - {
+            step for _, step, state in rows if state == "present"
+        }
+
     def recorded(self, run: str) -> set[int]:
         """The steps of which a replica has a copy, as far as the catalog knows; no storage is asked."""
         return {step for _, step, state in self._rows(run) if state == "present"}
+
+    def _damaged(self, run: str) -> set[int]:
+        try:
+            return self.damaged(run)
+        except CatalogUnavailable:
+            return set()
 
     def _rows(self, run: str) -> list[tuple[str, int, str]]:
         columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
@@ -73,6 +86,10 @@ class LostCheckpoints:
             )
             newest = max(step for held in copies.values() for step in held)
             hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
+            damaged = sorted((step for step in self._damaged(run) if step > newest), reverse=True)
+            if damaged:  # an older one instead would be chosen in silence
+                text += f"; the copies of {_steps(damaged)} are damaged"
+                hint = f"`restore(step={newest})` takes the newest sound copy, and later restores begin with it"
         else:
             hint = "put the directory back (mount its disk, or copy it from a backup): it is found within seconds"
         raise CheckpointsMissing(text, hint=f"{hint}; {AFRESH.format(run=run)}", run=run, steps=steps[:SHOWN_MAX])

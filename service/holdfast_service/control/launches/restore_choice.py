@@ -204,7 +204,9 @@ class RestoreSelector:
         if listed:
             return self._newer_copy(run, max(made.step for made in listed), tried)
         copies = set() if tried else {step for held in self.lost.copies(run).values() for step in held}
-        return (max(copies), None) if copies else None  # an older one instead would be chosen in silence
+        if not copies or max(self.lost.damaged(run), default=-1) > max(copies):
+            return None  # an older one instead would be chosen in silence
+        return max(copies), None
 
     def _newer_copy(self, run: str, newest: int, tried: Collection[int]) -> tuple[int, None] | None:
         """The newest step after `newest` that only a replica has and that leads to the present state. `CheckpointsMissing`
