@@ -142,18 +142,25 @@ def test_a_handler_that_was_set_before_is_called_too_and_put_back(daemon: Runnin
 
 
 def test_a_forked_child_ends_by_the_signal(daemon: RunningDaemon) -> None:
-    """It inherited a handler that does nothing there: workers could not be ended any more."""
+    """It inherited a handler that does nothing there: workers could not be ended any more. Python forgets signals that come
+    before a child runs.
+    """
+    runs, says = os.pipe()
     with checkpointer(daemon, "child") as made:
         made.on_preemption(grace_s=GRACE_S)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             child = os.fork()
         if child == 0:
-            time.sleep(600)
+            os.write(says, b"!")
+            time.sleep(180)
             os._exit(0)
+        assert os.read(runs, 1) == b"!"
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         assert not made.should_stop(1), "the parent was told nothing"
+    os.close(runs)
+    os.close(says)
 
 
 class Rows(Dataset[torch.Tensor]):
