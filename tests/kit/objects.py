@@ -52,7 +52,7 @@ class BucketServer:
         return self.through(self.endpoint, attempts=3)
 
     def through(self, endpoint: str, attempts: int = 1, keys: tuple[str, str] = (KEY, SECRET)) -> Any:
-        """The same by way of an `endpoint` before the server, or for another user's key and secret."""
+        """The same through an `endpoint` before the server, or for another user's key and secret."""
         from botocore.config import Config
         from botocore.session import Session
 

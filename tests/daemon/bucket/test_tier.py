@@ -96,6 +96,7 @@ def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tm
 def test_damaged_copies_are_named_and_the_others_are_used(moto_bucket: TestBucket, tmp_path: Path) -> None:
     """The machine is gone; in the tier, one checkpoint has lost its files, and the newest has other bytes. The newest one is
     not replaced in silence; the one before it is restored by its step, later restores begin there, and saves drain again.
+    Where all copies are damaged, nothing begins at zero in silence.
     """
     with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
         save(daemon, 3, 5, 7)
@@ -109,13 +110,22 @@ def test_damaged_copies_are_named_and_the_others_are_used(moto_bucket: TestBucke
             moto_bucket.put(key, bytes(size))
     with tiered(tmp_path / "new", moto_bucket.url) as (daemon, api):
         with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
-            with pytest.raises(CheckpointsMissing, match=r"the copies of step 7 are damaged.*\n.*restore\(step=5\)"):
+            with pytest.raises(CheckpointsMissing, match=r"the copies of steps 7, 3 are damaged.*\n.*restore\(step=5\)"):
                 checkpointer.restore()
             assert checkpointer.restore(5) == 5
         with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
             assert checkpointer.restore() == 5
             checkpointer.save(8).result(120)
         wait_until(lambda: state_in(api, 8) == "present")
+        daemon.kill()
+    for key in moto_bucket.sizes(f"{RUN}/{naming.DATA}/"):
+        moto_bucket.delete(key)
+    with (
+        tiered(tmp_path / "newer", moto_bucket.url) as (daemon, _),
+        Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer,
+        pytest.raises(CheckpointsMissing, match="the copies of steps 8, 7, 5, 3 are damaged"),
+    ):
+        checkpointer.restore()
 
 
 @pytest.mark.objects

@@ -1,4 +1,4 @@
-"""Puts of several nodes to a bucket that honours no conditions: the first writer wins, by the catalog, whoever dies."""
+"""Puts of several nodes to a bucket that honours no conditions: the catalog lets the first writer win, also if it dies."""
 
 from __future__ import annotations
 

@@ -37,21 +37,17 @@ class LostCheckpoints:
         return {name: steps for name, steps in sorted(copies_of.items()) if steps}
 
     def damaged(self, run: str) -> set[int]:
-        """The steps of which only damaged copies are known, as far as the catalog knows."""
-        rows = self._rows(run)
-        return {step for _, step, state in rows if state == "damaged"} - {
-            step for _, step, state in rows if state == "present"
-        }
+        """The steps of which only damaged copies are known, as far as the catalog knows; none while it is away."""
+        try:
+            rows = self._rows(run)
+        except CatalogUnavailable:
+            return set()
+        present = {step for _, step, state in rows if state == "present"}
+        return {step for _, step, state in rows if state == "damaged"} - present
 
     def recorded(self, run: str) -> set[int]:
         """The steps of which a replica has a copy, as far as the catalog knows; no storage is asked."""
         return {step for _, step, state in self._rows(run) if state == "present"}
-
-    def _damaged(self, run: str) -> set[int]:
-        try:
-            return self.damaged(run)
-        except CatalogUnavailable:
-            return set()
 
     def _rows(self, run: str) -> list[tuple[str, int, str]]:
         columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
@@ -69,26 +65,26 @@ class LostCheckpoints:
 
     def refuse(self, run: str) -> None:
         """`CheckpointsMissing` for a run without checkpoints here that once had some."""
-        copies = self.copies(run)
+        copies, damaged = self.copies(run), self.damaged(run)
         try:
             gone = missing.missing(self._catalog.database, run)
         except CatalogUnavailable:
             gone = []
-        if not gone and not copies:
+        if not gone and not copies and not damaged:
             return
-        steps = sorted({*gone, *(step for held in copies.values() for step in held)}, reverse=True)
+        steps = sorted({*gone, *damaged, *(step for held in copies.values() for step in held)}, reverse=True)
         text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
         text += "was there" if len(steps) == 1 else "were there"
         text += ", and they were not removed by Holdfast" if gone else ", although replicas have copies"
+        if damaged:
+            text += f"; the copies of {_steps(sorted(damaged, reverse=True))} are damaged"
         if copies:
             text += (
                 f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
             )
             newest = max(step for held in copies.values() for step in held)
             hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
-            damaged = sorted((step for step in self._damaged(run) if step > newest), reverse=True)
-            if damaged:  # an older one instead would be chosen in silence
-                text += f"; the copies of {_steps(damaged)} are damaged"
+            if max(damaged, default=newest) > newest:  # an older one instead would be chosen in silence
                 hint = f"`restore(step={newest})` takes the newest sound copy, and later restores begin with it"
         else:
             hint = "put the directory back (mount its disk, or copy it from a backup): it is found within seconds"

@@ -2,8 +2,8 @@
 
 A writer first records what it will write and over which object: an intent, of which a key has at most one. Then it looks at
 the object, writes, and removes the intent. A lock would not do: it can be lost while a request is on its way. An intent that
-its writer has left is carried out by the next one, so that the first writer wins, whoever dies. It waits for that until no
-request of the writer can be on its way, unless the bucket carries one out even later: S3 has no remedy for that without
+a dead writer has left is carried out by the next writer, so that the first one always wins. It waits for that until no
+request of the dead writer can be on its way, unless the bucket carries one out even later: S3 has no remedy for that without
 conditions.
 """
 
