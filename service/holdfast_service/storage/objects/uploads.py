@@ -48,7 +48,7 @@ class Uploads:
         self.bucket, self.patient = bucket, bucket.using(retry_s=retry_s)
         self.part_bytes, self._memory_bytes = part_bytes, memory_bytes
         self.taken_bytes = 0
-        self._free: list[Bytes] = []  # parts of the usual size
+        self._free: list[Bytes] = []  # parts of the usual size, while others are taken
         self.changed = threading.Condition()
         self._senders = ThreadPoolExecutor(connections, "holdfast-upload")
 
@@ -85,7 +85,9 @@ class Uploads:
     def give_back(self, memory: Bytes) -> None:
         with self.changed:
             self.taken_bytes -= memory.nbytes
-            if memory.nbytes == self.part_bytes:
+            if not self.taken_bytes:
+                self._free.clear()  # the next file may come in hours
+            elif memory.nbytes == self.part_bytes:
                 self._free.append(memory)
             self.changed.notify_all()
 
