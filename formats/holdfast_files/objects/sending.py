@@ -13,8 +13,9 @@ from urllib.parse import quote
 from holdfast_files.objects import refusals
 from holdfast_files.objects.answers import ERROR_BYTES_MAX, Malformed
 from holdfast_files.objects.connections import Connections, LostAnswer, Outgoing, read_whole
+from holdfast_files.objects.keys import Keys
 from holdfast_files.objects.refusals import Attempted, Refusal
-from holdfast_files.objects.settings import BucketSettings, Keys
+from holdfast_files.objects.settings import BucketSettings
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats.errors import CheckpointError, StorageFailed
 
@@ -56,6 +57,7 @@ class Sender:
         self.settings, self.keys, self._bucket = settings, keys, bucket
         self._connections = Connections(settings.endpoint)
         self._closed = Event()
+        self._accepted = Event()  # these keys did something here once, so that others are waited for when they end
         self.bare_tags = Event()  # set where the server knows tags in conditions without their quotes only
 
     def close(self) -> None:
@@ -97,13 +99,15 @@ class Sender:
                 failed, failure = None, self._unreachable(cut, request, label)
             else:
                 if not isinstance(answer, Refusal):
+                    self._accepted.set()
                     _settle(patience, request)
                     return answer
                 _settle(patience, request, "" if answer.is_usual else answer.shown, answer.is_transient)
                 if once and answer.is_unsettled:
                     raise Unsettled(answer.shown)
-                has_new_keys = answer.code in refusals.ENDED_KEYS and self.keys.reload()
-                if not answer.is_transient and not has_new_keys:
+                has_ended = answer.code in refusals.ENDED_KEYS
+                may_pass = answer.is_transient or (has_ended and (self.keys.reload() or self._accepted.is_set()))
+                if not may_pass:
                     return answer
                 failed, failure = answer, refusals.error(answer, self.asked(request, label))
             tries += 1

@@ -1,5 +1,5 @@
-"""Finds out where a bucket is and by which keys it is used, from where other programs have it too: botocore reads AWS_*
-variables, the profiles in ~/.aws, and the identities of web, container and machine.
+"""Finds out where a bucket is and how it is reached, from where other programs have it too: botocore reads AWS_* variables
+and the profiles in ~/.aws. `keys.py` has the keys.
 
 botocore is imported when the first bucket is opened: few trainers need it.
 """
@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import contextmanager
-from threading import Lock
-from time import monotonic
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from holdfast_files.objects.connections import Endpoint
-from holdfast_formats.errors import InvalidRequest, StorageFailed
+from holdfast_files.objects.keys import Keys
+from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.installing import install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from botocore.credentials import ReadOnlyCredentials
     from botocore.session import Session
 
-RELOAD_S = 15.0  # between two looks for keys in place of those that ended
+LENDER_CONNECT_S, LENDER_ANSWER_S, LENDER_TRIES_MAX = 5.0, 10.0, 2  # of services that lend keys, such as STS
+# botocore writes signatures and session tokens at DEBUG, and an answer with keys where keys could not be renewed.
+_LOUD = {"botocore": logging.WARNING, "botocore.credentials": logging.CRITICAL}
 _REGION = ("region", ["AWS_DEFAULT_REGION", "AWS_REGION"], None, None)  # botocore itself does not know the second
-_KEYS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on a cluster, give the pod or machine a role that may "
-    "use the bucket"
-)
 
 
 class BucketSettings(NamedTuple):
@@ -42,58 +37,6 @@ class BucketSettings(NamedTuple):
     host: str
     path: str
     region: str
-
-
-class Keys:
-    """Signs requests. Keys that end are replaced by those that botocore finds then. Safe for threads."""
-
-    def __init__(self, session: Session, settings: BucketSettings) -> None:
-        self._lock, self._region = Lock(), settings.region
-        self._found, self._since = self._look(session), monotonic()
-
-    def signed(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers with a signature. It does not cover the body: hashing a GiB takes a second, and TLS or the body's own
-        checksum protect it.
-        """
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-        from botocore.config import Config
-
-        request = AWSRequest(method, url, headers)
-        request.context["client_config"] = Config(s3={"payload_signing_enabled": False})
-        S3SigV4Auth(self._frozen(), "s3", self._region).add_auth(request)
-        return dict(request.headers.items())
-
-    def presigned(self, url: str, seconds: int) -> str:
-        """A URL that reads `url` without keys for `seconds`, as long as the keys that signed it are valid."""
-        from botocore.auth import S3SigV4QueryAuth
-        from botocore.awsrequest import AWSRequest
-
-        request = AWSRequest("GET", url)
-        S3SigV4QueryAuth(self._frozen(), "s3", self._region, expires=seconds).add_auth(request)
-        return str(request.url)
-
-    def reload(self) -> bool:
-        """Look for other keys, such as in a file that was written again, each `RELOAD_S` at most; whether there are any."""
-        with self._lock:
-            if monotonic() - self._since < RELOAD_S:
-                return False
-            self._since = monotonic()
-            before = self._frozen()
-            self._found = self._look(_session())
-            return self._frozen() != before
-
-    def _look(self, session: Session) -> Any:
-        with _translated():
-            found = session.get_credentials()
-        if found is None:
-            raise StorageFailed("there are no keys for object storage", hint=_KEYS, answer="NoCredentials")
-        return found
-
-    def _frozen(self) -> ReadOnlyCredentials:
-        with _translated():
-            frozen: ReadOnlyCredentials = self._found.get_frozen_credentials()  # which renews them before they end
-        return frozen
 
 
 def read(bucket: str) -> tuple[BucketSettings, Keys]:
@@ -115,7 +58,7 @@ def read(bucket: str) -> tuple[BucketSettings, Keys]:
         )
     place = Endpoint(f"{parts.scheme}://{parts.netloc}", _proxy(parts.scheme, parts.netloc), ca_file or _usual_ca_file())
     settings = BucketSettings(place, parts.netloc, parts.path.rstrip("/"), region)
-    return settings, Keys(session, settings)
+    return settings, Keys(_session, region)
 
 
 def require() -> None:
@@ -129,12 +72,20 @@ def require() -> None:
 def _session() -> Session:
     try:
         import botocore.session
+        from botocore.config import Config
     except ImportError as error:
         raise InvalidRequest("object storage needs the package botocore", hint=install("s3")) from error
-    logger = logging.getLogger("botocore")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.WARNING)  # at DEBUG it would write signatures and session tokens
-    return botocore.session.Session(session_vars={"region": _REGION})
+    for name, level in _LOUD.items():
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(level)
+    session = botocore.session.Session(session_vars={"region": _REGION})
+    session.set_default_client_config(
+        Config(
+            connect_timeout=LENDER_CONNECT_S, read_timeout=LENDER_ANSWER_S, retries={"total_max_attempts": LENDER_TRIES_MAX}
+        )
+    )
+    return session
 
 
 def _bucket_url(session: Session, bucket: str) -> tuple[str, str]:
@@ -179,14 +130,12 @@ def _usual_ca_file() -> str | None:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, CredentialRetrievalError, ProfileNotFound
+    from botocore.exceptions import BotoCoreError, ProfileNotFound
 
     try:
         yield
     except ProfileNotFound as error:
         raise InvalidRequest(f"object storage: {error}", hint="set AWS_PROFILE to a profile of ~/.aws/config") from error
-    except CredentialRetrievalError as error:
-        raise StorageFailed(f"the keys for object storage cannot be had: {error}", hint=_KEYS) from error
     except (BotoCoreError, ValueError) as error:
         why = re.sub(r"//[^/\s]*@", "//", str(error))  # a password in an endpoint
         raise InvalidRequest(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import json
 import logging
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast_files.objects import client, settings
+from holdfast_files.objects import client, keys, settings
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_formats.installing import install
 from tests.files.objects.scripted import Said, answer, refused, scripted
@@ -134,7 +132,7 @@ def test_keys_that_end_are_looked_for_again(s3_settings: pytest.MonkeyPatch, tmp
     text = "[default]\naws_access_key_id = {}\naws_secret_access_key = s\naws_session_token = t\n"
     file.write_text(text.format("old"))
     s3_settings.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    s3_settings.setattr(settings, "RELOAD_S", 0.0)
+    s3_settings.setattr(keys, "RELOAD_S", 0.0)
     expired = refused(400, "ExpiredToken")
     with scripted(expired, expired, Said(answer(200, b"1", ETAG))) as server:
         s3_settings.setenv("AWS_ENDPOINT_URL_S3", server.url)
@@ -146,26 +144,6 @@ def test_keys_that_end_are_looked_for_again(s3_settings: pytest.MonkeyPatch, tmp
         bucket.close()
     used = [one.headers["authorization"].partition("Credential=")[2].partition("/")[0] for one in server.requests]
     assert used == ["old", "old", "new"]
-
-
-def test_keys_that_are_lent_are_renewed(s3_settings: pytest.MonkeyPatch) -> None:
-    """A container's keys end after hours, while a save goes on: the next ones are asked for before."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        s3_settings.delenv(name)
-    soon = (datetime.now(timezone.utc) + timedelta(minutes=5)).isoformat()
-    lent = [
-        json.dumps({"AccessKeyId": key, "SecretAccessKey": "s", "Token": key, "Expiration": soon}).encode()
-        for key in ("one", "two", "three")
-    ]
-    with scripted(*(Said(answer(200, keys)) for keys in lent)) as lending, scripted(Said(answer(200, b"1", ETAG))) as server:
-        s3_settings.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{lending.url}/keys")
-        s3_settings.setenv("AWS_ENDPOINT_URL_S3", server.url)
-        bucket = client.opened("s3://bucket/p")
-        for _ in range(2):
-            bucket.read("key")
-        bucket.close()
-    used = [one.headers["x-amz-security-token"] for one in server.requests]
-    assert used == ["two", "three"]
 
 
 SAID = {

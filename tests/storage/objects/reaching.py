@@ -14,9 +14,9 @@ from tests.kit.objects import TestBucket
 
 
 @contextmanager
-def opened(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """All of the bucket, for the length of a block."""
-    for name, value in bucket.server.environment().items():
+def opened(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch, endpoint: str | None = None) -> Iterator[Bucket]:
+    """All of the bucket, for the length of a block; through an `endpoint` before its server, if there is one."""
+    for name, value in bucket.server.environment(endpoint).items():
         monkeypatch.setenv(name, value)
     found = client.opened(bucket.url)
     try:

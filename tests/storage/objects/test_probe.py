@@ -14,6 +14,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFail
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, probe
 from tests.kit.memory_bucket import MemoryBucket
 from tests.kit.objects import TestBucket
+from tests.kit.objects_proxy import Answer, faulty
 from tests.storage.objects import reaching
 
 
@@ -140,3 +141,12 @@ def test_servers(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
         checksum: Checksum = "crc32" if bucket.server.kind == "seaweedfs" else "md5"
         assert probe(opened) == HONOURED._replace(checksum=checksum)
     assert bucket.sizes() == {}
+
+
+def test_a_server_that_wants_all_sums_once_more(seaweedfs_bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks the CRC32 of parts, and then puts none of them together: MD5 is used, and no upload is left."""
+    with faulty(seaweedfs_bucket.server.endpoint) as proxy:
+        refused = proxy.on(Answer(400, "InvalidPart"), "complete")
+        with reaching.opened(seaweedfs_bucket, monkeypatch, proxy.endpoint) as opened:
+            assert probe(opened).checksum == "md5" and refused.hits == 1
+    assert seaweedfs_bucket.sizes() == {} and seaweedfs_bucket.uploads() == []
