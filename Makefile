@@ -96,7 +96,7 @@ versions: $(READY) ## a daemon and its ranks on Python 3.10, 3.12 and 3.13, and 
 # The newest that pyproject.toml allows, for every Python and machine at once. CONTRIBUTING.md says when.
 LOCK := $(BIN)/python -m uv pip compile --quiet --universal --generate-hashes --upgrade --python-version 3.10 --custom-compile-command "make lock"
 lock: $(READY) ## the packages that the daemon's image installs, as they are today, into deploy/lock (needs a network)
-	$(LOCK) --extra service --extra postgres --extra otel pyproject.toml --output-file deploy/lock/service.txt
+	$(LOCK) --extra service --extra postgres --extra otel --extra s3 pyproject.toml --output-file deploy/lock/service.txt
 	echo hatchling | $(LOCK) - --output-file deploy/lock/build.txt
 
 # The routines in C link to nothing but libc, so that auditwheel only gives the wheel the name under which PyPI takes it.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast_files.objects.address import BucketAddress
 from holdfast_service.api.access.logins import SECRET_HEADER, LoginsFile
 from holdfast_service.api.access.request_head import IDENTITY
 from holdfast_service.config import default_socket, parse
@@ -262,3 +263,25 @@ def test_ci_runs_what_people_run() -> None:
     assert script.stat().st_mode & 0o111
     called = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
     assert called == ["make --jobs 4 check collected tools", "make test"]
+
+
+AWS = {"AWS_REGION", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"}
+
+
+@pytest.mark.parametrize("name", ["tier", "bucket"])
+def test_the_compose_files_of_buckets(name: str, compose: dict[str, Any]) -> None:
+    """They add a tier, or another root and nothing else; keys are in no file, but come from the shell."""
+    file = TOP / "deploy" / "compose" / f"{name}.yml"
+    follows_the_schema(file)
+    services = yaml.safe_load(file.read_text())["services"]
+    for service in services.values():
+        assert {key for key, value in service["environment"].items() if value is None} == AWS
+    if name == "tier":
+        assert services.keys() == {"holdfast"}
+        (value,) = re.findall(r"^#   echo \"HOLDFAST_TIER=(\S+)\"", file.read_text(), re.MULTILINE)
+        ((tier, place),) = parse(["--root", "/data"], {"HOLDFAST_TIER": value}).tier
+        assert tier == "cloud" and isinstance(place, BucketAddress)
+        return
+    words_of, usual = services["holdfast"]["command"], compose["services"]["holdfast"]["command"]
+    assert words_of[:4] == ["--root", "s3://models/team/checkpoints", "--state", "/data"] and words_of[4:] == usual[2:]
+    assert parse(words_of, {}).place.directory == Path("/data") and services.keys() == {"holdfast", "trainer"}

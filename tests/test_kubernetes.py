@@ -46,6 +46,11 @@ TOGETHER = (
     ("many-nodes", "gpus", "priority", "jobset", "kueue"),
     ("many-nodes", "gpus", "priority", "kubeflow-trainer", "kueue"),
     ("many-nodes", "gpus", "priority", "volcano"),
+    ("sidecar", "bucket-access", "tier"),
+    ("sidecar", "gpus", "bucket-access", "bucket-root", "kueue"),
+    ("many-nodes", "bucket-access", "tier"),
+    ("many-nodes", "gpus", "bucket-access", "bucket-root", "jobset"),
+    ("many-nodes", "bucket-access", "bucket-root", "kubeflow-trainer"),
     ("watcher", "monitoring"),
 )
 GIB = 1024**3
@@ -280,6 +285,36 @@ def test_every_component_is_rendered_and_every_file_is_used() -> None:
         assert sorted([*about.get("resources", []), *secrets]) == sorted(there)
 
 
+IN_BUCKETS = [together for together in TOGETHER if "bucket-access" in together]
+
+
+@pytest.mark.parametrize("together", IN_BUCKETS, ids="+".join)
+def test_daemons_and_trainers_use_a_bucket_as_an_account(together: tuple[str, ...], tmp_path: Path) -> None:
+    """Each of their pods has it, and the region. A root in a bucket leaves /data to what a daemon keeps for itself."""
+    documents = rendered(tmp_path, *together)
+    (account,) = [one for one in documents if one["kind"] == "ServiceAccount"]
+    assert account["metadata"]["annotations"]["eks.amazonaws.com/role-arn"].startswith("arn:aws:iam::")
+    pods = [template["spec"] for one in documents for template in templates(one) if one["kind"] != "Pod"]
+    for pod in pods:
+        assert pod["serviceAccountName"] == account["metadata"]["name"]
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        for container in containers(pod):
+            mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+            assert set(mounts.values()) <= volumes.keys()
+            if "socket-directory" in container["name"]:
+                continue
+            assert "AWS_REGION" in {one["name"] for one in container["env"]}
+            if "bucket-root" not in together:
+                assert "/data" in mounts and (not is_daemon(container) or config(container).place.bucket is None)
+            elif is_daemon(container):
+                place = config(container).place
+                assert place.bucket is not None and str(place.directory) == "/data" and "/data" in mounts
+            else:
+                assert "/data" not in mounts
+    tiers = [tier for pod in pods for one in containers(pod) if is_daemon(one) for tier in config(one).tier]
+    assert bool(tiers) == ("tier" in together)
+
+
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_patches_and_replacements_are_of_what_there_is(component: str) -> None:
     """Without Kustomize, too: the manifests that they name are there, and so is what holds the field that they write."""
@@ -289,16 +324,22 @@ def test_patches_and_replacements_are_of_what_there_is(component: str) -> None:
     bases = [sources("many-nodes")] if component in SCHEDULERS else [sources("many-nodes"), sources("sidecar")]
     for patch in about.get("patches", []):
         changed = yaml.safe_load(patch["patch"])
-        for base in bases:
+        target = patch.get("target", {})
+        # A patch of one manifest by its name is of the base that has it.
+        for base in [base for base in bases if "name" not in target or any(targeted(one, target) for one in base)]:
             if isinstance(changed, dict):
-                (found,) = [one for one in base if named(one) == named(changed)]
+                (found,) = [one for one in base if (targeted(one, target) if target else named(one) == named(changed))]
+                assert changed["kind"] == found["kind"]
                 continue
-            (found,) = [one for one in base if re.fullmatch(patch["target"]["kind"], one["kind"])]
+            (found,) = [one for one in base if targeted(one, target)]
             for operation in changed:
                 *path, last = operation["path"].removeprefix("/").split("/")
                 at: Any = found
                 for key in path:
                     at = at[int(key) if isinstance(at, list) else key]
+                if isinstance(at, list) and last != "-":
+                    assert int(last) < len(at) and operation["op"] in ("replace", "remove")
+                    continue
                 assert isinstance(at, list) == (last == "-") and (operation["op"] == "add" or last in at)
     for one in about.get("transformers", []):
         gone = yaml.safe_load(yaml.safe_load(one)["patch"])
@@ -311,6 +352,11 @@ def test_patches_and_replacements_are_of_what_there_is(component: str) -> None:
         for key in target["fieldPaths"][0].split("."):
             at = at[int(key) if isinstance(at, list) else key]
         assert at == {}
+
+
+def targeted(document: dict[str, Any], target: dict[str, str]) -> bool:
+    is_named = re.fullmatch(target.get("name", ".*"), document["metadata"]["name"])
+    return bool(is_named and re.fullmatch(target["kind"], document["kind"]))
 
 
 def named(document: dict[str, Any]) -> tuple[str, str, str]:
