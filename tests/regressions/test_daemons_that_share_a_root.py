@@ -117,7 +117,7 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
 def test_a_bucket_is_looked_at_less_often(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """A look costs requests: lost nodes are noticed all the same, and the root has its turn later."""
     a, b = pair
-    looks = Looks(lambda runs: 600.0, False)
+    looks = Looks(lambda runs: 600.0, at_files=False, late=True)
     b.maintenance = RootMaintenance(cast(Any, Looking(b.control, looks)), b.cluster)
     now = 1000.0
     monkeypatch.setattr(root_maintenance, "time", SimpleNamespace(monotonic=lambda: now))

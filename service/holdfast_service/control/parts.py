@@ -31,6 +31,9 @@ from holdfast_service.control.retention.thinning import Thinning
 from holdfast_service.control.root_watch import RootWatch
 from holdfast_service.control.signals import Signal
 from holdfast_service.storage import RootStorage
+from holdfast_service.storage.root_storage import Looks
+
+SHARED_SHOWN_S = 10.0
 
 
 class RecordParts:
@@ -56,9 +59,17 @@ class RecordParts:
             is_run=self.attempts.has,
             has_saved=lambda run: catalog.rounds.has_committed(run, self.attempts.newest(run)),
             elsewhere=lambda run: nodes.locked(changing(run)),
+            shown_s=_shown_s(storage.looks, nodes),
         )
         self.run_metadata = RunMetadata(self.records, catalog, self.files, self.events)
-        self.absences = roots.NegativeCache(nodes.names_s)
+        self.absences = roots.NegativeCache(nodes.names_s if storage.looks.late else 0.0)
+
+
+def _shown_s(looks: Looks, nodes: Nodes) -> float:
+    """How old a run's file may be that lists show. Reading one in a bucket is a request, and only other nodes change it."""
+    if looks.at_files:
+        return 0.0
+    return looks.every_s(1) if nodes.alone else SHARED_SHOWN_S
 
 
 class CheckpointParts(RecordParts):

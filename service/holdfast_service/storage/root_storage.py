@@ -31,14 +31,16 @@ LOOK_S = 2.0  # between two looks at a directory
 
 class Looks(NamedTuple):
     """How often a root is looked at for changes by others: after `every_s` of so many runs, in seconds. Without `at_files`
-    only commits are compared: a look at files would be a request for each.
+    only commits are compared: a look at files would be a request for each. `late` is whether names that another node has
+    made or removed may be seen late, as clients of network file systems remember them.
     """
 
     every_s: Callable[[int], float]
     at_files: bool
+    late: bool
 
 
-DIRECTORY_LOOKS = Looks(lambda runs: LOOK_S, True)
+DIRECTORY_LOOKS = Looks(lambda runs: LOOK_S, at_files=True, late=True)
 
 
 def _nothing() -> None: ...

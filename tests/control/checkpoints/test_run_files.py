@@ -119,3 +119,43 @@ def test_no_change_is_lost(tier: MemoryTier) -> None:
     for thread in threads:
         thread.join()
     assert files.read("run").pins == tuple(range(40))
+
+
+class TestShown:
+    """What lists show of a run's file where reading it costs a request."""
+
+    def test_it_is_read_once(self, tier: MemoryTier) -> None:
+        """Within the time that it may be old; each time without such a time."""
+        remembering, reading = RunFiles(tier, shown_s=3600.0), RunFiles(tier)
+        assert remembering.shown("run").pins == reading.shown("run").pins == ()
+        write_run_file(tier, "run", RunFile(pins=(5,)))
+        assert remembering.shown("run").pins == () and reading.shown("run").pins == (5,)
+        assert RunFiles(tier, shown_s=0.0).shown("run").pins == (5,)
+        assert remembering.read("run").pins == (5,), "what decides reads it always"
+
+    def test_what_this_process_changes_is_shown_at_once(self, tier: MemoryTier) -> None:
+        """Also by others that lock the file, and once the run is gone."""
+        files = RunFiles(tier, shown_s=3600.0)
+        assert files.shown("run").pins == ()
+        files.change("run", lambda file: run_files.pinned(file, 5))
+        assert files.shown("run").pins == (5,)
+        with files.exclusively("run"):
+            write_run_file(tier, "run", RunFile(owner="me"))
+        assert files.shown("run").owner == "me"
+        with files.leaving("run"):
+            tier.remove_file("run/run.json")
+        assert files.shown("run") == RunFile()
+
+    def test_a_change_while_it_is_read(self, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was read before is not remembered."""
+        files = RunFiles(tier, shown_s=3600.0)
+        read = files.read
+
+        def slowly(run: str) -> RunFile:
+            found = read(run)
+            monkeypatch.setattr(files, "read", read)
+            files.change(run, lambda file: run_files.pinned(file, 5))
+            return found
+
+        monkeypatch.setattr(files, "read", slowly)
+        assert files.shown("run").pins == () and files.shown("run").pins == (5,)

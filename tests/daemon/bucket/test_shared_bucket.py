@@ -58,6 +58,10 @@ def test_nodes_save_one_checkpoint_into_a_bucket(site: BucketSite) -> None:
         world.check(2)
     with holdfast.open(f"{site.bucket.url}/{RUN}@2") as checkpoint:
         assert (checkpoint.read("alike") == whole(2)["alike"].numpy()).all()
+    site.bucket.delete(naming.commit_object_path(RUN, 2))  # by hand: no node waits until it may see it
+    with ranks(RUN, [b, a], "third") as world:
+        assert set(world.each(lambda rank, one: one.restore())) == {1}
+    assert not any("not visible here yet" in daemon.log.read_text() for daemon in (a, b))
     assert naming.OWNER not in site.bucket.sizes() and site.bucket.uploads() == []
 
 

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Query
 
 from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
-from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import check_label
 from holdfast_formats.rest.runs import RunAbout, RunChange
@@ -21,7 +20,7 @@ from holdfast_service.api.content import open_checkpoints, selectors
 from holdfast_service.api.routes import summaries
 from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.catalog.listing import Within
-from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
+from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.findings import missing
 
 log = logging.getLogger(__name__)
@@ -38,9 +37,9 @@ State = Annotated[
 
 
 class Marks:
-    """The pins and labels of a run as they are now: the run's file alone knows them, and is read once a request."""
+    """The pins and labels of a run: its file alone knows them."""
 
-    def __init__(self, tier: Files, run: str) -> None:
+    def __init__(self, files: RunFiles, run: str) -> None:
         self._file = RunFile()
         self._problem: Damaged | None = None
         self._pins: set[int] = set()
@@ -48,7 +47,7 @@ class Marks:
         if not naming.is_run_name(run):
             return  # the catalog knows no such run
         try:
-            self._file = read_run_file(tier, run)
+            self._file = files.shown(run)
         except Damaged as error:
             self._problem = error
             log.warning("listing %s without pins and labels: %s", run, error.detail)
@@ -141,7 +140,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     limit: Limit = 100,
 ) -> bodies.Page[bodies.CheckpointInfo]:
     """All given filters apply together. An unknown label gives an empty list."""
-    marks = Marks(services.control.records, run)
+    marks = Marks(services.control.files, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label), sort)
     page = services.control.catalog.checkpoints(run, cursor, limit, state, within)
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
@@ -159,7 +158,7 @@ def get_checkpoint(
     else:
         checkpoint = open_checkpoints.find(services, run, step)
     checking = _checking(services, run, checkpoint.step) if checkpoint.unchecked else None
-    return Marks(services.control.records, run).on(checkpoint.model_copy(update={"checking": checking}))
+    return Marks(services.control.files, run).on(checkpoint.model_copy(update={"checking": checking}))
 
 
 def _checking(services: Services, run: str, step: int) -> bodies.Checking | None:

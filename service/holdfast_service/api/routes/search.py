@@ -13,7 +13,6 @@ from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.services import Wired
 from holdfast_service.control.catalog.search import SearchQuery
-from holdfast_service.control.checkpoints.run_files import read_run_file
 
 HITS_MAX = 100
 
@@ -30,7 +29,7 @@ def search(services: Wired, q: Sought = "", limit: Most = 20) -> SearchResult:
 
     def labels_of(run: str) -> Mapping[str, Sequence[int]]:
         try:
-            return read_run_file(services.control.records, run).labels
+            return services.control.files.shown(run).labels
         except Damaged:  # its own page reports that
             return {}
 

@@ -131,8 +131,8 @@ def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: Negativ
         if (said := settings_of(store.files, run)) is not None and said != settings.get(run, RunSettings()):
             run_settings.note(catalog, run, said)
     for run in known.keys() - set(on_disk):
-        if listed := catalog.stamps(run):
-            gone = absences.gone(run, listed)
+        if listed := catalog.stamps(run):  # also of a run that had its first checkpoint since it was looked for
+            gone = absences.gone(run, listed.keys() - set(store.steps(run)))
             catalog.relist(run, gone={step: listed[step] for step in gone}, found=[], stamps={})
     return problems
 

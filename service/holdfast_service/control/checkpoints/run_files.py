@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -26,6 +27,7 @@ from holdfast_service.storage import Records
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
 PATH_MAX = 4096
+SHOWN_MAX = 4096  # files that are remembered for lists
 BY_LENGTH_MAX = 128
 ANY_ETAG = "*"  # If-Match: whatever is there now
 
@@ -117,6 +119,13 @@ def write_run_file(records: Records, run: str, file: RunFile) -> None:
     records.replace(path, encoded)
 
 
+class _Shown(NamedTuple):
+    """A run's file as it was read then."""
+
+    file: RunFile
+    at: float
+
+
 class RunFiles:
     """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
 
@@ -133,12 +142,18 @@ class RunFiles:
         is_run: Callable[[str], bool] = lambda run: True,
         has_saved: Callable[[str], bool] = lambda run: False,
         elsewhere: Callable[[str], AbstractContextManager[Callable[[], object]]] | None = None,
+        shown_s: float = 0.0,
     ) -> None:
-        """`usual` is the policy of runs without one of their own, besides how many are kept."""
+        """`usual` is the policy of runs without one of their own, besides how many are kept. `shown` reads a file again
+        after `shown_s`.
+        """
         self._records, self._usual = records, usual or RetentionPolicy()
         self._is_run, self._has_saved, self._elsewhere = is_run, has_saved, elsewhere or (lambda run: nullcontext(bool))
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
         self._leaving: set[str] = set()  # runs that are being deleted
+        self._shown_s = shown_s
+        self._shown: dict[str, _Shown] = {}
+        self._changes = 0
 
     @contextmanager
     def exclusively(self, run: str) -> Iterator[Callable[[], object]]:
@@ -146,7 +161,10 @@ class RunFiles:
         been suspended for so long that another node has changed the file.
         """
         with self.changing, self._elsewhere(run) as still:
-            yield still
+            try:
+                yield still
+            finally:
+                self._forget(run)
 
     @contextmanager
     def leaving(self, run: str) -> Iterator[None]:
@@ -158,9 +176,28 @@ class RunFiles:
         finally:
             with self.changing:
                 self._leaving.discard(run)
+                self._forget(run)
 
     def read(self, run: str) -> RunFile:
         return read_run_file(self._records, run).with_usual(self._usual)
+
+    def shown(self, run: str) -> RunFile:
+        """`read` for lists and pages: with all that this process has changed, and with what other nodes have changed after a
+        while, where reading it costs a request.
+        """
+        known, changes = self._shown.get(run), self._changes
+        if known is not None and time.monotonic() - known.at < self._shown_s:
+            return known.file
+        file = self.read(run)
+        if self._shown_s and changes == self._changes:
+            if len(self._shown) >= SHOWN_MAX:
+                self._shown.clear()
+            self._shown[run] = _Shown(file, time.monotonic())
+        return file
+
+    def _forget(self, run: str) -> None:
+        self._changes += 1
+        self._shown.pop(run, None)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; an unchanged one is not written. `NoSuchRun` if the run was

@@ -33,7 +33,7 @@ from .uploads import Uploads
 log = logging.getLogger(__name__)
 
 LOOK_S = 120.0  # for each request of a look: with the lease, an idle daemon asks once a minute
-LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), False)
+LOOKS = Looks(lambda runs: LOOK_S * (1 + 3 * runs), at_files=False, late=False)
 
 
 class SharedCatalog(NamedTuple):
