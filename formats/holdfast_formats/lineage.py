@@ -80,10 +80,15 @@ def way(placed_checkpoints: Iterable[PlacedCheckpoint]) -> Way:
 
 def is_on(way: Way, placed_checkpoint: PlacedCheckpoint) -> bool:
     """Whether this checkpoint is on the way to the living line, or on it."""
-    key, ahead = line(placed_checkpoint.rewinds), (*way, None)
+    return leads(way, line(placed_checkpoint.rewinds), placed_checkpoint.step)
+
+
+def leads(way: Way, key: Key, step: int) -> bool:
+    """`is_on` of a checkpoint of which step and line are known."""
+    ahead = (*way, None)
     lines = (ROOT, *(rewind[:2] for rewind in way))
     ends = {at: inf if nxt is None else nxt.step for at, nxt in zip(lines, ahead, strict=True)}
-    return placed_checkpoint.step <= ends.get(key, NOTHING - 1)
+    return step <= ends.get(key, NOTHING - 1)
 
 
 def abandoned(placed_checkpoints: Sequence[PlacedCheckpoint]) -> set[int]:

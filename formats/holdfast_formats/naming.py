@@ -20,6 +20,7 @@ TRASH = "trash"
 RECEIPTS = "receipts"
 COMMITS = "commits"  # of a run in a bucket: an object a step, which names the step's files
 DATA = "data"  # of a run in a bucket: the files of its checkpoints, and of saves that are under way
+LINES = "lines"  # of a run in a bucket: an empty object a prefix of files, whose name says the line of its checkpoint
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
@@ -53,6 +54,7 @@ _NODE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _ATTEMPTS_FILE = re.compile(rf"\.holdfast\.attempts@({_NODE})\.json")
 _DAEMON_FILE = re.compile(rf"\.holdfast@({_NODE})\.json")
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,15})")
+_LINE_MARK = re.compile(r"(.+)~(0|[1-9]\d{0,18})\.(0|[1-9]\d{0,18})")
 _STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})(?:\.r([1-9]\d{0,17}))?")
 _OF_TENSORS = (".safetensors", ".safetensors.index.json")
 _RESERVED_FILES = frozenset({COMMIT, MANIFEST, STATE, RECEIPTS})
@@ -87,6 +89,13 @@ class Place(NamedTuple):
     @property
     def path(self) -> str:
         return staging_path(*self)
+
+
+class LineMark(NamedTuple):
+    """The place of a checkpoint's files in a bucket, and the line that the checkpoint is on."""
+
+    place: Place
+    line: tuple[int, int]
 
 
 def check_run(run: str) -> str:
@@ -200,6 +209,23 @@ def parse_data_directory(run: str, name: str) -> Place | None:
     """The place of a name that `data_directory` made; None for any other name."""
     parsed = parse_staging_directory(name)
     return Place(run, *parsed) if parsed is not None and parsed.round_id else None
+
+
+def line_mark(run: str, data: str, line: tuple[int, int]) -> str:
+    """The key of the object that says on which line a checkpoint with these files is, by attempt and turn."""
+    return f"{line_marks(run, data)}{line[0]}.{line[1]}"
+
+
+def line_marks(run: str, data: str = "") -> str:
+    """What the keys of the marks of these files, or of all of a run, begin with."""
+    return f"{check_run(run)}/{LINES}/" + (f"{data}~" if data else "")
+
+
+def parse_line_mark(run: str, name: str) -> LineMark | None:
+    """Files and line of a name below `line_marks(run)`; None for any other name."""
+    match = _LINE_MARK.fullmatch(name)
+    place = parse_data_directory(run, match[1]) if match else None
+    return None if match is None or place is None else LineMark(place, (int(match[2]), int(match[3])))
 
 
 def shard_file_name(group: str, position: int, count: int) -> str:

@@ -186,3 +186,26 @@ def test_files_in_a_bucket_need_a_round() -> None:
     with pytest.raises(InvalidRequest):
         naming.data_path(naming.Place("run", 7, 1))
     assert naming.parse_data_directory("run", "step-00000007.a1") is None
+
+
+@given(
+    st.integers(0, naming.STEP_MAX),
+    st.integers(0, naming.ATTEMPT_MAX),
+    st.integers(1, naming.ROUND_ID_MAX),
+    st.tuples(st.integers(0, naming.ATTEMPT_MAX), st.integers(0, 10**9)),
+)
+def test_marks_of_lines_read_back(step: int, attempt: int, round_id: int, line: tuple[int, int]) -> None:
+    """Files and line; a mark's key begins with what lists all marks of its files, and of its run."""
+    place = naming.Place("run", step, attempt, round_id)
+    data = naming.data_directory(place)
+    key = naming.line_mark("run", data, line)
+    assert key.startswith(naming.line_marks("run", data)) and key.startswith(naming.line_marks("run"))
+    name = key.removeprefix(naming.line_marks("run"))
+    assert naming.parse_line_mark("run", name) == (place, line) and naming.parse_data_directory("run", name) is None
+
+
+@pytest.mark.parametrize("end", ["", "~1", "~1.", "~01.2", "~1.-2", "~1.2x", "~1.2~3.4", "~1.2/x"])
+def test_other_names_are_no_marks(end: str) -> None:
+    """A name that is nearly one says nothing."""
+    assert naming.parse_line_mark("run", f"step-00000007.a1.r5{end}") is None
+    assert naming.parse_line_mark("run", "step-00000007~1.2") is None

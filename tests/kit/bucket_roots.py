@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast_files.objects.commit_objects import Published, commit_object, encode
-from holdfast_formats import naming
+from holdfast_formats import lineage, naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import Place
@@ -39,7 +39,9 @@ def upload_checkpoint(directory: Path, bucket: TestBucket | MemoryBucket, prefix
         bucket.put(f"{top}{naming.data_path(place)}/{file.name}", file.read_bytes())
     commit, summary = (directory / naming.COMMIT).read_bytes(), None
     with suppress(Damaged, OSError):
-        summary = bodies.summary(manifests.decode((directory / naming.MANIFEST).read_bytes(), commit))
+        manifest = manifests.decode((directory / naming.MANIFEST).read_bytes(), commit)
+        summary = bodies.summary(manifest)
+        bucket.put(f"{top}{naming.line_mark(run, naming.data_directory(place), lineage.line(manifest.rewinds))}", b"")
     content = commit_object(
         Published(naming.data_directory(place), manifests.stated_sha256(commit), f"r{round_id}", summary)
     )

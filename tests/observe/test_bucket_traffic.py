@@ -18,7 +18,15 @@ def test_an_object_belongs_to_a_checkpoint_by_its_key(top: str) -> None:
     before = f"{top}/" if top else ""
     assert of(f"{before}llama/data/step-00000003.a1.r7/model.safetensors") == ("llama", 3)
     assert of(f"{before}llama/commits/step-00000003") == ("llama", 3)
-    for key in ("llama/run.json", "llama/commits/other", "llama/data/step-00000003/x", ".holdfast.root", ""):
+    assert of(f"{before}llama/lines/step-00000003.a1.r7~0.0") == ("llama", 3)
+    for key in (
+        "llama/run.json",
+        "llama/lines/step-00000003",
+        "llama/commits/other",
+        "llama/data/step-00000003/x",
+        ".holdfast.root",
+        "",
+    ):
         assert of(f"{before}{key}") is None
     if top:
         assert of("llama/commits/step-00000003") is None

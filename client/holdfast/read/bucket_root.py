@@ -16,6 +16,7 @@ from holdfast_formats.root_files import FILE_BYTES_MAX, RootFile, decode
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
     from holdfast_files.objects.client import Bucket
+    from holdfast_formats.lineage import Key
     from holdfast_formats.rest.bodies import CheckpointInfo
 
 SHOWN_MAX = 3  # names of what is there instead of a root
@@ -90,6 +91,17 @@ class BucketRoot(CheckpointRoot):
             found = read_commit_object(self._bucket, run, step)
             return None if found is None else bodies.of_summary(run, step, found.content.checkpoint.summary)
         return None
+
+    def lines(self, run: str) -> dict[int, Key]:
+        """Of steps with one mark. Several are of a step that is, or was, replaced: its commit object says which holds."""
+        found: dict[int, Key | None] = {}
+        top = naming.line_marks(run)
+        for page in self._bucket.pages(top):
+            for one in page.objects:
+                mark = naming.parse_line_mark(run, one.key.removeprefix(top))
+                if mark is not None:
+                    found[mark.place.step] = None if mark.place.step in found else mark.line
+        return {step: line for step, line in found.items() if line is not None}
 
     def close(self) -> None:
         with self._lock:

@@ -6,13 +6,14 @@ Options and arguments are parsed here, so no other module asks whether a root is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from holdfast.read.sources import Source
+    from holdfast_formats.lineage import Key
     from holdfast_formats.rest.bodies import CheckpointInfo
 
 _Item = TypeVar("_Item")
@@ -49,6 +50,10 @@ class CheckpointRoot(Protocol):
     def described(self, run: str, step: int) -> CheckpointInfo | None:
         """What a checkpoint's manifest says, where the root says it for less than a manifest costs; None: read that."""
         return None
+
+    def lines(self, run: str) -> Mapping[int, Key]:
+        """The lines of checkpoints by their steps, of those of which the root says it in a list."""
+        return {}
 
     def close(self) -> None:
         """End connections; the root can still be used, and opens them again."""

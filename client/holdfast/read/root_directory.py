@@ -86,9 +86,24 @@ def living_steps(root: CheckpointRoot, run: str, among: Sequence[int] | None = N
     steps = root.committed_steps(run) if among is None else among
     if len(steps) < 2:
         return list(steps)
-    placed = mapped(root, lambda step: _placement(root, run, step), steps)
-    left = lineage.abandoned([placement for placement in placed if placement is not None])
-    return [step for step in steps if step not in left]
+    lines = dict(root.lines(run))
+    read = _placements(root, run, [step for step in steps if step not in lines])
+    newest = max((lines[step] for step in steps if step in lines), default=lineage.ROOT)
+    if newest > lineage.line(lineage.way(read)):  # its checkpoints say how it was reached
+        on_it = (_placement(root, run, step) for step in steps if lines.get(step) == newest)
+        bearer = next((one for one in on_it if one is not None), None)
+        if bearer is None or lineage.line(bearer.rewinds) != newest:
+            lines, read = {}, _placements(root, run, steps)  # something else than Holdfast has changed the root
+        else:
+            read.append(bearer)
+    way = lineage.way(read)
+    lines |= {placement.step: lineage.line(placement.rewinds) for placement in read}
+    return [step for step in steps if not way or step not in lines or lineage.leads(way, lines[step], step)]
+
+
+def _placements(root: CheckpointRoot, run: str, steps: Sequence[int]) -> list[PlacedCheckpoint]:
+    """Where these checkpoints are among others, without those that cannot be read."""
+    return [one for one in mapped(root, lambda step: _placement(root, run, step), steps) if one is not None]
 
 
 def _placement(root: CheckpointRoot, run: str, step: int) -> PlacedCheckpoint | None:

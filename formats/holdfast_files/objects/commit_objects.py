@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast_formats import decoding, naming
+from holdfast_formats import decoding, lineage, naming
 from holdfast_formats.errors import CorruptManifest
 
 FORMAT = 1
@@ -67,6 +67,15 @@ def commit_object(checkpoint: Published, replaced: tuple[Published | None, ...] 
 def short_enough(summary: dict[str, Any]) -> dict[str, Any] | None:
     """The summary, None if it is too long for a commit object."""
     return summary if len(msgspec.json.encode(summary)) <= SUMMARY_BYTES_MAX else None
+
+
+def line_of(one: Published) -> lineage.Key | None:
+    """The line that the summary of a checkpoint states; None without one that does."""
+    try:
+        stated = None if one.summary is None else one.summary.get("rewinds", [])
+        return None if stated is None else lineage.line([lineage.Rewind(*map(int, rewind)) for rewind in stated])
+    except (TypeError, ValueError):
+        return None
 
 
 def may_name_replaced(size: int) -> bool:

@@ -21,7 +21,7 @@ from .client import Bucket, Found
 from .commit_objects import COMMIT_OBJECT_BYTES_MAX, CommitObject
 
 REMEMBERED_MAX = 4096  # commit objects; more are read again
-_HIDDEN = frozenset({naming.DATA, naming.COMMITS})
+_HIDDEN = frozenset({naming.DATA, naming.COMMITS, naming.LINES})
 _Result = TypeVar("_Result")
 
 

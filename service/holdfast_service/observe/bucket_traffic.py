@@ -31,6 +31,9 @@ def checkpoint_of(place: BucketAddress) -> Callable[[str], OfCheckpoint | None]:
         if parts[1] == naming.COMMITS:
             step = naming.parse_step_directory(parts[2])
             return None if step is None else OfCheckpoint(parts[0], step)
+        if parts[1] == naming.LINES:
+            mark = naming.parse_line_mark(parts[0], parts[2])
+            return None if mark is None else OfCheckpoint(parts[0], mark.place.step)
         data = naming.parse_data_directory(parts[0], parts[2]) if parts[1] == naming.DATA else None
         return None if data is None else OfCheckpoint(data.run, data.step)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import holdfast
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from holdfast_files.objects import client
@@ -87,7 +88,9 @@ def test_saves(moto_bucket: TestBucket, proxy: FaultProxy, tmp_path: Path, width
     made, counts = [stored(moto_bucket, step) for step in steps], Counter(one.kind for one in found)
     assert counts["list"] == counts["uploads"] == counts["delete"] == counts["deletes"] == 0
     written = [one.key for one in found if one.kind in ("put", "begin") and "/step-" in one.key]
-    assert len(written) == sum(one.files + 1 for one in made)  # the launch's records may come as late as its first save
+    assert len(written) == sum(
+        one.files + 2 for one in made
+    )  # and the mark of its line; the launch's records may come as late as its first save
     assert counts["part"] == sum(one.parts for one in made)
     bound = sum(one.parts + one.ranges + 4 * one.files + 6 for one in made)
     assert counts.total() <= bound, "\n".join(f"{one.kind} {one.key}" for one in found)
@@ -110,6 +113,13 @@ def test_a_start_reads_one_commit_object_a_checkpoint(moto_bucket: TestBucket, p
         assert proxy.kinds()["head"] == 0 and len(one) in (1, len(steps))
     described = call_json("ls", RUN, "--root", moto_bucket.url)[0]
     assert (described["step"], described["bytes"], described["metrics"]) == (40, built.manifest.bytes, {"loss": 2.5})
+    begin = len(proxy.seen)
+    with holdfast.open(f"{moto_bucket.url}/{RUN}@latest") as newest:
+        assert newest.step == 40
+    kinds = Counter((one.kind, f"/{naming.COMMITS}/" in one.key) for one in proxy.seen[begin:])
+    assert kinds["list", False] + kinds["list", True] <= 3 and kinds["get", True] == 1, (
+        "two lists find it, one is of its files"
+    )
     begin = len(proxy.seen)
     with served(tmp_path / "state", moto_bucket.url, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
         wait_until(lambda: any(run.checkpoints == len(steps) for run in api.runs()))

@@ -6,14 +6,22 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
 
-from holdfast_formats import naming
+from holdfast_files.objects import commit_objects
+from holdfast_formats import lineage, naming
+from holdfast_formats.disk import manifests
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, NoSuchCheckpoint, StorageFailed
 from holdfast_formats.naming import Place
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectStore, Uploads
+from holdfast_service.storage.store import CommitContents
+from tests.checkpoints import build
 from tests.kit.memory_bucket import MemoryBucket
 from tests.suites.store_suite import ALONE, ENTRY, FIRST, JOINT, LIVE, OTHER, RUN, SECOND, STEP, path, save, stage, standing
 
@@ -332,3 +340,149 @@ def test_a_purge_that_died_is_finished(bucket: MemoryBucket, store: ObjectStore)
     assert not store.purge(ENTRY)
     assert opened(dying).free_purged()[0][0] == naming.purged_entry(ENTRY)
     assert store.free_purged() == [] and bucket.names() == []
+
+
+class TestMarks:
+    """Marks of lines: whatever dies and whenever, what a commit object names has its mark, and its mark says its line."""
+
+    @pytest.fixture
+    def made(self, tmp_path: Path) -> Made:
+        """Two checkpoints of a step; training continued from an older one before the second."""
+        rewound = msgspec.structs.replace(
+            build(tmp_path / "1" / "step", {"model": {"w": np.ones(3, np.float32)}}, run=RUN, step=STEP).manifest,
+            restored=3,
+            turn=1,
+            rewinds=(lineage.Rewind(2, 1, 3),),
+        )
+        plain = msgspec.structs.replace(rewound, restored=None, turn=0, rewinds=())
+        return Made(contents_of(plain), contents_of(rewound))
+
+    def test_their_keys(self, bucket: MemoryBucket, store: ObjectStore, made: Made) -> None:
+        """It is put before the commit object, stays while the files do, and is deleted with them, by no request more."""
+        put(store, JOINT, made.plain)
+        assert [key for act, key in bucket.requests if act == "put"][-2:] == [marked(JOINT, (0, 0)), COMMIT_KEY]
+        put(store, OTHER, made.rewound, over=True)
+        assert marks(bucket) == [marked(JOINT, (0, 0)), marked(OTHER, (2, 1))], "the first is kept until it is released"
+        for place in store.replaced(RUN):
+            store.free(str(store.release(place)))
+        assert marks(bucket) == [marked(OTHER, (2, 1))]
+        removed = store.remove(RUN, STEP)
+        bucket.requests.clear()
+        store.free(removed)
+        assert [act for act, _ in bucket.requests] == ["read", "list", "delete"] and bucket.names() == []
+
+    def test_a_death_at_any_request(self, made: Made) -> None:
+        """Of a save, one in its place, a discard, a removal: a sweep leaves no mark without files."""
+
+        class Killed(BaseException):
+            pass
+
+        def kill() -> None:
+            raise Killed
+
+        for at in range(1, 200):
+            bucket = MemoryBucket()
+            dying = _Meanwhile(bucket, at, kill)
+            with suppress(Killed):
+                store = opened(dying)
+                put(store, JOINT, made.plain)
+                put(store, OTHER, made.rewound, over=True)
+                for place in store.replaced(RUN):
+                    store.free(str(store.take_back(place)))
+                store.discard(LIVE)
+                store.free(store.remove(RUN, STEP))
+            check_marks(bucket)
+            opened(bucket).sweep()
+            check_marks(bucket)
+            data = {name.split("/")[2] for name in bucket.names() if f"/{naming.DATA}/" in name}
+            assert {key.split("/")[2].partition("~")[0] for key in marks(bucket)} <= data
+            if dying.left > 0:
+                assert at > 30 and bucket.names() == []
+                return
+        raise AssertionError("the requests did not end")
+
+    def test_a_round_that_was_discarded_meanwhile(self, made: Made) -> None:
+        """By another node, before any request of a commit: what it withdraws leaves no mark."""
+        for at in range(1, 100):
+            bucket = MemoryBucket()
+            begun(opened(bucket), JOINT, made.plain)
+            committing = _Meanwhile(bucket, at, lambda bucket=bucket: opened(bucket).discard(JOINT))
+            outcome = opened(committing).commit(JOINT, made.plain).outcome
+            check_marks(bucket)
+            opened(bucket).sweep()
+            assert (marks(bucket) == [marked(JOINT, (0, 0))]) is (outcome == "published")
+            if committing.left > 0:
+                return
+        raise AssertionError("the requests of a commit did not end")
+
+    def test_a_commit_between_the_lists_of_a_sweep(self, made: Made) -> None:
+        """A mark that is put meanwhile is not taken for garbage."""
+        for at in range(1, 100):
+            bucket = MemoryBucket()
+            begun(opened(bucket), JOINT, made.plain)
+            outcomes: list[str] = []
+
+            def commit(bucket: MemoryBucket = bucket, outcomes: list[str] = outcomes) -> None:
+                outcomes.append(opened(bucket).commit(JOINT, made.plain).outcome)
+
+            opened(_Meanwhile(bucket, at, commit)).sweep()
+            check_marks(bucket)
+            if not outcomes:
+                return
+        raise AssertionError("the requests of a sweep did not end")
+
+    def test_the_trash(self, bucket: MemoryBucket, store: ObjectStore, made: Made) -> None:
+        """Marks stay beside the files of a deleted run, and go with them."""
+        put(store, JOINT, made.plain)
+        store.put_away(RUN, ENTRY)
+        store.sweep()
+        assert marks(bucket) == [marked(JOINT, (0, 0))]
+        put(store, OTHER, made.rewound)
+        assert store.purge(ENTRY) and store.free_purged() == []
+        assert marks(bucket) == [marked(OTHER, (2, 1))]
+
+    def test_a_repair(self, bucket: MemoryBucket, store: ObjectStore, made: Made) -> None:
+        """Its new files have a mark, and the old ones none any more."""
+        put(store, JOINT, made.rewound)
+        mending = Place(RUN, STEP, naming.NO_ATTEMPT)
+        staged = store.begin(mending)
+        staged.put("config.json", b"{}")
+        store.mend(mending, made.rewound.manifest, made.rewound.commit)
+        assert marks(bucket) == [naming.line_mark(RUN, staged.prefix.rpartition("/")[2], (2, 1))]
+        check_marks(bucket)
+
+
+class Made(NamedTuple):
+    plain: CommitContents
+    rewound: CommitContents
+
+
+def contents_of(manifest: Manifest) -> CommitContents:
+    encoded = manifests.encode(manifest)
+    return CommitContents({}, {"config.json": b"{}"}, encoded, manifests.encode_commit(manifest, encoded))
+
+
+def begun(store: ObjectStore, place: Place, contents: CommitContents) -> None:
+    store.begin(place).put("asset.txt", b"x")
+
+
+def put(store: ObjectStore, place: Place, contents: CommitContents, over: bool = False) -> None:
+    begun(store, place, contents)
+    assert store.commit(place, contents, over).outcome == "published"
+
+
+def marked(place: Place, line: lineage.Key) -> str:
+    return naming.line_mark(RUN, naming.data_directory(place), line)
+
+
+def marks(bucket: MemoryBucket) -> list[str]:
+    return [name for name in bucket.names() if name.startswith(naming.line_marks(RUN))]
+
+
+def check_marks(bucket: MemoryBucket) -> None:
+    """All that the commit object names has its mark."""
+    if COMMIT_KEY not in bucket.names():
+        return
+    for one in commit_objects.decode(bucket.read(COMMIT_KEY), RUN, STEP).kept:
+        line = commit_objects.line_of(one)
+        assert line is not None and naming.line_mark(RUN, one.data, line) in bucket.names()

@@ -29,7 +29,7 @@ PAUSE_MAX_S = 5.0
 
 
 class ConditionalPuts:
-    """Conditional puts to one bucket. Stateless."""
+    """Puts of control objects to one bucket. Stateless."""
 
     def __init__(
         self, bucket: Bucket, honours: Honours, alone: Alone | None = None, intents: PutIntents | None = None
@@ -51,6 +51,10 @@ class ConditionalPuts:
     def replace(self, key: str, data: bytes, etag: str) -> Settled:
         """Replace an object that still has this tag."""
         return self._put(key, data, etag)
+
+    def always(self, key: str, data: bytes, retry_s: float) -> None:
+        """Write an object that others would write alike, without a condition; it is tried for `retry_s`."""
+        self._bucket.using(retry_s=retry_s).put(key, data)
 
     def settle(self, key: str) -> None:
         """Before an object is deleted: finish what another node has begun to put there; `StorageFailed` if it is unknown."""

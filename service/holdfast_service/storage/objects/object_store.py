@@ -9,7 +9,7 @@ What a crash leaves, after each write of a commit and of a removal:
 | last write | what stands | what removes the rest |
 |---|---|---|
 | parts of an upload | the checkpoint before, if any | `sweep` aborts the upload |
-| files, small files, manifest, COMMIT | the checkpoint before | `sweep`: no commit object names the prefix |
+| files, small files, manifest, COMMIT, mark | the checkpoint before | `sweep`: no commit object names the prefix |
 | commit object, new or in place of another | the new checkpoint, whose commit object names what it replaced | `release` |
 | removal: commit object deleted | nothing | `sweep` |
 | discarded round: fence, some of its files | nothing | `sweep` |
@@ -19,6 +19,11 @@ replaces, releases or takes back. Commit objects are replaced only under the loc
 
 Files cannot be removed at one moment, as a rename does it. So the files of a round are removed behind a fence, an object
 beside its prefix, and a committer that finds the fence, or no file, after it has published withdraws that.
+
+Beside its files, a checkpoint has an empty object whose name says its line, so that a reader finds the newest checkpoint of
+the living line without reading all commit objects. It is put before the commit object, and removed with the files. So what
+a commit object names has its mark, and a step with one mark has that one's line; marks of files that are not published, or
+that are kept because they were replaced, make it two. A mark alone means nothing.
 
 `shares_files` is False: parts of an object have at least 5 MiB and are put together by one request, so that nodes would have
 to agree on parts and on the id of the upload. The planner gives whole files to nodes.
@@ -36,13 +41,13 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast_files.objects import commit_objects
 from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.commit_objects import Published, commit_object
 from holdfast_files.objects.object_files import ObjectFiles
-from holdfast_formats import naming
+from holdfast_formats import lineage, naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
     CheckpointError,
@@ -59,7 +64,7 @@ from holdfast_service.storage.store import Alone, CommitContents, Publication
 
 from .conditional_puts import ConditionalPuts
 from .object_sweep import Sweep
-from .prefixes import erase, exists, fence_of, has_objects
+from .prefixes import erase_data, exists, fence_of, has_objects
 from .staged_objects import StagedObjects, StoredObjects
 from .step_commits import Standing, StepCommits, data_of
 from .trashed_runs import Confirm, TrashedRuns
@@ -111,13 +116,14 @@ class ObjectStore:
     def commit(self, place: Place, contents: CommitContents, over: bool = False) -> Publication:
         prefix = self._prefix(place)
         standing = self._commits.standing(_id(place))
-        mine = self._published(place, prefix or "", contents.manifest, contents.commit)
+        mine, mark = _offered(place, prefix or "", contents.manifest, contents.commit, self._writer)
         answer = _answer(standing, mine, over)
         if answer is None:
             missing = f"{place.path} was not begun here" if prefix is None else self._missing(place, prefix, contents)
             if prefix is None or missing:
                 return Publication("gone", missing)
-            answer = self._complete(place, prefix, contents) or self._publish(place, mine, contents, _Wish(standing, over))
+            answer = self._complete(place, prefix, contents)
+            answer = answer or self._publish(place, _Offered(mine, mark), contents, _Wish(standing, over))
         if answer.outcome == "published":
             self._end(place)
         return answer
@@ -142,10 +148,11 @@ class ObjectStore:
                     _check_size(self._bucket, f"{prefix}/{name}", one.size)
         self._patient.put(f"{prefix}/{naming.MANIFEST}", manifest)
         self._patient.put(f"{prefix}/{naming.COMMIT}", commit)
-        content = commit_object(self._published(place, prefix, manifest, commit), standing.replaced)
-        self._commits.change(which, content, standing)
+        mine, mark = _offered(place, prefix, manifest, commit, self._writer)
+        self._commits.mark(mark)
+        self._commits.change(which, commit_object(mine, standing.replaced), standing)
         self._end(place)
-        _erase_unneeded(self._bucket, data_of(place.run, old))
+        _erase_unneeded(self._bucket, place.run, old)
 
     def steps(self, run: str) -> list[int]:
         return list(self._commits.listed(run))
@@ -220,14 +227,14 @@ class ObjectStore:
         assert step is not None
         with suppress(CorruptManifest):  # a sweep frees what it named
             for one in commit_objects.decode(encoded.encode(), run, step).kept:
-                self._erase_removed(run, one.data)
+                self._erase_removed(run, one.data, _marks(run, one))
 
-    def _erase_removed(self, run: str, data: str) -> None:
+    def _erase_removed(self, run: str, data: str, marks: list[str] | None = None) -> None:
         place = naming.parse_data_directory(run, data)
         assert place is not None
         standing = self._commits.standing(_id(place))
         if standing is None or not standing.may_name(data):  # a job may have made it again
-            erase(self._bucket, naming.data_path(place))
+            erase_data(self._bucket, naming.data_path(place), marks)
 
     def put_away(self, run: str, entry: str) -> None:
         self._trash.put_away(run, entry)
@@ -278,10 +285,6 @@ class ObjectStore:
         begun = self._begun.get(place)
         return None if begun is None else begun.prefix
 
-    def _published(self, place: Place, prefix: str, manifest: bytes, commit: bytes) -> Published:
-        writer = f"r{place.round_id}" if place.round_id else self._writer
-        return Published(_name(prefix), hashlib.sha256(manifest).hexdigest(), writer, _summary(manifest, commit))
-
     def _missing(self, place: Place, prefix: str, contents: CommitContents) -> str:
         """Which staged file is not there as it was written; empty if all are (I20). What this process has asked for since it
         put it together is not asked for again, where nothing else can remove it.
@@ -313,8 +316,9 @@ class ObjectStore:
                 return Publication("gone", f"{key} has other bytes, of another committer of the round")
         return None
 
-    def _publish(self, place: Place, mine: Published, contents: CommitContents, wish: _Wish) -> Publication:
-        standing, over = wish
+    def _publish(self, place: Place, offered: _Offered, contents: CommitContents, wish: _Wish) -> Publication:
+        (standing, over), mine = wish, offered.published
+        self._commits.mark(offered.mark)
         for _ in range(REPLACEMENTS_MAX):
             kept = _Kept((), None) if standing is None else self._kept(place, standing)
             done = self._commits.put(_id(place), commit_object(mine, kept.replaced), standing)
@@ -322,25 +326,28 @@ class ObjectStore:
                 return Publication("unknown", f"{naming.commit_object_path(*_id(place))}: {done.detail}")
             if done.outcome == "done":
                 if kept.displaced is not None:
-                    _erase_unneeded(self._bucket, data_of(place.run, kept.displaced))
-                return self._confirmed(place, mine, contents)
+                    _erase_unneeded(self._bucket, place.run, kept.displaced)
+                return self._confirmed(place, offered, contents)
             standing = self._commits.standing(_id(place))
             answer = _answer(standing, mine, over)
             if answer is not None:
                 return answer
         return Publication("taken", "other writers keep replacing the checkpoint")
 
-    def _confirmed(self, place: Place, mine: Published, contents: CommitContents) -> Publication:
+    def _confirmed(self, place: Place, offered: _Offered, contents: CommitContents) -> Publication:
         """After the commit object is there: whether its files were thrown away meanwhile. They are only while the round's
         fence is there, which is removed after them.
         """
         if not place.round_id:
             return _PUBLISHED
+        mine, mark = offered
         prefix, witness = data_of(place.run, mine), next(iter(contents.staged), naming.COMMIT)
         try:
             if not exists(self._bucket, fence_of(prefix)) and exists(self._bucket, f"{prefix}/{witness}"):
                 return _PUBLISHED
             self._commits.withdraw(_id(place), mine.data)
+            if mark is not None:
+                self._bucket.delete([mark])
         except CheckpointError as error:
             return Publication("unknown", f"{prefix} is published, and may have been discarded: {error.detail}")
         return Publication("gone", f"{prefix} was discarded")
@@ -356,7 +363,7 @@ class ObjectStore:
             if self._is_named(place, prefix):
                 self._bucket.delete([fence_of(prefix)])
                 return False
-        erase(self._bucket, prefix)
+        erase_data(self._bucket, prefix)
         if place.round_id:
             self._bucket.delete([fence_of(prefix)])
         return True
@@ -380,6 +387,13 @@ class ObjectStore:
     def _end(self, place: Place) -> None:
         with self._lock:
             self._begun.pop(place, None)
+
+
+class _Offered(NamedTuple):
+    """A checkpoint that is to be published, and the key of the mark of its line, None where its manifest cannot be read."""
+
+    published: Published
+    mark: str | None
 
 
 class _Wish(NamedTuple):
@@ -413,11 +427,22 @@ def _answer(standing: Standing | None, mine: Published, over: bool) -> Publicati
     return None
 
 
-def _summary(manifest: bytes, commit: bytes) -> dict[str, Any] | None:
+def _offered(place: Place, prefix: str, manifest: bytes, commit: bytes, process: str) -> _Offered:
+    writer = f"r{place.round_id}" if place.round_id else process
+    data, digest = _name(prefix), hashlib.sha256(manifest).hexdigest()
     try:
-        return commit_objects.short_enough(bodies.summary(manifests.decode(manifest, commit)))
+        stated = manifests.decode(manifest, commit)
     except Damaged:  # the read-back says what is wrong with it
-        return None
+        return _Offered(Published(data, digest, writer), None)
+    summary = commit_objects.short_enough(bodies.summary(stated))
+    mark = naming.line_mark(place.run, data, lineage.line(stated.rewinds))
+    return _Offered(Published(data, digest, writer, summary), mark)
+
+
+def _marks(run: str, one: Published) -> list[str] | None:
+    """The mark of the line that the summary states; None where that is not known."""
+    line = commit_objects.line_of(one)
+    return None if line is None else [naming.line_mark(run, one.data, line)]
 
 
 def _check_size(bucket: Bucket, key: str, size: int) -> None:
@@ -426,9 +451,10 @@ def _check_size(bucket: Bucket, key: str, size: int) -> None:
         raise StorageFailed(f"{key} does not have the {size} bytes that were copied", path=key)
 
 
-def _erase_unneeded(bucket: Bucket, prefix: str) -> None:
+def _erase_unneeded(bucket: Bucket, run: str, one: Published) -> None:
+    prefix = data_of(run, one)
     try:
-        erase(bucket, prefix)
+        erase_data(bucket, prefix, _marks(run, one))
     except CheckpointError as error:  # a sweep removes it
         log.warning("cannot remove %s: %s", prefix, error.detail)
 

@@ -1,6 +1,7 @@
 """Finds what a bucket holds that will never be a checkpoint: files that no commit object names, and unfinished uploads.
 
-Files are listed before commit objects are read, so that what is committed meanwhile is not taken for garbage. Only names of
+Files are listed before commit objects are read, and marks of lines, which are put after files, before files, so that what is
+committed meanwhile is not taken for garbage. Only names of
 Holdfast's own form are looked at: everything else below `RUN/data/` stays. Ages are differences of the store's own times, of
 one answer (I17).
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from holdfast_files.objects.answers import PendingUpload
@@ -45,7 +46,9 @@ class Sweep:
         spared = {place if place.round_id else place[:3] for place in live}
         pending = self._pending()
         for run in sorted({*filter(naming.is_run_name, names_in(self._bucket, "")), *(place.run for place in pending)}):
+            marks = self._marks(run, idle_s)
             places = self._places(run, spared, idle_s)
+            self._delete_marks(marks, places)
             uploading = {place for place in pending if place.run == run}
             steps = {*self._commits.listed(run), *self._trash.steps(run)} if places or uploading else set()
             for place in sorted(places | uploading):
@@ -71,6 +74,22 @@ class Sweep:
                 if is_left and (idle_s is None or page.now - one.modified >= idle_s):
                     self._bucket.delete([one.key])
         return found
+
+    def _marks(self, run: str, idle_s: float | None) -> dict[str, Place]:
+        """The marks of a run's lines that were not put too lately, by key, and the places of their files."""
+        found, top = dict[str, Place](), naming.line_marks(run)
+        for page in self._bucket.pages(top):
+            for one in page.objects:
+                mark = naming.parse_line_mark(run, one.key.removeprefix(top))
+                if mark is not None and (idle_s is None or page.now - one.modified >= idle_s):
+                    found[one.key] = mark.place
+        return found
+
+    def _delete_marks(self, marks: Mapping[str, Place], places: Collection[Place]) -> None:
+        """Delete those whose files are gone."""
+        left = [key for key, place in marks.items() if place not in places]
+        if left:
+            self._bucket.delete(left)
 
     def _pending(self) -> dict[Place, list[PendingUpload]]:
         """Unfinished uploads by place; none where listing them is not allowed."""

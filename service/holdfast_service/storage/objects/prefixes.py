@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast_files.objects.client import Bucket
+from holdfast_formats import naming
 from holdfast_formats.errors import NoSuchResource
 
 FENCE = ".discarded"  # after the name of a prefix: an object that is there while the files of a round are thrown away
@@ -53,6 +54,23 @@ def erase(bucket: Bucket, directory: str) -> bool:
     if keys:
         bucket.delete(keys)
     return bool(keys)
+
+
+def erase_data(bucket: Bucket, directory: str, marks: Sequence[str] | None = None) -> bool:
+    """Remove the files of a try to save a step, which no commit object names, and before them the `marks` of their line,
+    which are listed unless they are given. False if there was nothing.
+    """
+    run, _, data = directory.partition(f"/{naming.DATA}/")
+    keys = marks_of(bucket, run, data) if marks is None else list(marks)
+    keys += objects_below(bucket, directory).keys
+    if keys:
+        bucket.delete(keys)
+    return bool(keys)
+
+
+def marks_of(bucket: Bucket, run: str, data: str) -> list[str]:
+    """The keys of the marks that say on which line a checkpoint with these files is."""
+    return [one.key for page in bucket.pages(naming.line_marks(run, data)) for one in page.objects]
 
 
 def fence_of(directory: str) -> str:

@@ -11,7 +11,7 @@ from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.storage.tier import FileWriter
 
-from .prefixes import erase
+from .prefixes import erase_data
 from .step_commits import StepCommits
 from .uploads import UploadedFile, Uploads
 
@@ -105,7 +105,7 @@ class StagedObjects:
     def clear(self) -> None:
         standing = self._commits.standing(CheckpointId(self.place.run, self.place.step))
         if standing is None or not standing.may_name(self.prefix):
-            erase(self._bucket, self.prefix)
+            erase_data(self._bucket, self.prefix)
             self._created.clear()
             self.receipts.clear()
 

@@ -19,6 +19,7 @@ from holdfast_formats.rest.bodies import CheckpointInfo
 
 from .conditional_puts import ConditionalPuts
 from .put_intents import Settled
+from .uploads import RETRY_S
 
 READS_AT_ONCE = 32
 
@@ -125,6 +126,11 @@ class StepCommits:
                 self._replacing[which.run][which.step] = any(content.replaced)
         self._committed.forget(*which)
         return done
+
+    def mark(self, key: str | None) -> None:
+        """Write the mark of a line before the commit object; None where the line is not known."""
+        if key is not None:
+            self._puts.always(key, b"", RETRY_S)
 
     def change(self, which: CheckpointId, content: CommitObject, standing: Standing) -> None:
         """Replace the standing commit object; `StorageFailed` if that may not have happened."""

@@ -1,13 +1,15 @@
 """Moves whole runs to the trash of a bucket and back: control files and commit objects, not the files of checkpoints.
 
-`.holdfast.trash/ENTRY/` has what `RUN/` had, but for `data/`, which stays where it is: commit objects in the trash name it,
-and a sweep spares it. A move copies all objects behind a mark that says where they are going, deletes them where they were,
-commit objects first, and deletes the mark. The next start finishes a move that has a mark, so that the run is then complete
-in one place. `ENTRY~gone/prefixes` makes a removal final: it lists the prefixes that `free_purged` removes.
+`.holdfast.trash/ENTRY/` has what `RUN/` had, but for `data/` and `lines/`, which stay where they are: commit objects in
+the trash name them, and a sweep spares them. A move copies all objects behind a mark that says where they are going,
+deletes them where they were, commit objects first, and deletes that mark. The next start finishes a move that has a mark,
+so that the run is then complete in one place. `ENTRY~gone/prefixes` makes a removal final: it lists the prefixes that
+`free_purged` removes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +29,7 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_service.storage.store import Alone
 
 from .conditional_puts import ConditionalPuts
-from .prefixes import erase, has_objects, names_in
+from .prefixes import erase, erase_data, has_objects, names_in
 
 COPIES_AT_ONCE = 16
 PREFIXES_BYTES_MAX = 2**26
@@ -144,12 +146,12 @@ class TrashedRuns:
                 self._bucket.delete(keys)  # I8
 
     def _own(self, run: str) -> list[Listed]:
-        """All objects of a run but the files of its checkpoints."""
+        """All objects of a run but the files of its checkpoints, and what is removed with them."""
         found = []
         for page in self._bucket.pages(f"{run}/", delimiter="/"):
             found += page.objects
             for prefix in page.prefixes:
-                if prefix != f"{run}/{naming.DATA}/":
+                if prefix not in (f"{run}/{naming.DATA}/", naming.line_marks(run)):
                     found += [one for below in self._bucket.pages(prefix) for one in below.objects]
         return found
 
@@ -168,11 +170,20 @@ class TrashedRuns:
         entry = name.removesuffix(naming.purged_entry(""))
         erase(self._bucket, _path(entry))
         prefixes = self._bucket.read(f"{_path(name)}/{_PREFIXES}", 0, PREFIXES_BYTES_MAX).decode()
+        marks = self._marks(_run_of(entry))
         for prefix in prefixes.splitlines():
             run, _, data = prefix.partition(f"/{naming.DATA}/")
             if naming.is_run_name(run) and naming.parse_data_directory(run, data) is not None:
-                erase(self._bucket, prefix)
+                erase_data(self._bucket, prefix, marks[data])
         erase(self._bucket, _path(name))
+
+    def _marks(self, run: str) -> defaultdict[str, list[str]]:
+        """The keys of all marks of a run's lines, by the files that they are of: one list for all."""
+        found, top = defaultdict[str, list[str]](list), naming.line_marks(run)
+        for page in self._bucket.pages(top):
+            for one in page.objects:
+                found[one.key.removeprefix(top).partition("~")[0]].append(one.key)
+        return found
 
     def _commits(self, begin: str) -> Iterator[tuple[CheckpointId, str]]:
         """Step and key of the commit objects of entries whose names begin so."""
