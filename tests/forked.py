@@ -296,6 +296,9 @@ def _run(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
         if script.exists():
             runpy.run_path(str(script))
     first, *rest = asked["arguments"]
+    if first == "-u":  # as torchrun starts ranks: a line is written with each print
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        first, *rest = rest
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})

@@ -20,6 +20,7 @@ from click import Command, Group
 from typer.main import get_command
 
 from holdfast.cli import app
+from tests import forked_programs
 from tests.daemons import free_port
 
 TOP = Path(__file__).parent.parent
@@ -69,16 +70,20 @@ def session(parts: list[Snippet], before: dict[int, str]) -> list[Snippet]:
 def run(page: Path, before: Sequence[Snippet] = (), parts: Sequence[Snippet] | None = None, **variables: str) -> str:
     """What the snippets printed, after those of a test. The page's daemon has its own port, socket and home."""
     with tempfile.TemporaryDirectory(prefix="page", dir="/tmp") as place:
-        programs = Path(place) / "bin"
+        programs, started = Path(place) / "bin", forked_programs.programs()
         programs.mkdir()
         (programs / "pip").write_text(PIP.format(python=sys.executable))
         (programs / "pip").chmod(0o755)
+        started.write(programs / "python", "rank")
+        started.write(programs / "torchrun", "rank", str(Path(sys.executable).with_name("torchrun")))
+        started.write(programs / "holdfast", "daemon", str(Path(sys.executable).with_name("holdfast")))
         port = free_port()
         about = os.environ | {
             "HOME": place,
             "HOLDFAST_LISTEN": f"127.0.0.1:{port}",
             "HOLDFAST_URL": f"http://127.0.0.1:{port}",
             "OMP_NUM_THREADS": "1",
+            "PYTHON_EXEC": str(programs / "python"),  # what torchrun starts
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "XDG_CONFIG_HOME": place,
