@@ -42,6 +42,7 @@ _GONE = "~gone"
 _LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
 ROUND_ID_MAX = 10**18 - 1
+_COPIES = 10**6  # of one checkpoint
 REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that was replaced by another one of its step
 NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
@@ -243,6 +244,22 @@ def job_place(run: str, step: int, digest: str = "") -> Place:
     resumed; without one the place is like no other.
     """
     return Place(run, step, NO_ATTEMPT, int(digest or uuid.uuid4().hex, 16) % ROUND_ID_MAX + 1)
+
+
+def copy_place(run: str, step: int, manifest_sha256: str) -> Place:
+    """Where a copy of the checkpoint with this manifest is staged. No two are alike: a removal that reaches a bucket late
+    finds nothing of a later copy.
+    """
+    return Place(run, step, NO_ATTEMPT, _copy_number(manifest_sha256) * _COPIES + uuid.uuid4().int % _COPIES)
+
+
+def is_copy_of(place: Place, manifest_sha256: str) -> bool:
+    """Whether `copy_place` made this place for the checkpoint with this manifest; one in 10^12 others is taken for it."""
+    return is_job_place(place) and place.round_id // _COPIES == _copy_number(manifest_sha256)
+
+
+def _copy_number(manifest_sha256: str) -> int:
+    return int(manifest_sha256, 16) % (ROUND_ID_MAX // _COPIES) + 1
 
 
 def is_job_place(place: Place | StagingName) -> bool:

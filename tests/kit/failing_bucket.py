@@ -11,7 +11,7 @@ from holdfast_formats.errors import NoSpace, StorageFailed
 from tests.suites.store_suite import Fault
 
 _WRITES = ("put", "put_part", "copy", "begin_upload", "complete")
-_LISTS = ("pages", "uploads")
+_LISTS = ("pages", "uploads", "parts")
 
 
 class Switch:

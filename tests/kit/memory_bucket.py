@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from holdfast_files.objects.address import BucketAddress
-from holdfast_files.objects.answers import KeyPage, Listed, PendingUpload
+from holdfast_files.objects.answers import KeyPage, Listed, PendingUpload, StoredPart
 from holdfast_files.objects.client import Bucket, Found, WriteOutcome
 from holdfast_formats.errors import LimitExceeded, NoSpace, NoSuchResource, StorageFailed
 
@@ -136,6 +136,11 @@ class MemoryBucket(Bucket):
         with self._asked("uploads", prefix):
             found = sorted(upload for upload, _ in self._uploads.values() if upload.key.startswith(prefix))
         yield from found
+
+    def parts(self, key: str, upload: str) -> Iterator[StoredPart]:
+        with self._asked("parts", key):
+            held = sorted(self._parts(upload).items())
+        yield from (StoredPart(number, len(data), _etag(data), "") for number, data in held)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each object, by its key, and of the parts of each unfinished upload, by its id."""

@@ -28,6 +28,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.naming import Place
 from holdfast_service.storage import CommitContents, FileWriter, Publication, StagedCheckpoint, Store
+from tests.daemons import wait_until
 
 RUN, STEP, PART = "run", 7, 2**16
 ALONE, JOINT, OTHER = Place(RUN, STEP, 1), Place(RUN, STEP, 1, 5), Place(RUN, STEP, 1, 6)
@@ -299,6 +300,49 @@ class StoreSuite:
         staged.put("config.json", FIRST.files["config.json"])
         assert store.commit(JOB, FIRST.contents()).outcome == "published"
         assert standing(storage.open()) is FIRST
+
+    def test_a_copy_goes_on_where_it_was_killed(self, storage: Storage) -> None:
+        """A sweep spares it by its place. Files that were finished are there, and can be written again; the others are."""
+        begun, names = "model-0.safetensors", ("model-1.safetensors", "model-2.safetensors", "config.json")
+        store = storage.open()
+        staged = store.begin(JOB)
+        assert staged.go_on() == {}
+        for name in names:
+            fill(staged.create(name, len(FIRST.files[name])), SECOND.files[name])
+        writer = staged.create(begun, len(FIRST.files[begun]))
+        writer.write(0, [FIRST.files[begun][: 2 * PART]])
+        writer.discard()
+        restarted = storage.open()
+        assert restarted.job_places(RUN) == [JOB] and restarted.job_places("other") == []
+        assert JOB.path not in restarted.sweep((JOB,))
+        staged = restarted.begin(JOB)
+        left = staged.go_on()
+        assert {name: left[name] for name in names} == {name: len(FIRST.files[name]) for name in names}
+        for name, data in FIRST.files.items():
+            if FIRST.files[name] != SECOND.files[name]:
+                fill(staged.create(name, len(data)), data)
+        assert restarted.commit(JOB, FIRST.contents()).outcome == "published"
+        assert standing(storage.open()) is FIRST
+
+    @pytest.mark.parametrize("how", ["sweep", "discard", "clear"])
+    def test_a_copy_that_is_not_gone_on_with(self, storage: Storage, how: str) -> None:
+        """Nothing of it takes room after a sweep, or when it is given up."""
+        empty = storage.used()
+        staged = storage.open().begin(JOB)
+        staged.go_on()
+        fill(staged.create("config.json", 2), b"{}")
+        writer = staged.create("model-0.safetensors", 2 * PART + 1)
+        writer.write(0, [bytes(2 * PART)])
+        writer.discard()
+
+        def is_gone() -> bool:
+            """A part may still be on its way, and the upload begin with it."""
+            store = storage.open()
+            {"sweep": store.sweep, "discard": lambda: store.discard(JOB), "clear": store.begin(JOB).clear}[how]()
+            return storage.used() == empty and store.job_places(RUN) == []
+
+        assert storage.used() > empty
+        wait_until(is_gone)
 
     @pytest.mark.parametrize("place", [ALONE, JOB], ids=["one node", "job"])
     def test_what_is_staged_is_cleared(self, storage: Storage, place: Place) -> None:

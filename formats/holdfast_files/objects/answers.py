@@ -43,6 +43,15 @@ class PendingUpload(NamedTuple):
     begun: float
 
 
+class StoredPart(NamedTuple):
+    """A part that an unfinished upload has. `crc32` as in a header, empty where the bucket does not say it."""
+
+    number: int
+    size: int
+    etag: str
+    crc32: str
+
+
 def parsed(data: bytes, *names: str) -> Element:
     """The document, whose root has one of these names; `Malformed` for anything else, and for a document type, by which a
     few bytes could become gigabytes.
@@ -121,6 +130,22 @@ def upload_marker(root: Element) -> list[tuple[str, str]]:
         return []
     key = key_of(text(root, "NextKeyMarker"), is_url_encoded(root))
     return [("key-marker", key), ("upload-id-marker", text(root, "NextUploadIdMarker"))]
+
+
+def parts(root: Element) -> list[StoredPart]:
+    """The parts of a ListPartsResult."""
+    try:
+        return [
+            StoredPart(int(text(one, "PartNumber")), int(text(one, "Size")), text(one, "ETag"), text(one, "ChecksumCRC32"))
+            for one in children(root, "Part")
+        ]
+    except ValueError as error:
+        raise Malformed(f"a list of parts with a wrong number: {error}") from error
+
+
+def part_marker(root: Element) -> str:
+    """What the next page of parts begins after, empty if there is none."""
+    return text(root, "NextPartNumberMarker") if text(root, "IsTruncated") == "true" else ""
 
 
 def iso_s(written: str) -> float:

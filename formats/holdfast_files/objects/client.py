@@ -32,7 +32,7 @@ from xml.sax.saxutils import escape
 
 from holdfast_files.objects import address, answers, checksums, connections, refusals, settings
 from holdfast_files.objects.address import BucketAddress
-from holdfast_files.objects.answers import XML_BYTES_MAX, KeyPage, Malformed, PendingUpload
+from holdfast_files.objects.answers import XML_BYTES_MAX, KeyPage, Malformed, PendingUpload, StoredPart
 from holdfast_files.objects.checksums import Checksum
 from holdfast_files.objects.connections import read_whole
 from holdfast_files.objects.refusals import Refusal
@@ -323,30 +323,26 @@ class Bucket:
                 raise self._strange("the next page of uploads is the same page", request, prefix)
             marker = following
 
+    def parts(self, key: str, upload: str) -> Iterator[StoredPart]:
+        """The parts that an unfinished upload has, by their numbers; `NoSuchResource` if there is no such upload."""
+        marker = "0"
+        while marker:
+            query = [("max-parts", str(KEYS_MAX)), ("part-number-marker", marker), ("uploadId", upload)]
+            request = ObjectRequest("parts", "GET", self._whole(key), query)
+            root = self._done(request, key, lambda response: _document(response, "ListPartsResult"))
+            yield from answers.parts(root)
+            marker, before = answers.part_marker(root), marker
+            if marker == before:
+                raise self._strange("the next page of parts is the same page", request, key)
+
     def copy(self, source: str, key: str, size: int) -> None:
         """Copy an object of `size` bytes on the server, in parts where it is larger than what one request copies."""
         where = {"x-amz-copy-source": quote(f"{self.address.bucket}/{self._whole(source)}", safe="/~-._")}
         if size <= COPY_BYTES_MAX:
-            headers = {**where, **self._storing}
-            self._copied(ObjectRequest("copy", "PUT", self._whole(key), headers=headers, body=[]), key, "CopyObjectResult")
+            request = ObjectRequest("copy", "PUT", self._whole(key), headers={**where, **self._storing}, body=[])
+            self._copied(request, key, "CopyObjectResult")
             return
-        part_bytes = max(COPY_PART_BYTES, -(-size // PARTS_MAX))
-        upload = self.begin_upload(key)
-        try:
-            parts = []
-            for number, start in enumerate(range(0, size, part_bytes), 1):
-                query = [("partNumber", str(number)), ("uploadId", upload)]
-                headers = {**where, "x-amz-copy-source-range": f"bytes={start}-{min(start + part_bytes, size) - 1}"}
-                request = ObjectRequest("copy", "PUT", self._whole(key), query, headers, [])
-                parts.append((number, self._copied(request, key, "CopyPartResult")))
-            completed = self.complete(key, upload, parts)
-            found = self.head(key) if completed.outcome == "unknown" else None
-            if completed.outcome != "done" and (found is None or found.size != size):
-                raise StorageFailed(f"{self.label}/{key}: the copy is not known to be complete: {completed.detail}")
-        except CheckpointError:
-            with suppress(CheckpointError):
-                self.abort(key, upload)
-            raise
+        _copy_in_parts(self, where, key, size)
 
     def presign(self, key: str, seconds: int) -> str:
         """A URL that reads this object for `seconds` without keys. It contains a signature, so it is never logged."""
@@ -445,6 +441,27 @@ def _delete_many(bucket: Bucket, keys: Sequence[str]) -> None:
         refusal = Refusal(200, answers.text(one, "Code"), answers.text(one, "Message"))
         if refusal.code != "NoSuchKey":
             raise bucket._error(refusal, request, answers.text(one, "Key").removeprefix(bucket._prefix))
+
+
+def _copy_in_parts(bucket: Bucket, where: Mapping[str, str], key: str, size: int) -> None:
+    """Copy on the server what the headers `where` name."""
+    part_bytes = max(COPY_PART_BYTES, -(-size // PARTS_MAX))
+    upload = bucket.begin_upload(key)
+    try:
+        parts = []
+        for number, start in enumerate(range(0, size, part_bytes), 1):
+            query = [("partNumber", str(number)), ("uploadId", upload)]
+            headers = {**where, "x-amz-copy-source-range": f"bytes={start}-{min(start + part_bytes, size) - 1}"}
+            request = ObjectRequest("copy", "PUT", bucket._whole(key), query, headers, [])
+            parts.append((number, bucket._copied(request, key, "CopyPartResult")))
+        completed = bucket.complete(key, upload, parts)
+        found = bucket.head(key) if completed.outcome == "unknown" else None
+        if completed.outcome != "done" and (found is None or found.size != size):
+            raise StorageFailed(f"{bucket.label}/{key}: the copy is not known to be complete: {completed.detail}")
+    except CheckpointError:
+        with suppress(CheckpointError):
+            bucket.abort(key, upload)
+        raise
 
 
 def _found(response: HTTPResponse) -> Found:

@@ -41,6 +41,7 @@ _ACTS = {
     "complete": "s3:PutObject", "copy": "s3:GetObject and s3:PutObject", "delete": "s3:DeleteObject",
     "setting": "s3:GetLifecycleConfiguration, s3:GetBucketVersioning and s3:GetBucketObjectLockConfiguration",
     "list": "s3:ListBucket", "abort": "s3:AbortMultipartUpload", "uploads": "s3:ListBucketMultipartUploads",
+    "parts": "s3:ListMultipartUploadParts",
 }  # fmt: skip
 
 

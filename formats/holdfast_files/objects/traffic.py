@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 GROUPS_MAX = 256
 RECENT_S = 60.0  # what fails in passing is repeated sooner
-WRITES = ("put", "begin", "part", "complete", "copy", "list", "uploads")  # what clouds charge as writes and lists
+WRITES = ("put", "begin", "part", "complete", "copy", "list", "uploads", "parts")  # what clouds charge as writes and lists
 READS = ("get", "head")  # deletions and given up uploads are free
 AWS_USD_PER_WRITE, AWS_USD_PER_READ = 0.005 / 1000, 0.0004 / 1000  # docs/object-storage.md has the date and the source
 

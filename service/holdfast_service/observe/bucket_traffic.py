@@ -12,6 +12,8 @@ from holdfast_formats import naming
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import write
 
+_NOT_OF_SAVES = ("uploads", "parts")  # kinds of requests
+
 
 class OfCheckpoint(NamedTuple):
     """What requests are counted by: the checkpoint that an object belongs to."""
@@ -45,7 +47,7 @@ def of_save(counts: Mapping[str, RequestCount]) -> dict[str, float]:
     if not counts:
         return {}
     total = RequestCount(*map(sum, zip(*counts.values(), strict=True)))
-    by_kind = {f"requests_{kind}": float(count.sent) for kind, count in counts.items() if kind != "uploads"}
+    by_kind = {f"requests_{kind}": float(count.sent) for kind, count in counts.items() if kind not in _NOT_OF_SAVES}
     sizes = {"sent_bytes": float(total.sent_bytes), "received_bytes": float(total.received_bytes)}
     return {"requests": float(total.sent), "retries": float(total.retries), **sizes, **by_kind}
 

@@ -126,10 +126,7 @@ class PosixStore:
             self._tier.remove_tree(path)
 
     def replaced(self, run: str) -> list[Place]:
-        staged_names = map(naming.parse_staging_directory, self._tier.list(f"{run}/{naming.STAGING}"))
-        return sorted(
-            (Place(run, *staged) for staged in staged_names if staged is not None and _is_replaced(staged)), reverse=True
-        )
+        return sorted(filter(_is_replaced, _staged(self._tier, run)), reverse=True)
 
     def release(self, place: Place) -> str | None:
         return self._thrown_away(place)
@@ -207,6 +204,9 @@ class PosixStore:
 
     def free_bytes(self) -> int:
         return self._tier.free_bytes()
+
+    def job_places(self, run: str) -> list[Place]:
+        return sorted(filter(naming.is_job_place, _staged(self._tier, naming.check_run(run))))
 
     def put_back(self, alone: Alone = lambda run: nullcontext()) -> list[str]:
         """Move replaced checkpoints on only after the names under checkpoints/ are durable: until then a power cut may bring
@@ -354,6 +354,7 @@ class PosixStaged:
         self._directory = StagedDirectory(tier, self.path)
         # A job never writes to what is there: it may be a second name of a committed file.
         self._shared = place.round_id and not naming.is_job_place(place)
+        self._earlier = set[str]()  # files of an earlier start, which are written again
 
     @property
     def files(self) -> Files:
@@ -361,7 +362,18 @@ class PosixStaged:
 
     def create(self, file: str, size: int) -> FileWriter:
         path = self._path_of(file)
+        if file in self._earlier:
+            self._earlier.discard(file)
+            self._directory.drop(file)
         return self._tier.join(path, size) if self._shared else self._tier.create(path, size)
+
+    def go_on(self) -> dict[str, int]:
+        names = [name for name in self._tier.list(self.path) if naming.is_file_name(name) and name not in _OURS_ALONE]
+        sizes = {name: size for name in names if (size := self._tier.size(f"{self.path}/{name}")) is not None}
+        for name, size in sizes.items():  # the process that wrote it may have ended before its fsync
+            self._tier.join(f"{self.path}/{name}", size).finish()
+        self._earlier = set(sizes)
+        return sizes
 
     def put(self, file: str, data: bytes) -> None:
         path = self._path_of(file)
@@ -420,7 +432,12 @@ def _trashed(entry: str) -> str:
     return f"{naming.RUN_TRASH}/{entry}"
 
 
-def _is_replaced(staged: naming.StagingName) -> bool:
+def _staged(tier: Tier, run: str) -> Iterator[Place]:
+    names = map(naming.parse_staging_directory, tier.list(f"{run}/{naming.STAGING}"))
+    return (Place(run, *name) for name in names if name is not None)
+
+
+def _is_replaced(staged: Place | naming.StagingName) -> bool:
     return staged.attempt == naming.REPLACED_ATTEMPT
 
 

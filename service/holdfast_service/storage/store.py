@@ -93,6 +93,14 @@ class StagedCheckpoint(StagedFiles, Protocol):
     @property
     def place(self) -> Place: ...
 
+    def go_on(self) -> dict[str, int]:
+        """The sizes of the files that an earlier start of this job has left here, durable but not proven: one may be
+        incomplete at its full size. Each can be created again, which replaces it.
+
+        From now on a file that is discarded before it is finished may leave what a later start goes on with, which is proven
+        to be what that start writes.
+        """
+
     def take(self, file: str, step: int, run: str | None = None) -> bool:
         """Put a file of a committed checkpoint here, by default of this run, without its bytes passing through this
         process: as a second name, or as a copy that the storage makes itself. False if it can do neither.
@@ -149,6 +157,9 @@ class Store(Protocol):
 
     def discard(self, place: Place) -> None:
         """Abandon what is staged at a place: it can no longer be committed. What was published from there stays."""
+
+    def job_places(self, run: str) -> list[Place]:
+        """Places where jobs of a run have begun to stage files. Those of published checkpoints may be among them."""
 
     def replaced(self, run: str) -> list[Place]:
         """Places of checkpoints that were, or are being, replaced by others of their steps."""

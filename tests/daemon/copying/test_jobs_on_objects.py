@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from holdfast_files.objects.answers import PendingUpload
 from holdfast_files.objects.object_files import ObjectFiles
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming
+from holdfast_formats.disk import manifests
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_formats.naming import CheckpointId, Place
@@ -23,7 +25,7 @@ from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.control import Control
 from holdfast_service.control.jobs.runner import Interrupted
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import CopyControl, carry
+from holdfast_service.daemon.copying.copies import CopyControl, carry, go_on
 from holdfast_service.daemon.copying.progress import Quiet
 from holdfast_service.daemon.copying.repair import RepairCandidates, Repairer, RepairOutcome, mend
 from holdfast_service.daemon.copying.thinner import Thinner
@@ -32,6 +34,7 @@ from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectRe
 from holdfast_service.wings.convert.import_jobs import Importer
 from tests.checkpoints import build, build_root, trained_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies
+from tests.daemons import wait_until
 from tests.databases import sqlite_url
 from tests.in_memory import in_memory, tmp_path
 from tests.job_requests import an_import
@@ -45,14 +48,14 @@ from tests.wings.convert.test_jobs import hugging_face as a_model
 __all__ = ["tmp_path"]
 
 STEPS, DIRECTORY = (5, 10, 15), naming.checkpoint_path(RUN, 5)
-PART = 2**12
+PART, SHORT = 2**12, 2**9
 
 
-def stored(bucket: MemoryBucket, switch: Switch | None = None) -> RootStorage:
+def stored(bucket: MemoryBucket, switch: Switch | None = None, part: int = PART) -> RootStorage:
     """A root in the bucket, as one more process has it, whose requests may fail."""
     reached: Any = bucket if switch is None else FailingBucket(bucket, switch)
     puts = ConditionalPuts(reached, HONOURED, None)
-    uploads = Uploads(reached, PART, memory_bytes=8 * PART, connections=3)
+    uploads = Uploads(reached, part, memory_bytes=8 * part, connections=3)
     files = ObjectFiles(reached)
     return RootStorage(ObjectRecords(reached, puts, files), ObjectStore(uploads, puts, files), None)
 
@@ -256,6 +259,17 @@ class Copied:
         carry(self.tier, DIRECTORY, store.begin(place), self.pair.manifest, CopyControl())
         publish_copy(store, place, self.pair.encoded, self.pair.commit)
 
+    def go_on(self, store: Store) -> None:
+        """As a replica's worker does it that finds what an earlier one has left."""
+        place = self.place
+        store.sweep((place,))
+        go_on(self.tier, DIRECTORY, store.begin(place), self.pair.manifest, CopyControl())
+        publish_copy(store, place, self.pair.encoded, self.pair.commit)
+
+    @property
+    def place(self) -> Place:
+        return naming.job_place(RUN, 5, manifests.stated_sha256(self.pair.commit))
+
     def mend(self, store: Store) -> RepairOutcome:
         elsewhere = RepairCandidates({"copy": self.tier}, lambda made: nullcontext(), None)
         return mend(store, CheckpointId(RUN, 5), None, elsewhere)
@@ -294,6 +308,81 @@ def test_every_request_of_a_copy(copied: Copied, how: How) -> None:
             assert at > 20
             return
     raise AssertionError("the requests of a copy did not end")
+
+
+def bodies_sent(bucket: MemoryBucket) -> int:
+    """How often bytes of tensors were received, by the part or by the file."""
+    return sum(act in ("part", "put") and key.endswith(".safetensors") for act, key in bucket.requests)
+
+
+@pytest.mark.parametrize("how", ["fails", "answer lost", "dies"])
+def test_every_request_of_a_copy_that_goes_on(copied: Copied, how: How) -> None:
+    """The next start sends what is missing, and at most one part twice: the one whose answer was lost."""
+    whole = MemoryBucket()
+    copied.go_on(stored(whole, part=SHORT).store)
+    needed = bodies_sent(whole)
+    assert needed > 30 and copied.there(whole) == copied.files
+    for at in range(1, CALLS_MAX):
+        bucket, switch, fault = MemoryBucket(), Switch(), Fault(at, how)
+        first = stored(bucket, switch, SHORT)
+        with switch.failing(fault), suppress(CheckpointError, Died):
+            copied.go_on(first.store)
+        first.close()
+        stands = copied.there(bucket)
+        assert stands in ({}, copied.files), at
+        if not stands:
+            copied.go_on(stored(bucket, part=SHORT).store)
+        assert copied.there(bucket) == copied.files and len(swept(bucket)) == 1, at
+        assert bodies_sent(bucket) <= needed + 1, at
+        if not fault.hit:
+            assert at > 20
+            return
+    raise AssertionError("the requests of a copy did not end")
+
+
+def test_other_bytes_in_a_copy_that_goes_on(copied: Copied) -> None:
+    """A file and a part that arrived with other bytes of the same size are sent again."""
+    bucket = MemoryBucket()
+    prefix, big = naming.data_path(copied.place), max(copied.files, key=lambda name: len(copied.files[name]))
+    for name, data in copied.files.items():
+        if name.endswith(".safetensors") and name != big:
+            bucket.put(f"{prefix}/{name}", data[:-1] + b"?")
+    key = f"{prefix}/{big}"
+    upload, data = bucket.begin_upload(key), memoryview(copied.files[big])
+    bucket.put_part(key, upload, 1, [data[:SHORT]])
+    bucket.put_part(key, upload, 2, [memoryview(bytes(SHORT))])
+    bucket.put_part(key, upload, 3, [data[2 * SHORT : 3 * SHORT - 1]])
+    before = bodies_sent(bucket)
+    copied.go_on(stored(bucket, part=SHORT).store)
+    whole = MemoryBucket()
+    copied.go_on(stored(whole, part=SHORT).store)
+    assert copied.there(bucket) == copied.files and len(swept(bucket)) == 1
+    assert bodies_sent(bucket) - before == bodies_sent(whole) - 1
+
+
+def test_a_copy_that_may_not_list_uploads(copied: Copied) -> None:
+    """It begins the file again, and not the checkpoint; what it does not finish is given up, as no later start finds it."""
+
+    class Forbidding(MemoryBucket):
+        forbids = True
+
+        def uploads(self, prefix: str) -> Iterator[PendingUpload]:
+            if self.forbids:
+                raise StorageFailed("403 AccessDenied")
+            return super().uploads(prefix)
+
+    whole = MemoryBucket()
+    copied.go_on(stored(whole, part=SHORT).store)
+    files = [name for name in copied.files if name.endswith(".safetensors")]
+    for at in (20, 30, 40):
+        bucket, switch = Forbidding(), Switch()
+        with switch.failing(Fault(at, "fails")), pytest.raises(StorageFailed):
+            copied.go_on(stored(bucket, switch, SHORT).store)
+        wait_until(lambda: not bucket._uploads)  # noqa: B023 - used at once
+        copied.go_on(stored(bucket, part=SHORT).store)
+        assert copied.there(bucket) == copied.files
+        most = max(-(-len(copied.files[name]) // SHORT) for name in files)
+        assert bodies_sent(bucket) <= bodies_sent(whole) + most
 
 
 @pytest.mark.parametrize("how", ["fails", "answer lost", "dies"])

@@ -244,15 +244,80 @@ def test_a_full_or_dead_disk_is_named_and_tried_again(tmp_path: Path, error: Exc
         assert [world.states(step) for step in STEPS] == [{"sick": "present"}] * 3
 
 
-def test_a_copy_can_be_stopped_anywhere(world: CopiesWorld, tmp_path: Path) -> None:
-    """A shutdown in the middle of a file leaves nothing under checkpoints/ and nothing in staging."""
-    one = world.replicators["far"]
-    one.run_once()
-    one._closed.set()
-    with pytest.raises(CopyStopped):
+@pytest.mark.parametrize("how", ["stopped", "away"])
+def test_an_interrupted_copy_goes_on(world: CopiesWorld, tmp_path: Path, how: str) -> None:
+    """In the middle of a file: nothing is under checkpoints/. The next start copies what is missing, or what is there with
+    other bytes, and leaves nothing else.
+    """
+    created: list[str] = []
+    far_away = tmp_path / "far" / RUN
+
+    class Interrupted(PosixTier):
+        last = 5
+
+        def create(self, path: str, size: int) -> object:
+            created.append(path.rpartition("/")[2])
+            if len(created) > self.last and how == "away":
+                raise StorageFailed("the disk is away")
+            if len(created) > self.last:
+                one._closed.set()
+            return super().create(path, size)
+
+    world.copy()
+    forget(world, tmp_path, 15)
+    one = world.add("far", Interrupted(tmp_path / "far"))
+    with pytest.raises(CopyStopped if how == "stopped" else StorageFailed):
         one.run_once()
-    assert os.listdir(tmp_path / "far" / RUN / naming.CHECKPOINTS) == [naming.step_directory(15)]
-    assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+    assert naming.step_directory(15) not in os.listdir(far_away / naming.CHECKPOINTS)
+    (left,) = (far_away / naming.STAGING).iterdir()
+    wrong, whole = created[0], created[3]
+    inode = os.stat(left / whole).st_ino
+    flip(left / wrong, 0)
+    created.clear()
+    Interrupted.last = 100
+    world.add("far", Interrupted(tmp_path / "far"))
+    world.copy()
+    assert contents(far(tmp_path, 15)) == contents(world.path(15)) and world.states(15) == {"far": "present"}
+    assert whole not in created and wrong in created
+    assert os.stat(far(tmp_path, 15) / whole).st_ino == inode
+    assert not os.listdir(far_away / naming.STAGING)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["same worker", "restarted"])
+@pytest.mark.parametrize("how", ["removed", "thinned"])
+def test_a_copy_that_is_no_longer_due(world: CopiesWorld, tmp_path: Path, how: str, restarted: bool) -> None:
+    """Its checkpoint was removed, or replaced by a thinned one, in the meantime: what was staged is not gone on with, and
+    goes.
+    """
+    staging = tmp_path / "far" / RUN / naming.STAGING
+
+    class Away(PosixTier):
+        is_away = False
+
+        def create(self, path: str, size: int) -> object:
+            if self.is_away and path.endswith(naming.STATE):
+                raise StorageFailed("the disk is away")
+            return super().create(path, size)
+
+    world.copy()
+    forget(world, tmp_path, 10)
+    one = world.add("far", Away(tmp_path / "far"))
+    Away.is_away = True
+    with pytest.raises(StorageFailed):
+        while one.run_once():
+            pass
+    assert len(os.listdir(staging)) == 1
+    Away.is_away = False
+    if how == "removed":
+        world.control.rotation.remove(RUN, 10, newest=True)
+    else:
+        world.keep(keep_full=1)
+        assert 10 in world.thinner().run_once(RUN)
+        assert world.control.record_queue.recorded(30)
+    if restarted:
+        world.add("far", PosixTier(tmp_path / "far"))
+    world.copy()
+    assert far(tmp_path, 10).exists() == (how == "thinned") and not os.listdir(staging)
 
 
 def test_a_damaged_copy_is_found_and_mended(world: CopiesWorld, tmp_path: Path) -> None:
@@ -313,7 +378,7 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
         mine = [False]
         worker = world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])
         assert not worker.run_once() and worker.replica is None and world.states(5) == {}
-        staged = tmp_path / "far" / RUN / naming.STAGING / naming.staging_directory(5, naming.NO_ATTEMPT)
+        staging = tmp_path / "far" / RUN / naming.STAGING
 
         class Lost(PosixTier):
             def create(self, path: str, size: int) -> object:
@@ -323,7 +388,7 @@ def test_a_replica_that_several_nodes_were_given(tmp_path: Path) -> None:
         mine[0] = True
         worker = world.add("far", Lost(tmp_path / "far"), lambda: mine[0])  # type: ignore[arg-type]
         assert worker.run_once()
-        assert not far(tmp_path).exists() and staged.exists()
+        assert not far(tmp_path).exists() and os.listdir(staging)
         assert world.states(5) == {"far": "copying"} and world.events("replica-failed") == []
         mine[0] = True
         world.add("far", PosixTier(tmp_path / "far"), lambda: mine[0])

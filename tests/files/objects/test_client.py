@@ -12,6 +12,7 @@ from holdfast_files.objects.checksums import Checksum
 from holdfast_files.objects.client import Bucket
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats.errors import LimitExceeded, NoSuchResource, StorageFailed
+from holdfast_service.storage.objects.unfinished_uploads import has_bytes
 from tests.kit.objects import BucketServer, TestBucket
 
 ODD = "run-1_a.B/commits/step-0000000005@3~x"
@@ -184,6 +185,23 @@ def test_uploads_that_were_begun(bucket: Bucket, monkeypatch: pytest.MonkeyPatch
     for key, upload in begun:
         bucket.abort(key, upload)
     assert not list(bucket.uploads(""))
+
+
+def test_parts_that_have_arrived(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are listed over several pages, with sizes and with tags that are those of their bytes, until it is given up."""
+    monkeypatch.setattr(client, "KEYS_MAX", 2)
+    upload, sent = bucket.begin_upload(ODD), {number: bytes([number]) * (10 + number) for number in (1, 3, 4, 7, 9)}
+    assert not list(bucket.parts(ODD, upload))
+    tags = {number: bucket.put_part(ODD, upload, number, [memoryview(data)]) for number, data in sent.items()}
+    found = {one.number: one for one in bucket.parts(ODD, upload)}
+    assert {number: (one.size, one.etag) for number, one in found.items()} == {
+        number: (len(data), tags[number]) for number, data in sent.items()
+    }
+    assert all(has_bytes(found[number], memoryview(data)) for number, data in sent.items())
+    assert not has_bytes(found[1], memoryview(bytes(len(sent[1])))) and not has_bytes(found[1], memoryview(b"1"))
+    bucket.abort(ODD, upload)
+    with pytest.raises(NoSuchResource):
+        list(bucket.parts(ODD, upload))
 
 
 def test_a_link_to_read_by(bucket: Bucket) -> None:

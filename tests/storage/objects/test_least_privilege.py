@@ -93,6 +93,9 @@ WRITES: dict[str, Callable[[Any, str], Any]] = {
     "delete": lambda s3, name: s3.delete_object(Bucket=name, Key=OBJECT),
 }
 UPLOADS: dict[str, Callable[[Any, str], Any]] = {"uploads": lambda s3, name: s3.list_multipart_uploads(Bucket=name)}
+PARTS: dict[str, Callable[[Any, str], Any]] = {
+    "parts": lambda s3, name: s3.list_parts(Bucket=name, Key=UPLOAD, UploadId="none")
+}
 ABORTS: dict[str, Callable[[Any, str], Any]] = {
     "abort": lambda s3, name: s3.abort_multipart_upload(Bucket=name, Key=UPLOAD, UploadId="none")
 }
@@ -112,8 +115,8 @@ NEVER: dict[str, Callable[[Any, str], Any]] = {
     "change an object's ACL": lambda s3, name: s3.put_object_acl(Bucket=name, Key=OBJECT, ACL="public-read"),
 }
 FORBIDDEN = {
-    "reader": {**WRITES, **UPLOADS, **ABORTS, **NEVER},
-    "writer": {**UPLOADS, **NEVER},
+    "reader": {**WRITES, **UPLOADS, **PARTS, **ABORTS, **NEVER},
+    "writer": {**UPLOADS, **PARTS, **NEVER},
     "janitor": {**READS, **{name: act for name, act in WRITES.items() if name != "part"}, "part": _part, **NEVER},
 }
 ALLOWED = {"reader": {**READS, **LISTS}, "writer": {**READS, **LISTS, "put": WRITES["put"]}, "janitor": {**LISTS, **UPLOADS}}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
+from holdfast_files.objects import checksums
+from holdfast_files.objects.answers import StoredPart
 from holdfast_files.objects.client import WriteOutcome
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_service.storage.objects import Uploads
+from holdfast_service.storage.objects.unfinished_uploads import UnfinishedUploads, has_bytes
 from tests.daemons import wait_until
 from tests.kit.memory_bucket import MemoryBucket
 
@@ -259,3 +264,80 @@ def test_a_completion_that_made_something_else(acts: list[tuple[str, str]], why:
     writer.write(0, [DATA[: 2 * PART]])
     with pytest.raises(StorageFailed, match=f"after its upload of 2000 bytes {why}"):
         writer.finish()
+
+
+def begun(bucket: MemoryBucket, parts: Mapping[int, bytes]) -> str:
+    """The upload that an earlier start has left."""
+    upload = bucket.begin_upload("place/file")
+    for number, data in parts.items():
+        bucket.put_part("place/file", upload, number, [memoryview(data)])
+    bucket.requests.clear()
+    return upload
+
+
+def write_all(writer: Any) -> None:
+    for at in range(0, len(DATA), PART):
+        writer.write(at, [DATA[at : at + PART]])
+    writer.finish()
+
+
+def test_an_upload_that_was_left(bucket: SlowBucket) -> None:
+    """Parts that have the same bytes are not sent; one of other bytes, or of another size, is; parts beyond the end, of a
+    start with shorter parts, do no harm.
+    """
+    sound = {number: DATA[(number - 1) * PART : number * PART] for number in (1, 2, 5, 9)}
+    upload = begun(bucket, sound | {3: bytes(PART), 4: b"short", 30: b"beyond"})
+    writer = uploads(bucket).create("place/file", len(DATA), UnfinishedUploads(bucket, "place"))
+    write_all(writer)
+    assert bucket.read("place/file") == DATA and not list(bucket.uploads(""))
+    counts = Counter(act for act, _ in bucket.requests)
+    assert (counts["begin"], counts["part"]) == (0, 21 - len(sound)) and upload not in bucket.sizes()
+
+
+def test_of_several_uploads_the_newest(bucket: SlowBucket) -> None:
+    """Is gone on with, once; another start begins another one."""
+    begun(bucket, {1: DATA[:PART]})
+    newest, earlier = begun(bucket, {2: DATA[PART : 2 * PART]}), UnfinishedUploads(bucket, "place")
+    found = earlier.take("place/file")
+    assert found is not None and found.id == newest and set(found.parts) == {2}
+    assert earlier.take("place/file") is None and UnfinishedUploads(bucket, "other").take("place/file") is None
+
+
+def test_an_upload_is_left_for_a_later_start(bucket: SlowBucket) -> None:
+    """One that can be found. One to which nothing could be added is given up: the bucket may refuse what is added to it."""
+    bucket.failing = {number: StorageFailed("the bucket is away") for number in range(5, 30)}
+    made = uploads(bucket)
+    for sent, left in ((4, 1), (4, 0)):
+        writer = made.create("place/file", len(DATA), UnfinishedUploads(bucket, "place"))
+        with pytest.raises(StorageFailed, match="the bucket is away"):
+            write_all(writer)
+        writer.discard()
+        wait_until(lambda: made.taken_bytes == 0)
+        assert [len(parts) for _, parts in bucket._uploads.values()] == [sent] * left
+
+
+def test_parts_that_may_not_be_listed(bucket: SlowBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload is given up, and the file begun again."""
+    upload = begun(bucket, {1: DATA[:PART]})
+
+    def refuse(key: str, upload: str) -> Iterator[StoredPart]:
+        raise StorageFailed("403 AccessDenied")
+
+    monkeypatch.setattr(bucket, "parts", refuse)
+    write_all(uploads(bucket).create("place/file", len(DATA), UnfinishedUploads(bucket, "place")))
+    assert bucket.read("place/file") == DATA and upload not in bucket.sizes() and not list(bucket.uploads(""))
+
+
+def test_a_part_is_proven_by_its_tag_or_its_checksum() -> None:
+    """Tags of an encrypted object are no MD5 of it; then its CRC32 is looked at, where there is one."""
+    data = memoryview(DATA)
+    tag, crc32 = hashlib.md5(DATA, usedforsecurity=False).hexdigest(), checksums.crc32([data])
+    for part, proven in (
+        (StoredPart(1, len(DATA), f'"{tag}"', ""), True),
+        (StoredPart(1, len(DATA), tag.upper(), ""), True),
+        (StoredPart(1, len(DATA), '"of-kms"', crc32), True),
+        (StoredPart(1, len(DATA), '"of-kms"', ""), False),
+        (StoredPart(1, len(DATA), '"of-kms"', checksums.crc32([data[1:]])), False),
+        (StoredPart(1, len(DATA) - 1, f'"{tag}"', crc32), False),
+    ):
+        assert has_bytes(part, data) == proven, part

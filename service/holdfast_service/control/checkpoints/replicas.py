@@ -54,13 +54,13 @@ class ReplicaRecords:
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
         self.copied: Signal[[str]] = Signal()  # a run, of which there is a new copy
 
-    def opened(self, name: str, replica: RootStorage, begins: bool = False) -> None:
-        """A replica became reachable: sweep what earlier copies left, and update the catalog from it. `begins`: the root
-        begins with those runs of the replica that it has never had.
+    def opened(self, name: str, replica: RootStorage, begun: Collection[Place] = (), *, begins: bool = False) -> None:
+        """A replica became reachable: sweep what earlier copies left, except those that are `begun`, and update the catalog
+        from it. `begins`: the root begins with those runs of the replica that it has never had.
         """
         store = replica.store
         store.put_back(lambda run: nullcontext())
-        for path in store.sweep():
+        for path in store.sweep(begun):
             log.info("swept %s of replica %s", path, name)
         held = {run: list(store.stamps(run)) for run in roots.runs(replica.records)}
         if begins:
@@ -134,6 +134,13 @@ class ReplicaRecords:
                 bodies.CheckpointInfo.model_validate(row, from_attributes=True) for row in session.scalars(wanted)
             ]
         return [checkpoint for checkpoint in checkpoints if checkpoint.damage is None]
+
+    def wanted(self, name: str) -> set[CheckpointId]:
+        """All checkpoints without a copy in this replica, verified or not."""
+        where = (CheckpointRow.damage.is_(None), _not_settled(name))
+        with self._database.read() as session:
+            rows = session.execute(select(CheckpointRow.run, CheckpointRow.step).where(*where))
+            return {CheckpointId(run, step) for run, step in rows}
 
     def stale(self, name: str, before: str) -> tuple[str, int] | None:
         """The copy that was read back longest ago, if that was before this time or never."""

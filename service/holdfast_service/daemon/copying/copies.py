@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+import msgspec
 
 from holdfast_files.buffers import ALIGNMENT_MAX
 from holdfast_files.opened import join
 from holdfast_files.verifying import ReadControl, StoredCheckpoint, copy_files, read_verified
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.errors import Damaged, NoSuchResource
 from holdfast_formats.files import Files
-from holdfast_service.storage import StagedFiles
+from holdfast_service.storage import StagedCheckpoint, StagedFiles
 from holdfast_service.storage.pacing import Pace
+
+log = logging.getLogger(__name__)
 
 
 class CopyStopped(Exception):
@@ -52,6 +58,38 @@ def carry(source: Files, here: str, staged: StagedFiles, manifest: Manifest, goi
     _check_sizes(source, here, manifest)
     copy_files(StoredCheckpoint(source, here, manifest), manifest, manifest.files, staged.create, going.control)
     read_back(staged.files, staged.path, manifest, going)
+
+
+def go_on(source: Files, here: str, staged: StagedCheckpoint, manifest: Manifest, going: CopyControl) -> None:
+    """`carry` except for files that an earlier start has staged whole: they are read back, and the others are copied. When
+    it raises, what was written by then can be gone on with.
+    """
+    left = staged.go_on()
+    whole = {file.name for file in manifest.files if left.get(file.name) == file.bytes}
+    proven = {name for name in whole if _is_proven(staged, only(manifest, (name,)), going)}
+    if proven:
+        log.info("%s: %d of %d files were there", staged.path, len(proven), len(manifest.files))
+    rest = {file.name for file in manifest.files} - proven
+    carry(source, here, staged, only(manifest, rest), going)
+
+
+def _is_proven(staged: StagedFiles, manifest: Manifest, going: CopyControl) -> bool:
+    try:
+        read_back(staged.files, staged.path, manifest, going)
+    except (Damaged, NoSuchResource) as error:
+        log.info("%s: a file that was there is copied again: %s", staged.path, error.detail)
+        return False
+    return True
+
+
+def only(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """A manifest of these files, for verification only."""
+    tensors = {
+        group: {name: entry for name, entry in named.items() if entry.file in names}
+        for group, named in manifest.tensors.items()
+    }
+    files = tuple(file for file in manifest.files if file.name in names)
+    return msgspec.structs.replace(manifest, files=files, tensors=tensors, aliases={})
 
 
 def read_back(files: Files, directory: str, manifest: Manifest, going: CopyControl) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
-import msgspec
-
-from holdfast_files.opened import CommittedManifest, open_checkpoint
+from holdfast_files.opened import CommittedManifest, open_checkpoint, read_commit
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests, thinning, verification
-from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch, StorageFailed
 from holdfast_formats.files import Files
-from holdfast_formats.naming import Place
+from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
-from holdfast_service.daemon.copying.copies import CopyControl, carry, read_back
+from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, carry, go_on, only, read_back
 from holdfast_service.daemon.copying.hard_links import stage_again
 from holdfast_service.storage import RootStorage, StagedCheckpoint, Store
 
@@ -36,24 +33,77 @@ class CopyPublisher:
         """
         self._name, self._source, self._records = name, source, records
         self._is_mine, self._going = is_mine, going
+        self._begun: dict[CheckpointId, Place] = {}  # copies to go on with
+
+    def find_begun(self, store: Store, wanted: Collection[CheckpointId]) -> list[Place]:
+        """The places of copies that an earlier start has begun, of checkpoints that are still to be copied. This start goes
+        on there.
+        """
+        self._begun.clear()
+        for run in sorted({which.run for which in wanted}):
+            for place in store.job_places(run):
+                which = CheckpointId(run, place.step)
+                if which in wanted and self._is_of(which, place):
+                    self._begun[which] = place
+        return list(self._begun.values())
+
+    def _is_of(self, which: CheckpointId, place: Place) -> bool:
+        try:
+            commit = read_commit(self._source, naming.checkpoint_path(*which))
+            return naming.is_copy_of(place, manifests.stated_sha256(commit))
+        except CheckpointError:  # a copy of it begins where it can be read
+            return False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are copies to go on with."""
+        return bool(self._begun)
+
+    def keep_begun(self, store: Store, wanted: Collection[CheckpointId]) -> None:
+        """Discard the others."""
+        for which in [which for which in self._begun if which not in wanted]:
+            store.discard(self._begun[which])
+            del self._begun[which]
 
     def copy(self, replica: RootStorage, pair: CommittedManifest) -> None:
-        """Copy a checkpoint of the source that the replica does not have."""
-        manifest, directory = pair.manifest, naming.checkpoint_path(pair.manifest.run, pair.manifest.step)
-        self.publish(replica, pair, lambda staged: carry(self._source, directory, staged, manifest, self._going()))
+        """Copy a checkpoint of the source that the replica does not have. What a stop or a failing storage has interrupted
+        stays, and is gone on with.
+        """
+        manifest, which = pair.manifest, CheckpointId(pair.manifest.run, pair.manifest.step)
+        directory, sha256 = naming.checkpoint_path(*which), manifests.stated_sha256(pair.commit)
+        place = self._begun.get(which)
+        if place is None or not naming.is_copy_of(place, sha256):
+            self.keep_begun(replica.store, self._begun.keys() - {which})
+            place = self._begun[which] = naming.copy_place(*which, sha256)
+        try:
+            go_on(self._source, directory, replica.store.begin(place), manifest, self._going())
+            self._put(replica, place, pair)
+        except (CopyStopped, StorageFailed):
+            raise
+        except BaseException:
+            self._give_up(replica.store, place)
+            del self._begun[which]
+            raise
+        del self._begun[which]
 
     def publish(self, replica: RootStorage, pair: CommittedManifest, stage: Callable[[StagedCheckpoint], None]) -> None:
         """Publish the files that `stage` stages, as this checkpoint."""
         place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
         try:
             stage(replica.store.begin(place))
-            self._check_mine()
-            self._records.publish(replica, place, pair.encoded, pair.commit)
+            self._put(replica, place, pair)
         except BaseException:
-            with suppress(CheckpointError):  # the next start sweeps what stays
-                if self._is_mine():  # else it is the other node's
-                    replica.store.discard(place)
+            self._give_up(replica.store, place)
             raise
+
+    def _put(self, replica: RootStorage, place: Place, pair: CommittedManifest) -> None:
+        self._check_mine()
+        self._records.publish(replica, place, pair.encoded, pair.commit)
+
+    def _give_up(self, store: Store, place: Place) -> None:
+        with suppress(CheckpointError):  # the next start sweeps what stays
+            if self._is_mine():  # else it is the other node's
+                store.discard(place)
 
     def follow(self, replica: RootStorage, pair: CommittedManifest) -> bool:
         """Thin or compact the copy as its checkpoint was: the latter replaces it, and only differences are copied. False if
@@ -67,7 +117,7 @@ class CopyPublisher:
         names = {
             file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
         }
-        proof, rest = _only(whole, names, True), _only(manifest, names, False)
+        proof, rest = only(whole, names), only(manifest, {file.name for file in manifest.files} - names)
         place = naming.job_place(manifest.run, manifest.step)
         going = self._going()
         try:
@@ -124,13 +174,3 @@ class CopyPublisher:
                 hint="the replica's copy is kept: remove it if you do not need it, or train under another run name",
             )
         return False
-
-
-def _only(manifest: Manifest, names: Collection[str], inside: bool) -> Manifest:
-    """A manifest of these files, or of all others, for verification only."""
-    tensors = {
-        group: {name: entry for name, entry in named.items() if (entry.file in names) is inside}
-        for group, named in manifest.tensors.items()
-    }
-    files = tuple(file for file in manifest.files if (file.name in names) is inside)
-    return msgspec.structs.replace(manifest, files=files, tensors=tensors, aliases={})

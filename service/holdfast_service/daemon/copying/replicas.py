@@ -100,7 +100,7 @@ class Replicator:
         return self.is_mine()
 
     def end(self) -> None:
-        """Stop soon; a running copy is dropped, and begun again at the next start."""
+        """Stop soon; the next start goes on with a running copy."""
         self._closed.set()
         self._again.set()
 
@@ -121,7 +121,8 @@ class Replicator:
             return False
         replica = self._reached()
         if replica is not self._opened:
-            self._records.opened(self.name, replica, self.tier is not None)
+            begun = self._publisher.find_begun(replica.store, self._records.wanted(self.name))
+            self._records.opened(self.name, replica, begun, begins=self.tier is not None)
             self._publisher.settle(replica.store, filter(naming.is_run_name, replica.records.list("")))
             self._opened = replica
         if self._rename(replica):
@@ -130,6 +131,8 @@ class Replicator:
             self.tier.let_go(replica.store.files)
         done = self._remove(replica.store)
         now = time.monotonic()
+        if self._publisher.has_begun:
+            self._publisher.keep_begun(replica.store, self._records.wanted(self.name))
         due = [c for c in self._records.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
         if due:
             self._copy(replica, due[0])

@@ -34,6 +34,9 @@ class FsyncTimed:
     def create(self, file: str, size: int) -> FileWriter:
         return _TimedFile(self._staged.create(file, size), self)
 
+    def go_on(self) -> dict[str, int]:
+        return self._staged.go_on()
+
     def put(self, file: str, data: bytes) -> None:
         self._staged.put(file, data)
 

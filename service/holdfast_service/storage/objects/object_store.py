@@ -8,7 +8,7 @@ What a crash leaves, after each write of a commit and of a removal:
 
 | last write | what stands | what removes the rest |
 |---|---|---|
-| parts of an upload | the checkpoint before, if any | `sweep` aborts the upload |
+| parts of an upload | the checkpoint before, if any | `sweep` aborts the upload, unless its place is live: a copy goes on |
 | files, small files, manifest, COMMIT, mark | the checkpoint before | `sweep`: no commit object names the prefix |
 | commit object, new or in place of another | the new checkpoint, whose commit object names what it replaced | `release` |
 | removal: commit object deleted | nothing | `sweep` |
@@ -38,7 +38,7 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -63,11 +63,12 @@ from holdfast_formats.rest.bodies import CheckpointInfo
 from holdfast_service.storage.store import Alone, CommitContents, Publication
 
 from .conditional_puts import ConditionalPuts
-from .object_sweep import Sweep
+from .object_sweep import Sweep, job_places
 from .prefixes import erase_data, exists, fence_of, has_objects
 from .staged_objects import StagedObjects, StoredObjects
 from .step_commits import Standing, StepCommits, data_of
 from .trashed_runs import Confirm, TrashedRuns
+from .unfinished_uploads import erase_staged
 from .uploads import Uploads
 
 REPLACEMENTS_MAX = 4  # tries, each after another writer has changed the commit object
@@ -218,16 +219,8 @@ class ObjectStore:
 
     def free(self, removed: str) -> None:
         self._confirm()
-        path, _, encoded = removed.partition(" ")
-        run, _, name = path.split("/")
-        if not encoded:
-            self._erase_removed(run, name)
-            return
-        step = naming.parse_step_directory(name)
-        assert step is not None
-        with suppress(CorruptManifest):  # a sweep frees what it named
-            for one in commit_objects.decode(encoded.encode(), run, step).kept:
-                self._erase_removed(run, one.data, _marks(run, one))
+        for run, data, marks in _removed_data(removed):
+            self._erase_removed(run, data, marks)
 
     def _erase_removed(self, run: str, data: str, marks: list[str] | None = None) -> None:
         place = naming.parse_data_directory(run, data)
@@ -267,6 +260,9 @@ class ObjectStore:
             if self._throw_away(place, prefix):
                 removed.append(prefix)
         return removed
+
+    def job_places(self, run: str) -> list[Place]:
+        return job_places(self._bucket, run)
 
     def _staged(self, place: Place, stored_at: Place) -> StagedObjects:
         return StagedObjects(place, naming.data_path(stored_at), self._uploads, self.files, self._commits)
@@ -363,7 +359,7 @@ class ObjectStore:
             if self._is_named(place, prefix):
                 self._bucket.delete([fence_of(prefix)])
                 return False
-        erase_data(self._bucket, prefix)
+        erase_staged(self._bucket, place, prefix)
         if place.round_id:
             self._bucket.delete([fence_of(prefix)])
         return True
@@ -408,6 +404,19 @@ class _Kept(NamedTuple):
 
     replaced: tuple[Published | None, ...]
     displaced: Published | None
+
+
+def _removed_data(removed: str) -> Iterator[tuple[str, str, list[str] | None]]:
+    """The run, files and marks of what `remove`, `release` or `take_back` has returned."""
+    path, _, encoded = removed.partition(" ")
+    run, _, name = path.split("/")
+    if not encoded:
+        yield run, name, None
+        return
+    step = naming.parse_step_directory(name)
+    assert step is not None
+    with suppress(CorruptManifest):  # a sweep frees what it named
+        yield from ((run, one.data, _marks(run, one)) for one in commit_objects.decode(encoded.encode(), run, step).kept)
 
 
 def _answer(standing: Standing | None, mine: Published, over: bool) -> Publication | None:

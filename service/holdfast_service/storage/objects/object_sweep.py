@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from holdfast_files.objects.answers import PendingUpload
@@ -127,3 +128,13 @@ class Sweep:
             self._bucket, naming.data_path(place)
         )  # none, where a server lists empty directories for a while
         return bool(found.keys) and (idle_s is None or found.idle_s >= idle_s)
+
+
+def job_places(bucket: Bucket, run: str) -> list[Place]:
+    """The places of jobs of a run that have files or, where these can be listed, unfinished uploads."""
+    top = f"{naming.check_run(run)}/{naming.DATA}/"
+    names = set(names_in(bucket, top.rstrip("/")))
+    with suppress(CheckpointError):
+        names.update(one.key.removeprefix(top).partition("/")[0] for one in bucket.uploads(top))
+    found = (naming.parse_data_directory(run, name) for name in names)
+    return sorted(place for place in found if place is not None and naming.is_job_place(place))

@@ -11,8 +11,8 @@ from holdfast_formats.errors import InvalidRequest, NoSuchResource
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.storage.tier import FileWriter
 
-from .prefixes import erase_data
 from .step_commits import StepCommits
+from .unfinished_uploads import UnfinishedUploads, erase_staged
 from .uploads import UploadedFile, Uploads
 
 _OURS_ALONE = frozenset({naming.MANIFEST, naming.COMMIT, naming.RECEIPTS})
@@ -79,6 +79,7 @@ class StagedObjects:
         self.place, self.prefix, self.files, self._commits = place, prefix, files, commits
         self.receipts: dict[str, bytes] = {}
         self._created: dict[str, tuple[int, UploadedFile]] = {}  # with its bytes, as this process has created it last
+        self._earlier: UnfinishedUploads | None = None
         self._uploads, self._bucket = uploads, uploads.patient
 
     @property
@@ -86,9 +87,15 @@ class StagedObjects:
         return self.place.path
 
     def create(self, file: str, size: int) -> FileWriter:
-        made = self._uploads.create(self._key(file), size)
+        made = self._uploads.create(self._key(file), size, self._earlier)
         self._created[file] = (size, made)
         return made
+
+    def go_on(self) -> dict[str, int]:
+        self._earlier = UnfinishedUploads(self._bucket, self.prefix)
+        found = (one for page in self._bucket.pages(f"{self.prefix}/") for one in page.objects)
+        sizes = {one.key.rpartition("/")[2]: one.size for one in found}
+        return {name: size for name, size in sizes.items() if name not in _OURS_ALONE}
 
     def has_seen(self, file: str, size: int) -> bool:
         """Whether this process has put a file of so many bytes together here, and has asked for its size since."""
@@ -105,7 +112,7 @@ class StagedObjects:
     def clear(self) -> None:
         standing = self._commits.standing(CheckpointId(self.place.run, self.place.step))
         if standing is None or not standing.may_name(self.prefix):
-            erase_data(self._bucket, self.prefix)
+            erase_staged(self._bucket, self.place, self.prefix)
             self._created.clear()
             self.receipts.clear()
 

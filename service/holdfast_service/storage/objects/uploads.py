@@ -6,12 +6,16 @@ parts are sent by threads of this module while the next ones are filled. Measure
 a tenth of what Content-MD5 takes; parts that were sent within `write` were as fast to a server on the same machine, but a
 save would then have no more connections than threads that write.
 
+A file may be gone on with that an earlier start has not finished: all of it is written again here, and a part that the
+bucket has already with these bytes is not sent.
+
 A part waits for memory, except the first one that is not full, of a file of which nothing is being sent: ranges are handed
 out in order, so that all its bytes are on their way, and writers that wait for other parts cannot block it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +24,13 @@ from contextlib import suppress
 import numpy as np
 
 from holdfast_files.buffers import page_aligned
+from holdfast_files.objects.answers import StoredPart
 from holdfast_files.objects.client import Bucket
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.storage.tier import Buffer, check_range, octets
+
+from .unfinished_uploads import UnfinishedUploads, has_bytes
 
 PART_BYTES = 16 * 2**20  # a larger file than 10 000 of them has larger parts
 PARTS_MAX = 10_000
@@ -31,6 +38,8 @@ MEMORY_BYTES = 128 * 2**20  # of parts that are filled or sent
 CONNECTIONS = 6
 RETRY_S = 300.0
 COMPLETIONS_MAX = 3
+
+log = logging.getLogger(__name__)
 
 
 class Uploads:
@@ -52,13 +61,15 @@ class Uploads:
         self.changed = threading.Condition()
         self._senders = ThreadPoolExecutor(connections, "holdfast-upload")
 
-    def create(self, key: str, size: int) -> UploadedFile:
-        """A new object of `size` bytes; it exists once it is finished."""
+    def create(self, key: str, size: int, earlier: UnfinishedUploads | None = None) -> UploadedFile:
+        """A new object of `size` bytes; it exists once it is finished. With `earlier`, an upload of the object that is there
+        is gone on with, and one that is not finished is left for a later start.
+        """
         if size < 0:
             raise InvalidRequest(f"{key}: a file of {size} bytes is not possible")
         needed = -(-size // PARTS_MAX)
         part_bytes = self.part_bytes if needed <= self.part_bytes else needed + -needed % 2**20
-        return UploadedFile(self, key, size, part_bytes)
+        return UploadedFile(self, key, size, part_bytes, earlier)
 
     def close(self) -> None:
         """End the threads once the parts that they have are sent, or have failed because the bucket is closed."""
@@ -104,7 +115,9 @@ class UploadedFile:
 
     alignment = 1
 
-    def __init__(self, uploads: Uploads, key: str, size: int, part_bytes: int) -> None:
+    def __init__(
+        self, uploads: Uploads, key: str, size: int, part_bytes: int, earlier: UnfinishedUploads | None = None
+    ) -> None:
         self._uploads, self._key, self._size, self.part_bytes = uploads, key, size, part_bytes
         self._parts_total = max(-(-size // part_bytes), 1)
         self._filling: dict[int, FilledPart] = {}  # by position from 0
@@ -112,6 +125,8 @@ class UploadedFile:
         self._lowest = 0  # the first part that is not full
         self._sending = 0
         self._sent: dict[int, str] = {}  # ETags by number
+        self._earlier, self._there = earlier, dict[int, StoredPart]()
+        self._taken_over = 0  # parts that were not sent, because they were there
         self._id, self._beginning = "", threading.Lock()
         self._failure: BaseException | None = None
         self._closed = self._given_up = False
@@ -160,7 +175,14 @@ class UploadedFile:
             self._abort()
 
     def _abort(self) -> None:
-        """Give the upload up. While parts are being sent, which may take minutes, the last one does: none arrives later."""
+        """Give the upload up. While parts are being sent, which may take minutes, the last one does: none arrives later.
+
+        A later start goes on with one that can be found again, unless this start went on with it, failed, and added nothing:
+        the bucket may refuse what is added to it.
+        """
+        is_stuck = bool(self._there) and self._failure is not None and len(self._sent) == self._taken_over
+        if self._earlier is not None and self._earlier.listed and not is_stuck:
+            return
         if self._id:
             with suppress(CheckpointError):  # a sweep ends it
                 self._uploads.bucket.abort(self._key, self._id)
@@ -170,8 +192,11 @@ class UploadedFile:
         try:
             if self._closed or self._failure is not None:
                 return  # given up
-            etag = self._uploads.patient.put_part(self._key, self._upload_id(), part.position + 1, [part.memory.data])
-            self._sent[part.position + 1] = etag
+            number, data = part.position + 1, part.memory.data
+            upload = self._upload_id()
+            self._sent[number] = self._known(number, data) or self._uploads.patient.put_part(
+                self._key, upload, number, [data]
+            )
         except BaseException as error:  # raised where the file is finished
             self._failure = self._failure or error
         finally:
@@ -228,8 +253,21 @@ class UploadedFile:
     def _upload_id(self) -> str:
         with self._beginning:
             if not self._id:
-                self._id = self._uploads.patient.begin_upload(self._key)
+                found = None if self._earlier is None else self._earlier.take(self._key)
+                if found is None:
+                    self._id = self._uploads.patient.begin_upload(self._key)
+                else:
+                    self._id, self._there = found
         return self._id
+
+    def _known(self, number: int, data: memoryview) -> str:
+        """The tag of a part that an earlier start has sent; empty if it has not, or other bytes."""
+        part = self._there.get(number)
+        if part is None or not has_bytes(part, data):
+            return ""
+        with self._uploads.changed:
+            self._taken_over += 1
+        return part.etag
 
     def _check_whole(self) -> None:
         full = sum(self._bytes_of(position) for position in self._full)
@@ -249,6 +287,8 @@ class UploadedFile:
             found = bucket.head(self._key)
             if found is not None and found.size == self._size:
                 self.seen = True
+                if self._there:
+                    log.info("%s: %d of %d parts were there", self._key, self._taken_over, self._parts_total)
                 return
             why = written.detail
             if written.outcome == "done":
