@@ -13,7 +13,7 @@ from holdfast_formats.rest.operations import TokenRequest
 from holdfast_service.offline.__main__ import main
 from tests.job_requests import a_merge, an_import, request
 
-ADDRESS = "s3://bucket/place"
+ADDRESS = "http://bucket/place"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,7 +11,7 @@ from holdfast.config import default_url
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Url, one_place
+from holdfast.terminal.options import AsJson, NamedRoot, Url, one_place
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
 from holdfast_formats.rest.jobs import RebuildJob
 from holdfast_formats.rest.offline import CatalogWork
@@ -27,7 +26,13 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 Root = Annotated[
-    Path | None, typer.Option("--root", metavar="DIR", help="Work on this directory; no service may be serving it.")
+    NamedRoot | None,
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="Work on this directory, or s3://BUCKET/PREFIX; no service may be serving it.",
+        parser=NamedRoot.parse,
+    ),
 ]
 Catalog = Annotated[
     str | None,
@@ -48,7 +53,7 @@ def check(
     with console.reporting(as_json):
         if root is not None:
             one_place(root, url)
-            result = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root, catalog))
+            result = CatalogCheck.model_validate(_offline("check-thorough" if thorough else "check", root.label, catalog))
         else:
             with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
                 answer = api.request("GET", "/v1/catalog/check", params={"thorough": thorough})
@@ -73,7 +78,7 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
     with console.reporting(as_json):
         if root is not None:
             one_place(root, url)
-            made = CatalogRebuild.model_validate(_offline("rebuild", root, catalog))
+            made = CatalogRebuild.model_validate(_offline("rebuild", root.label, catalog))
         else:
             with Api(url or default_url()) as api:
                 made = CatalogRebuild.model_validate(service_jobs.as_job(api, RebuildJob(), lambda done, total: None))
@@ -112,9 +117,9 @@ def adopt(
     console.answer(report, f"{report.catalog} now belongs to {report.root}{had}", as_json)
 
 
-def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: Path | str, catalog: str | None) -> Any:
+def _offline(act: Literal["check", "check-thorough", "rebuild", "adopt"], root: str, catalog: str | None) -> Any:
     check_installed()
-    return service_jobs.offline(CatalogWork(act=act, root=str(root), catalog=catalog))
+    return service_jobs.offline(CatalogWork(act=act, root=root, catalog=catalog))
 
 
 def _print(items: list[Contradiction], count: int, what: str, style: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from holdfast.read.checkpoint_index import open_library, parse_target
-from holdfast.read.directory_root import DirectoryRoot
+from holdfast.read.checkpoint_root import root_of
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, LocalRoot, Url
+from holdfast.terminal.options import AnyRoot, AsJson, NamedRoot, Url
 from holdfast.terminal.program_files import file_text, program_text
 from holdfast_formats.errors import InvalidRequest
 
@@ -71,7 +70,7 @@ def import_(  # noqa: PLR0913 - typer makes an option of each
     int16: Int16 = None,
     shards: Shards = None,
     dry_run: DryRun = False,
-    root: LocalRoot = None,
+    root: AnyRoot = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -148,7 +147,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     average_last: Last = None,
     dtype: Dtype = None,
     dry_run: DryRun = False,
-    root: LocalRoot = None,
+    root: AnyRoot = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -177,7 +176,7 @@ def merge(  # noqa: PLR0913 - typer makes an option of each
     console.answer(done, lambda: _print_merged(done, f"{run}@{step}", dry_run), as_json)
 
 
-def _average(run: str, count: int, dtype: str | None, root: Path | None, url: str | None) -> str:
+def _average(run: str, count: int, dtype: str | None, root: NamedRoot | None, url: str | None) -> str:
     """A recipe for the mean of the newest checkpoints of a run."""
     from holdfast_formats.rest.recipes import average_of_last
 
@@ -186,7 +185,7 @@ def _average(run: str, count: int, dtype: str | None, root: Path | None, url: st
         raise InvalidRequest(
             f"{run!r} is not the name of a run", hint="with --average-last, pass a run's name without a step"
         )
-    with closing(open_library(None if root is None else DirectoryRoot(root), url)) as library:
+    with closing(open_library(None if root is None else root_of(root.label), url)) as library:
         listed = library.checkpoints(target.run).checkpoints
     return average_of_last(target.run, listed, count, dtype)
 

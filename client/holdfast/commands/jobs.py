@@ -17,7 +17,7 @@ from holdfast.read.checkpoint_index import answers, of_service, step_of
 from holdfast.rest import service_jobs
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast.terminal.options import SELECTED, AsJson, Url, one_place
+from holdfast.terminal.options import SELECTED, AsJson, NamedRoot, Url, one_place
 from holdfast_formats.errors import exit_status, from_problem
 from holdfast_formats.rest import lists
 from holdfast_formats.rest.job_labels import Fact, facts
@@ -84,9 +84,9 @@ def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None
 
 
 def finished(
-    wanted: JobRequest, root: Path | None, url: str | None, doing: str | None = None, replicas: Sequence[Path] = ()
+    wanted: JobRequest, root: NamedRoot | None, url: str | None, doing: str | None = None, replicas: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The result of a job, done by the service, or with `root` on this directory; its progress is shown as `doing`.
+    """The result of a job, done by the service, or in this `root`; its progress is shown as `doing`.
 
     A daemon of this user does it in any directory of this user, wherever the user names it. A daemon that serves `root` does
     it there, unless there are `replicas`, which are directories that only a program of this user reads.
@@ -94,13 +94,13 @@ def finished(
     one_place(root, url)
     with console.told(doing or "", shown=doing is not None) as on_bytes:
         if root is not None:
-            own = OwnDaemon.serving(root) if wanted.wing else None
+            own = OwnDaemon.serving(root.daemons) if wanted.wing else None
             if own is not None:
                 return own.do(wanted, on_bytes)
-            if (served := roots.running_url(root)) is not None and not replicas and answers(served):
+            if (served := roots.running_url(root.daemons)) is not None and not replicas and answers(served):
                 with Api(served) as api:
                     return service_jobs.as_job(api, wanted, on_bytes)
-            work = RootJob(root=str(root), job=wanted, progress=True, replicas=tuple(map(str, replicas)))
+            work = RootJob(root=root.label, job=wanted, progress=True, replicas=tuple(map(str, replicas)))
             return service_jobs.offline(work, on_bytes)
         with Api(url or default_url()) as api:
             own = OwnDaemon.answering(api) if wanted.wing else None

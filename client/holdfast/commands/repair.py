@@ -11,7 +11,7 @@ from rich.text import Text
 from holdfast.commands.jobs import finished
 from holdfast.commands.labels_and_pins import named
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, LocalRoot, Url
+from holdfast.terminal.options import AnyRoot, AsJson, Url
 from holdfast_formats.errors import InvalidRequest, RootBusy
 from holdfast_formats.rest.jobs import VerifyArguments, VerifyJob
 
@@ -23,7 +23,7 @@ Sources = Annotated[
 
 
 def repair(
-    checkpoint: Wanted, sources: Sources = None, root: LocalRoot = None, url: Url = None, as_json: AsJson = False
+    checkpoint: Wanted, sources: Sources = None, root: AnyRoot = None, url: Url = None, as_json: AsJson = False
 ) -> None:
     """Read a checkpoint back and repair damaged files. Sources: replicas, the in-memory checkpoint, the manifest.
 

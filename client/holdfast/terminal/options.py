@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from holdfast.config import state_directory
 from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.terminal import completion
 from holdfast_files.objects import address
@@ -49,8 +50,21 @@ class NamedRoot(NamedTuple):
             raise typer.BadParameter(f"{error.detail}: {error.hint}") from None
         return cls(_local(Path(given)))
 
+    @property
+    def label(self) -> str:
+        """As `--root` takes it."""
+        return self.bucket.label if self.bucket is not None else str(self.directory)
 
-def one_place(root: Path | None, url: str | None) -> None:
+    @property
+    def daemons(self) -> Path:
+        """The directory in which a daemon of this machine that serves the root says where it is."""
+        if self.bucket is not None:
+            return state_directory() / address.state_name(self.bucket)
+        assert self.directory is not None
+        return self.directory
+
+
+def one_place(root: object | None, url: str | None) -> None:
     if root is not None and url is not None:
         raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
 
@@ -63,10 +77,6 @@ Root = Annotated[
         help="Read this directory, or s3://BUCKET/PREFIX, directly, without a service.",
         parser=_root,
     ),
-]
-LocalRoot = Annotated[
-    Path | None,
-    typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.", callback=_local),
 ]
 AnyRoot = Annotated[
     NamedRoot | None,

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from botocore.session import Session
 
 LENDER_CONNECT_S, LENDER_ANSWER_S, LENDER_TRIES_MAX = 5.0, 10.0, 2  # of services that lend keys, such as STS
-# botocore writes signatures and session tokens at DEBUG, and an answer with keys where keys could not be renewed.
-_LOUD = {"botocore": logging.WARNING, "botocore.credentials": logging.CRITICAL}
+# botocore writes signatures, session tokens and answers with keys at DEBUG, also where a program asks only for botocore's
+# name; and where keys could not be renewed, the answer with a traceback.
+_LOUD = {
+    **{f"botocore{part}": logging.WARNING for part in ("", ".auth", ".endpoint", ".hooks", ".parsers", ".utils")},
+    "botocore.credentials": logging.CRITICAL,
+}
 _REGION = ("region", ["AWS_DEFAULT_REGION", "AWS_REGION"], None, None)  # botocore itself does not know the second
 
 

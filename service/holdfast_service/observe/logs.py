@@ -128,7 +128,7 @@ def start_logging(level: str, form: LogFormat = "text", node: str = "node") -> N
     handler.setFormatter(JsonLines(node) if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
-    for library in ("alembic", "sqlalchemy", "httpx", "httpcore", "uvicorn", "opentelemetry"):
+    for library in ("alembic", "sqlalchemy", "httpx", "httpcore", "uvicorn", "opentelemetry", "botocore", "urllib3"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 

@@ -12,19 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from holdfast_files.objects.address import is_address
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.jobs import VerifyJob
 from holdfast_formats.rest.offline import DirectoryConversion, RootJob
 from holdfast_formats.root_files import check_local
-from holdfast_service.config import default_node
+from holdfast_service import config
+from holdfast_service.config import RootPlace, default_node
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.control import Control
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
-from holdfast_service.storage import RootStorage, lock_root, stored_in, tier_at
+from holdfast_service.offline.opened_root import opened, whereabouts
+from holdfast_service.storage import RootStorage, stored_in, tier_at
+from holdfast_service.storage.identity import settle
 from holdfast_service.wing import OwnJob, RootWork, required
 
 CONVERT = "convert"  # the wing
@@ -41,21 +45,30 @@ def run(work: RootJob | DirectoryConversion) -> dict[str, Any]:
 
 
 def _in_root(work: RootJob, progress: Progress) -> dict[str, Any]:
-    check_local(work.root)
-    root, job = Path(work.root).resolve(), work.job
+    place, job = _place(work.root), work.job
     if isinstance(job, VerifyJob):
-        if not root.is_dir():
-            raise InvalidRequest(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
+        if place.bucket is None and not place.directory.is_dir():
+            raise InvalidRequest(
+                f"the directory {place.directory} does not exist", hint="pass the daemon's directory as --root"
+            )
         kind = _repair({path: _root_of(Path(path)) for path in work.replicas})
     else:
         kind = required(job.wing, f"a job of kind {job.kind!r}").offline().jobs[job.kind]
-        if job.arguments.dry_run and kind.foretell is not None:
-            return kind.foretell(root, job)
-    with _decided(root, listed=not isinstance(job, VerifyJob)) as (control, catalog):
+        if job.arguments.dry_run and kind.foretell is not None and place.bucket is None:
+            return kind.foretell(place.directory, job)
+    with _decided(place, listed=not isinstance(job, VerifyJob)) as (control, catalog):
         done = kind.run(RootWork(control, Path.cwd()), job, progress)
         if isinstance(job, VerifyJob) or not job.arguments.dry_run:
             audit.offline(catalog.database, default_node(), f"checkpoint-{kind.done}", job.run, job.step)
         return done
+
+
+def _place(root: str) -> RootPlace:
+    if is_address(root):
+        return config.parse(["--root", root]).place
+    check_local(root)
+    directory = Path(root).resolve()
+    return RootPlace(str(directory), directory)
 
 
 def _repair(replicas: dict[str, RootStorage]) -> OwnJob:
@@ -66,15 +79,16 @@ def _repair(replicas: dict[str, RootStorage]) -> OwnJob:
 
 
 @contextmanager
-def _decided(root: Path, listed: bool) -> Iterator[tuple[Control, Catalog]]:
-    """The root's control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it.
+def _decided(place: RootPlace, listed: bool) -> Iterator[tuple[Control, Catalog]]:
+    """The root's control and catalog, under an exclusive lock: `RootBusy` while a daemon serves it, `WrongRoot` for a bucket
+    that daemons share.
 
     With `listed` the catalog is first reconciled with the directories, which would unlist damaged checkpoints.
     """
-    lock = lock_root(root)
-    try:
-        storage = stored_in(tier_at(root))
-        catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
+    with opened(place, default_node()) as storage:
+        if place.bucket is not None:
+            settle(storage.records, whereabouts(place))
+        catalog = Catalog.open(f"sqlite:///{place.directory / naming.CATALOG}")
         try:
             if listed:
                 roots.reconcile(storage.store, catalog)
@@ -83,8 +97,6 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Control, Catalog]]:
             control.close()
         finally:
             catalog.close()
-    finally:
-        lock.release()
 
 
 def _root_of(path: Path) -> RootStorage:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from holdfast_files.objects.address import is_address
+from holdfast_formats import naming
 from holdfast_formats.errors import NoSuchResource, WrongRoot
 from holdfast_formats.rest.offline import TokenWork
 from holdfast_formats.rest.operations import Token
@@ -29,12 +31,8 @@ from holdfast_service.storage.posix import make_root
 
 def run(work: TokenWork) -> dict[str, Any]:
     """The result."""
-    root = Path(work.root)
-    if not root.is_dir() and work.act != "token-create":
-        raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
-    check_root_place(root)
-    make_root(root)
-    database = Database.open(_catalog_url(root, work.catalog))
+    root = _directory(work)
+    database = Database.open(_catalog_url(root, work))
     try:
         ownership.check(database, known(root), root)
         tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
@@ -56,11 +54,29 @@ def run(work: TokenWork) -> dict[str, Any]:
         database.close()
 
 
-def _catalog_url(root: Path, given: str | None) -> str:
+def _directory(work: TokenWork) -> Path:
+    """The root's directory, or for a bucket the one in which this machine's daemon keeps its catalog."""
+    if is_address(work.root):
+        place = config.parse(["--root", work.root]).place
+        if not (place.directory / naming.ROOT_FILE).is_file():
+            raise NoSuchResource(
+                f"no daemon of this machine has served {place.label}: its catalog would be in {place.directory}",
+                hint="start the daemon first; if it has another --state DIR, set HOLDFAST_STATE to that directory",
+            )
+        return place.directory
+    root = Path(work.root)
+    if not root.is_dir() and work.act != "token-create":
+        raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
+    check_root_place(root)
+    make_root(root)
+    return root
+
+
+def _catalog_url(root: Path, work: TokenWork) -> str:
     """The URL of the catalog: the given one, or the one that a daemon of this root would use. `WrongRoot` if the root was
     last served with another catalog: a daemon does not know tokens of that.
     """
-    url = config.parse(["--root", str(root), *(["--catalog", given] if given else [])]).catalog_url
+    url = config.parse(["--root", work.root, *(["--catalog", work.catalog] if work.catalog else [])]).catalog_url
     shared = catalog_of(tier_at(root), Whereabouts(root))
     if shared is not None and not (config.is_shared(url) and address(url) == shared):
         hint = "pass its URL with --catalog, or set HOLDFAST_CATALOG"

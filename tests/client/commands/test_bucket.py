@@ -76,7 +76,6 @@ def test_what_a_bucket_cannot_do(place: str) -> None:
         ("show", f"{place}/{RUN}@500", "--root", "."): "cannot be combined",
         ("show", f"{place}/{RUN}"): "does not name a checkpoint",
         ("pin", f"{place}/{RUN}@500"): "this needs a service",
-        ("repair", f"{RUN}@500", "--root", place): "is a URL, not a directory",
         ("ls", "--tag", "x", "--root", place): "cannot be listed by tag",
     }
     for command, why in refused.items():

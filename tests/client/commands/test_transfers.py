@@ -207,11 +207,11 @@ def test_a_daemon_copies_and_people_see_it(root: Path, tmp_path: Path) -> None:
     assert call("verify", tmp_path / "out").exit_code == 0
 
 
-def test_a_root_is_no_address(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--root s3://…` makes no directory `s3:` by a command that cannot use a bucket."""
+def test_a_root_is_no_url(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--root http://…` makes no directory `http:`."""
     monkeypatch.chdir(tmp_path)
     before = sorted(os.listdir())
-    refused = call("import", root / STEP_5, "tiny@7", "--root", "s3://bucket/place")
+    refused = call("import", root / STEP_5, "tiny@7", "--root", "http://bucket/place")
     assert refused.exit_code == 2 and "is a URL" in " ".join(refused.output.split())
     assert sorted(os.listdir()) == before
 

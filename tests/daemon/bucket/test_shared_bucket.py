@@ -75,6 +75,8 @@ def test_others_are_refused_by_name(site: BucketSite) -> None:
         assert "is shared by the daemons of several nodes, with the catalog" in str(refused.value)
         assert "secret" not in str(refused.value)
     site.postgres.give_back(other)
+    busy = CliRunner().invoke(app, ["catalog", "adopt", "--root", site.bucket.url, "--catalog", site.url])
+    assert busy.exit_code == 4 and "daemons run that share the catalog" in busy.output and ": a" in busy.output
     a.stop()
     alone = ("--root", site.bucket.url, "--state", str(site.directory / "alone"))
     with pytest.raises(AssertionError, match=f"(?s)wrong-root.*catalog adopt --root {site.bucket.url}"):

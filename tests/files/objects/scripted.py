@@ -44,6 +44,11 @@ class ScriptedServer:
     def url(self) -> str:
         return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
 
+    def say(self, *answers: Said) -> None:
+        """From now on these."""
+        with self._lock:
+            self._answers = list(answers)
+
     def close(self) -> None:
         self._ended.set()
         with suppress(OSError):

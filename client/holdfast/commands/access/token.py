@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
-from holdfast.terminal.options import AsJson, Url, one_place
+from holdfast.terminal.options import AsJson, NamedRoot, Url, one_place
 from holdfast_formats.body import first_mistake
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import lists
@@ -24,7 +23,13 @@ from holdfast_formats.rest.operations import GRACE_MAX_S, NewToken, RotationRequ
 
 app = typer.Typer(help="Create, rotate, list and revoke tokens.", no_args_is_help=True)
 Root = Annotated[
-    Path | None, typer.Option("--root", metavar="DIR", help="Use the catalog of this directory; no service needs to run.")
+    NamedRoot | None,
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="Use the catalog of this directory, or this machine's of s3://BUCKET/PREFIX; no service needs to run.",
+        parser=NamedRoot.parse,
+    ),
 ]
 Catalog = Annotated[
     str | None, typer.Option("--catalog", metavar="URL", help="With --root: URL of its catalog, if it is elsewhere.")
@@ -129,10 +134,10 @@ def revoke(name: Name, root: Root = None, catalog: Catalog = None, url: Url = No
 
 
 @contextmanager
-def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[TokenStore]:
+def _store(root: NamedRoot | None, catalog: str | None, url: str | None) -> Iterator[TokenStore]:
     one_place(root, url)
     if root is not None:
-        yield RootTokens(root, catalog)
+        yield RootTokens(root.label, catalog)
         return
     if catalog is not None:
         raise InvalidRequest("--catalog needs --root", hint="pass --root as well")
