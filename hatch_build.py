@@ -13,7 +13,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("client/holdfast/memory/native_copy.c", "service/holdfast_service/daemon/averaging/native_lerp.c")
+SOURCES = (
+    "client/holdfast/memory/native_copy.c",
+    "formats/holdfast_files/objects/native_crc32.c",
+    "service/holdfast_service/daemon/averaging/native_lerp.c",
+)
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import zlib
 from collections.abc import Sequence
 from typing import Literal
+
+from holdfast_files.objects import native_crc32
 
 Checksum = Literal["md5", "crc32", "none"]
 
@@ -28,5 +29,5 @@ def md5(views: Sequence[memoryview]) -> str:
 def crc32(views: Sequence[memoryview]) -> str:
     running = 0
     for view in views:
-        running = zlib.crc32(view, running)
+        running = native_crc32.crc32(view, running)
     return base64.b64encode(running.to_bytes(4, "big")).decode()
