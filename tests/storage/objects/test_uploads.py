@@ -341,3 +341,26 @@ def test_a_part_is_proven_by_its_tag_or_its_checksum() -> None:
         (StoredPart(1, len(DATA) - 1, f'"{tag}"', crc32), False),
     ):
         assert has_bytes(part, data) == proven, part
+
+
+def test_memory_is_kept_for_the_next_file_and_given_up_later(bucket: SlowBucket) -> None:
+    """Making it costs more than filling it, and the next file may come in hours."""
+    made = uploads(bucket, kept_s=3600.0)
+    for key in ("a", "b"):
+        writer = made.create(key, len(DATA))
+        writer.write(0, [DATA])
+        writer.finish()
+    kept = {id(memory) for memory in made._free}
+    writer = made.create("c", len(DATA))
+    writer.write(0, [DATA[:10]])
+    assert kept and {id(memory) for memory in made._free} < kept, "one of them is filled"
+    writer.discard()
+    made.close()
+    made = uploads(bucket, kept_s=0.05)
+    writer = made.create("d", len(DATA))
+    writer.write(0, [DATA[:PART]])
+    wait_until(lambda: not made.taken_bytes)
+    wait_until(lambda: not made._free)
+    writer.write(PART, [DATA[PART:]])
+    writer.finish()
+    wait_until(lambda: not made._free)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,6 +36,7 @@ from .unfinished_uploads import UnfinishedUploads, has_bytes
 PART_BYTES = 16 * 2**20  # a larger file than 10 000 of them has larger parts
 PARTS_MAX = 10_000
 MEMORY_BYTES = 128 * 2**20  # of parts that are filled or sent
+KEPT_S = 30.0  # for which memory of parts is kept after the last one: making it costs more than all else of an upload
 CONNECTIONS = 6
 RETRY_S = 300.0
 COMPLETIONS_MAX = 3
@@ -52,12 +54,17 @@ class Uploads:
         memory_bytes: int = MEMORY_BYTES,
         connections: int = CONNECTIONS,
         retry_s: float = RETRY_S,
+        kept_s: float = KEPT_S,
     ) -> None:
-        """`retry_s` is for how long one request of a save is repeated, while others go on."""
+        """`retry_s` is for how long one request of a save is repeated, while others go on; `kept_s` for how long memory is
+        kept for the next file.
+        """
         self.bucket, self.patient = bucket, bucket.using(retry_s=retry_s)
         self.part_bytes, self._memory_bytes = part_bytes, memory_bytes
         self.taken_bytes = 0
-        self._free: list[Bytes] = []  # parts of the usual size, while others are taken
+        self._free: list[Bytes] = []  # parts of the usual size
+        self._kept_s, self._ended_s = kept_s, 0.0
+        self._giving_up: threading.Timer | None = None
         self.changed = threading.Condition()
         self._senders = ThreadPoolExecutor(connections, "holdfast-upload")
 
@@ -74,6 +81,9 @@ class Uploads:
     def close(self) -> None:
         """End the threads once the parts that they have are sent, or have failed because the bucket is closed."""
         self._senders.shutdown(wait=False)
+        with self.changed:
+            if self._giving_up is not None:
+                self._giving_up.cancel()
 
     def send(self, file: UploadedFile, part: FilledPart) -> None:
         try:
@@ -96,11 +106,28 @@ class Uploads:
     def give_back(self, memory: Bytes) -> None:
         with self.changed:
             self.taken_bytes -= memory.nbytes
-            if not self.taken_bytes:
-                self._free.clear()  # the next file may come in hours
-            elif memory.nbytes == self.part_bytes:
+            if memory.nbytes == self.part_bytes:
                 self._free.append(memory)
+            if not self.taken_bytes:
+                self._ended_s = time.monotonic()
+                if self._giving_up is None:
+                    self._look_in(self._kept_s)
             self.changed.notify_all()
+
+    def _look_in(self, seconds: float) -> None:
+        """The next file may come in hours: memory that is not used is given up then. The caller holds `changed`."""
+        self._giving_up = threading.Timer(seconds, self._give_up)
+        self._giving_up.daemon = True
+        self._giving_up.start()
+
+    def _give_up(self) -> None:
+        with self.changed:
+            self._giving_up = None
+            left_s = self._ended_s + self._kept_s - time.monotonic()
+            if not self.taken_bytes and left_s > 0:
+                self._look_in(left_s)
+            elif not self.taken_bytes:  # otherwise the last part that is given back looks again
+                self._free.clear()
 
 
 class FilledPart:
