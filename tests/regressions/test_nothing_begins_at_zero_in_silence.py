@@ -183,8 +183,8 @@ def test_a_root_that_is_lost_as_a_whole_is_refused(tmp_path: Path) -> None:
         assert restored(daemon.socket, "new") == 0
 
 
-def test_a_restore_waits_for_the_repair_of_the_newest(tmp_path: Path) -> None:
-    """Damage that a start finds is mended from the replica before anything is chosen."""
+def test_damage_does_not_send_a_restore_to_an_older_step(tmp_path: Path) -> None:
+    """Damage that a start or a rank finds is read from the replica, or is repaired before anything is chosen, or behind."""
     place = Place(tmp_path, replica=True)
     with place.served() as daemon:
         place.save(daemon, 1, 2)
@@ -197,7 +197,7 @@ def test_a_restore_waits_for_the_repair_of_the_newest(tmp_path: Path) -> None:
     with place.served() as daemon:
         path.unlink()
         assert restored(daemon.socket) == 2
-        assert PosixTier(place.root).size(f"{directory}/{path.name}") is not None
+        wait_until(lambda: PosixTier(place.root).size(f"{directory}/{path.name}") is not None, LIMIT_S)
 
 
 def test_a_restore_does_not_wait_for_a_daemon_that_is_silent(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from holdfast import launch
@@ -19,9 +21,11 @@ from holdfast.link.busy_runs import until_free
 from holdfast.link.connect import connect
 from holdfast.link.run_info import RunInfo
 from holdfast.read.bucket_root import BucketRoot
-from holdfast.read.checkpoint_root import CheckpointRoot
+from holdfast.read.checkpoint_root import CheckpointRoot, root_of
+from holdfast.read.copies import CheckpointCopy
 from holdfast.read.directory_root import DirectoryRoot
-from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint, open_nearest, source_at
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
@@ -41,12 +45,14 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
+from holdfast_formats.staging.messages import CopyPlace
 
 log = logging.getLogger(__name__)
 
 SETTLE_WAIT_S = 3600.0
 ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
 REPLY_SPARE_S = 60.0
+NONE: Mapping[str, CheckpointError] = MappingProxyType({})
 TELL_S = 10.0  # interval of notices about what a restore waits for
 
 
@@ -62,7 +68,7 @@ class RankIdentity(NamedTuple):
 
 class Choice(NamedTuple):
     """The step to restore (None: there is none) and where to read it. `turn` numbers the daemon's answer; `notes` name
-    skipped newer steps.
+    skipped newer steps. What the root lacks is in the `copies`.
     """
 
     step: int | None
@@ -71,6 +77,15 @@ class Choice(NamedTuple):
     turn: int | None = None
     notes: tuple[str, ...] = ()
     served: str = ""  # what the daemon, of this machine, names as its root
+    copies: tuple[CheckpointCopy, ...] = ()
+
+    def open(self, run: str, problems: dict[str, CheckpointError]) -> CheckpointReader:
+        """The checkpoint in the nearest place where it can be read; adds the problems of those passed over, by name."""
+        assert self.step is not None
+        place = (self.root, self.url, run, self.step, self.served)
+        if not self.copies:
+            return open_checkpoint(*place)
+        return open_nearest((CheckpointCopy("", partial(source_at, *place)), *self.copies), run, self.step, problems)
 
 
 class RestoreVerdictReply(NamedTuple):
@@ -106,6 +121,8 @@ class Session:
         self._turn = 0
         self._stored = place.readable
         self._bucket: BucketRoot | None = None  # the daemon's
+        self._places: dict[str, CheckpointRoot] = {}  # of copies, by what the daemon calls them
+        self._chosen: Choice | None = None
         self.notices: list[str] = []
 
     @property
@@ -216,7 +233,7 @@ class Session:
         daemon knows which checkpoints are healthy, so `healthy` always starts one.
         """
         try:
-            welcome = self.connected(start or healthy)
+            self.connected(start or healthy)
         except DaemonGone as gone:
             root = self._stored
             if root is None or healthy:
@@ -224,14 +241,32 @@ class Session:
             if start:
                 log.info("no daemon is available to agree on a step: %s", gone.detail)
             return Choice(_newest(root, self._who.run, step, groups, below), root, None)
-        assert self._link is not None
-        question = wire.Choose(id=0, turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S)
-        chosen = _patiently(self._link, question)
         turn, self._turn = self._turn, self._turn + 1
-        return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes, welcome.root)
+        return self._asked(wire.Choose(id=0, turn=turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S))
 
-    def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> RestoreVerdictReply:
-        """Report how the restore of a choice ended; returns the verdict once all ranks of the launch have reported.
+    def brought(self, choice: Choice) -> Choice:
+        """The same choice once the daemon has copied its checkpoint back to the root: this rank cannot read the copies."""
+        assert choice.turn is not None
+        return self._asked(wire.Choose(id=0, turn=choice.turn, step=choice.step, in_root=True, wait_s=SETTLE_WAIT_S))
+
+    def _asked(self, question: wire.Choose) -> Choice:
+        assert self._link is not None and self._welcome is not None
+        welcome, chosen = self._welcome, _patiently(self._link, question)
+        copies = () if chosen.step is None else tuple(self._copy(at, chosen.step) for at in chosen.copies)
+        root = self._readable(welcome)
+        self._chosen = Choice(chosen.step, root, welcome.url, question.turn, chosen.notes, welcome.root, copies)
+        return self._chosen
+
+    def _copy(self, place: CopyPlace, step: int) -> CheckpointCopy:
+        if place.at not in self._places:
+            self._places[place.at] = root_of(place.at)
+        return CheckpointCopy(place.name, partial(self._places[place.at].source, self._who.run, step))
+
+    def ended(
+        self, choice: Choice, error: CheckpointError | None, alone: bool, passed_over: Mapping[str, CheckpointError] = NONE
+    ) -> RestoreVerdictReply:
+        """Report how the restore of a choice ended, and the problems of copies that were passed over; returns the verdict
+        once all ranks of the launch have reported.
 
         Without a daemon each rank decides for itself. `alone` concerns only this rank.
         """
@@ -246,6 +281,7 @@ class Session:
             problem=problem,
             alone=alone,
             wait_s=ENDED_WAIT_S,
+            passed_over={name: problem.problem() for name, problem in passed_over.items()},
         )
         try:
             judged = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
@@ -274,8 +310,10 @@ class Session:
 
         Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
         """
-        at = self._unconnected(step)
-        with open_checkpoint(at.root, at.url, self._who.run, step, at.served) as reader:
+        at, chosen = self._unconnected(step), self._chosen
+        if chosen is not None and chosen.step == step:
+            at = at._replace(copies=chosen.copies)
+        with at.open(self._who.run, {}) as reader:
             if reader.manifest.file(name) is None:
                 raise StateMismatch(
                     f"{reader.source.label} has no file {name!r}",
@@ -322,7 +360,7 @@ class Session:
         if self._link is not None:
             self._link.close(ended)
             self._link = None
-        for root in (self._stored, self._bucket):
+        for root in (self._stored, self._bucket, *self._places.values()):
             if root is not None:
                 root.close()
 

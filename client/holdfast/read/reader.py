@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.read import requests, verified_load
+from holdfast.read.copies import Copies, OtherCopies
 from holdfast.read.overwrite_guard import unnoticed
 from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import Source
@@ -80,14 +81,23 @@ class CheckpointReader:
         manifest: The parsed manifest.
         manifest_bytes: The manifest as it is stored.
         commit_bytes: COMMIT as it is stored.
+        copies: Other copies of this checkpoint, for what `source` lacks; none by default.
 
     Example:
         >>> with closing(CheckpointReader.open(DirectorySource(directory))) as reader:
         ...     damages = reader.verify()
     """
 
-    def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        manifest_bytes: bytes,
+        commit_bytes: bytes,
+        copies: Copies | None = None,
+    ) -> None:
         self.source = source
+        self.copies = copies or Copies(source, commit_bytes)
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
@@ -96,25 +106,26 @@ class CheckpointReader:
         self._found = _Found([], [])
 
     @classmethod
-    def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
+    def open(cls, source: Source, *, complete: bool = True, others: OtherCopies | None = None) -> CheckpointReader:
         """Read COMMIT and manifest, and check that every file exists with its stated length (I5).
 
         Raises `NotCommitted` or `CorruptManifest` with the file. `complete=False` leaves the other files to `verify`. Takes
-        over the source, and closes it if opening fails.
+        over the source, and closes it if opening fails. What it lacks is read from the `others`.
         """
         try:
-            return cls._open(source, complete)
+            return cls._open(source, complete, others)
         except BaseException:
             source.close()
             raise
 
     @classmethod
-    def _open(cls, source: Source, complete: bool) -> CheckpointReader:
+    def _open(cls, source: Source, complete: bool, others: OtherCopies | None) -> CheckpointReader:
         for _ in range(REPLACED_MAX):
             commit_bytes = _read_commit(source)
             try:
                 manifest_bytes = opened.read_manifest(source, "", commit_bytes)
-                reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
+                copies = Copies(source, commit_bytes, others)
+                reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes, copies)
                 for file in reader.manifest.files if complete else ():
                     verification.check_size(reader.manifest, file.name, source.size(file.name))
             except Damaged:
@@ -127,6 +138,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         self.source.close()
+        self.copies.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -155,7 +167,13 @@ class CheckpointReader:
     def read_file(self, name: str) -> bytes:
         """Read a whole file and check every piece of it."""
         parts: dict[int, bytes] = {}
-        self.stream(self.pieces(name), lambda batch: parts.__setitem__(batch.pieces[0].start, batch.data.tobytes()))
+        pieces = self.pieces(name)
+
+        def take(batch: VerifiedBatch) -> None:
+            parts[batch.pieces[0].start] = batch.data.tobytes()
+
+        with self._as_it_stands():
+            self.copies.read(lambda source: self._stream(source, pieces, take))
         return b"".join(parts[start] for start in sorted(parts))
 
     @cached_property
@@ -187,7 +205,7 @@ class CheckpointReader:
             for batch in requests.coded_batches(self.manifest, small):
                 self._hand_over(requests.wants_of(batch))
             touched = self._touched(plain)
-            verified_load.prove(self.source, touched.runs, self.cores)
+            verified_load.prove(self.copies, touched.runs, self.cores)
         touched.proven = True
 
     def check_headers(self, wants: Iterable[Want]) -> None:
@@ -196,7 +214,7 @@ class CheckpointReader:
         used = {run.entry.file for run in self._touched(plain).runs} | requests.coded_files(self.manifest, small)
         headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
         with self._as_it_stands():
-            verified_load.check(self.source, headers)
+            verified_load.check(self.copies, headers)
 
     def load(self, wants: Iterable[Want], moved: Callable[[int], None] = unnoticed) -> int:
         """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is sound.
@@ -232,7 +250,7 @@ class CheckpointReader:
         touched = self._touched(wants)
         nbytes = sum(run.length for run in touched.runs)
         again = touched.proven or self._overlap(touched.runs, nbytes)
-        verified_load.hand_over(self.source, touched.runs, self.cores, again, moved)
+        verified_load.hand_over(self.copies, touched.runs, self.cores, again, moved)
         return nbytes
 
     def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:
@@ -289,9 +307,19 @@ class CheckpointReader:
         Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number of bytes
         read.
         """
-        control = ReadControl(verified_load.windows(self.source), moved=on_bytes or _ignore)
         with self._as_it_stands():
-            read_verified(StoredCheckpoint(self.source, "", self.manifest), pieces, take, on_damage, control)
+            self._stream(self.source, pieces, take, on_damage, on_bytes)
+
+    def _stream(
+        self,
+        source: Source,
+        pieces: Iterable[Piece],
+        take: Take,
+        on_damage: OnDamage | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        control = ReadControl(verified_load.windows(source), moved=on_bytes or _ignore)
+        read_verified(StoredCheckpoint(source, "", self.manifest), pieces, take, on_damage, control)
 
     def copy(self, files: Sequence[FileEntry], create: Callable[[str, int], NewFile], control: ReadControl) -> None:
         """Copy files, each to the one that `create` makes for a name and a size; raises as `stream`."""

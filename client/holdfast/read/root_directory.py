@@ -7,13 +7,24 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast.read.checkpoint_root import CheckpointRoot, mapped
+from holdfast.read.copies import CheckpointCopy, OtherCopies
 from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.sources import HttpSource
+from holdfast.read.sources import HttpSource, Source
 from holdfast_files.objects import address
 from holdfast_files.opened import read_placement
-from holdfast_formats import lineage
-from holdfast_formats.errors import DaemonGone, Damaged, Denied, InvalidRequest, NoSuchCheckpoint, NoSuchRun
+from holdfast_formats import lineage, naming
+from holdfast_formats.errors import (
+    CheckpointError,
+    CorruptManifest,
+    DaemonGone,
+    Damaged,
+    Denied,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    NotFound,
+)
 from holdfast_formats.lineage import PlacedCheckpoint
 
 
@@ -23,6 +34,22 @@ def open_checkpoint(
     """Open the checkpoint from its root (a path: its directory) if that can be read here, otherwise over HTTP from the
     daemon. `served` is the root of the daemon, if it is on this machine.
     """
+    source = source_at(root, url, run, step, served)
+    try:
+        return CheckpointReader.open(source)
+    except (DaemonGone, Denied) as error:
+        if not isinstance(source, HttpSource):
+            raise
+        if not served:
+            raise
+        raise type(error)(
+            f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and over HTTP: {error.detail}",
+            hint=_mount(served),
+        ) from error
+
+
+def source_at(root: CheckpointRoot | Path | None, url: str | None, run: str, step: int, served: str = "") -> Source:
+    """The files of the checkpoint as `open_checkpoint` reads them; `NoSuchCheckpoint` if they cannot be read from here."""
     root = DirectoryRoot(root) if isinstance(root, Path) else root
     is_there = root is not None and root.has(run, step)
     if root is not None and (is_there or url is None):
@@ -30,7 +57,7 @@ def open_checkpoint(
             raise NoSuchCheckpoint(
                 f"{root.label} has no checkpoint {run}@{step}", hint="`holdfast ls` lists the available checkpoints"
             )
-        return CheckpointReader.open(root.source(run, step))
+        return root.source(run, step)
     if url is None:
         raise NoSuchCheckpoint(
             f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and the daemon does "
@@ -39,15 +66,35 @@ def open_checkpoint(
         )
     from holdfast.rest.api import Api  # a listing of a directory starts without httpx
 
-    try:
-        return CheckpointReader.open(HttpSource(Api(url), run, step))
-    except (DaemonGone, Denied) as error:
-        if not served:
-            raise
-        raise type(error)(
-            f"cannot read {run}@{step}: the daemon's root {served} is not visible here, and over HTTP: {error.detail}",
-            hint=_mount(served),
-        ) from error
+    return HttpSource(Api(url), run, step)
+
+
+def open_nearest(
+    copies: Sequence[CheckpointCopy], run: str, step: int, problems: dict[str, CheckpointError]
+) -> CheckpointReader:
+    """Open the checkpoint in the first of these copies that can be opened; what that one lacks is read from those behind it.
+
+    Adds the problems of copies that are passed over, by name; a copy that does not exist is no problem. Raises the first
+    problem if none can be opened, or else that the first copy does not exist.
+    """
+    absent: CheckpointError | None = None
+    for at, copy in enumerate(copies):
+        try:
+            others = OtherCopies(copy.name, copies[at + 1 :], problems)
+            return _of(CheckpointReader.open(copy.open(), complete=False, others=others), run, step)
+        except NotFound as error:
+            absent = absent or error
+        except CheckpointError as error:
+            problems[copy.name] = error
+    raise next(iter(problems.values()), absent or NoSuchCheckpoint(f"there is no copy of {run}@{step}"))
+
+
+def _of(reader: CheckpointReader, run: str, step: int) -> CheckpointReader:
+    found = (reader.manifest.run, reader.manifest.step)
+    if found == (run, step):
+        return reader
+    reader.close()
+    raise CorruptManifest(f"{reader.source.label} has {found[0]}@{found[1]}", file=naming.MANIFEST)
 
 
 def _mount(served: str) -> str:

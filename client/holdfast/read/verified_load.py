@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.memory import native_copy
+from holdfast.read.copies import Copies
 from holdfast.read.overwrite_guard import unnoticed
 from holdfast.read.requests import ExtentRun, copy
 from holdfast.read.sources import Source
@@ -25,6 +27,7 @@ from holdfast_formats import digest
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifests import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.verification import Piece
+from holdfast_formats.errors import CheckpointError
 
 # A reader of a disk or network keeps several requests in flight, long ones past the page cache: eight of 4 MiB take an
 # eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more takes a
@@ -71,30 +74,34 @@ def windows(source: Source) -> int:
     return min(READERS_WAITING, max(source.buffers_bytes_max // EXTENT_BYTES_MAX, 1))
 
 
-def check(source: Source, pieces: Iterable[Piece]) -> None:
+def check(copies: Copies, pieces: Iterable[Piece]) -> None:
     """Read and check a few pieces. Raises `CorruptExtent` with file, tensor and byte range."""
-    reading = _Reading(source, Manner(1, source.chunk_bytes))
     for piece in pieces:
-        reading.check(piece)
+        copies.read(partial(_check_piece, piece))
 
 
-def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
+def _check_piece(piece: Piece, source: Source) -> None:
+    _Reading(source, Manner(1, source.chunk_bytes)).check(piece)
+
+
+def prove(copies: Copies, runs: Sequence[ExtentRun], cores: int) -> None:
     """Read and check runs without storing them. Raises `CorruptExtent` with file, tensor and byte range."""
-    manner = _manner(source, runs, cores, again=True)._replace(straight=False)
-    _on_threads(runs, manner, lambda: _Prover(source, manner).take)
+    manner = _manner(copies.nearest, runs, cores, again=True)._replace(straight=False)
+    _on_threads(runs, manner, lambda: _Reader(_Prover, copies, manner).take)
 
 
 def hand_over(
-    source: Source, runs: Sequence[ExtentRun], cores: int, again: bool, moved: Callable[[int], None] = unnoticed
+    copies: Copies, runs: Sequence[ExtentRun], cores: int, again: bool, moved: Callable[[int], None] = unnoticed
 ) -> None:
-    """Read runs into their receivers. Raises `CorruptExtent` if a digest does not match.
+    """Read runs into their receivers, each range from the nearest copy that has it sound. Raises `CorruptExtent` if a
+    digest does not match.
 
     Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may then be
     zero. `again`: `prove` has just read them, or other processes read them as well. `moved` gets the bytes of each read, in
     its thread.
     """
-    manner = _manner(source, runs, cores, again)
-    _on_threads(runs, manner, lambda: _Giver(source, manner).take, moved)
+    manner = _manner(copies.nearest, runs, cores, again)
+    _on_threads(runs, manner, lambda: _Reader(_Giver, copies, manner).take, moved)
 
 
 def _jobs(runs: Sequence[ExtentRun], manner: Manner) -> deque[Job]:
@@ -180,7 +187,7 @@ def _on_threads(
 
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
     """The fastest way to read these runs. Runs read `again`, here or by others, go through the page cache."""
-    waiting = [source.waits(file, start) for file, start in _places(runs)]
+    waiting = [_waits(source, file, start) for file, start in _places(runs)]
     limits = (_gap_read_along(source, runs), source.buffers_bytes_max)
     if not any(waiting):
         return Manner(cores, source.chunk_bytes, None, native_copy.can_verify(), *limits)
@@ -188,6 +195,13 @@ def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) 
     if past_cache is not None:
         return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache, False, *limits)
     return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES), None, False, *limits)
+
+
+def _waits(source: Source, file: str, start: int) -> bool:
+    try:
+        return source.waits(file, start)
+    except CheckpointError:  # reading it says so, or takes it from another copy
+        return True
 
 
 def _gap_read_along(source: Source, runs: Sequence[ExtentRun]) -> int:
@@ -229,6 +243,36 @@ def _places(runs: Sequence[ExtentRun]) -> Iterator[tuple[str, int]]:
         for index in range(run.first + -at % step, run.stop, step):
             yield run.entry.file, run.entry.start + run.entry.extents[index].offset
         at += run.stop - run.first
+
+
+class _Reader:
+    """The jobs of one thread: each is done from the nearest copy that has its bytes sound. Others are read in the same
+    jobs, but not past the page cache.
+    """
+
+    def __init__(self, kind: type[_Prover] | type[_Giver], copies: Copies, manner: Manner) -> None:
+        self._kind, self._copies = kind, copies
+        self._nearest = kind(copies.nearest, manner)
+        self._elsewhere = manner._replace(past_cache=None, straight=False)
+        self._others: dict[int, _Prover | _Giver] = {}  # by the identity of their source
+
+    def take(self, job: Job) -> None:
+        if self._copies.alone:
+            self._nearest.take(job)
+        else:
+            size = sum(map(_size, job)) if self._kind is _Giver else 0
+            self._copies.read(lambda source: self._of(source).take(job), size)
+
+    def _of(self, source: Source) -> _Prover | _Giver:
+        if source is self._copies.nearest:
+            return self._nearest
+        if id(source) not in self._others:
+            self._others[id(source)] = self._kind(source, self._elsewhere)
+        return self._others[id(source)]
+
+
+def _size(part: ReadPart) -> int:
+    return sum(extent.length for extent in part.extents)
 
 
 class _Reading:

@@ -7,7 +7,7 @@ all ranks of the launch take the previous step. Without a daemon, only a single 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -15,8 +15,7 @@ from holdfast.left_out import LeftOutNote
 from holdfast.link.session import Choice, RestoreVerdictReply, Session
 from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
-from holdfast.read.reader import REPLACED_MAX
-from holdfast.read.root_directory import open_checkpoint
+from holdfast.read.reader import REPLACED_MAX, CheckpointReader
 from holdfast.rest.api import Api
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
 from holdfast.state.train_state import MASTER
@@ -24,7 +23,7 @@ from holdfast.tensors.leaves import is_ignored
 from holdfast_files.opened import read_placement
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.disk.thinning import USABLE_FOR
-from holdfast_formats.errors import CheckpointError, CheckpointThinned, Damaged, InUse, StateMismatch
+from holdfast_formats.errors import CheckpointError, CheckpointsMissing, CheckpointThinned, Damaged, InUse, StateMismatch
 
 
 def refuse(manifest: Manifest, choice: Choice, groups: Collection[str]) -> None:
@@ -108,12 +107,7 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
     damages: list[tuple[int, CheckpointError]] = []  # that this restore has met, the newest step first
     below: int | None = None
     while True:
-        try:
-            choice = _choose(rank.session, asked, asked.training and rank.launch.world > 1, below)
-        except (Damaged, StateMismatch):
-            if damages:
-                raise damages[0][1] from None  # it knows what became of live tensors
-            raise
+        choice = _chosen(rank, asked, below, damages)
         if choice.step is None:
             if damages:
                 raise damages[0][1]  # never start from nothing because of damage
@@ -138,6 +132,21 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
         below = choice.step
 
 
+def _chosen(
+    rank: RestoringRank, asked: RestoreRequest, below: int | None, damages: list[tuple[int, CheckpointError]]
+) -> Choice:
+    try:
+        return _choose(rank.session, asked, asked.training and rank.launch.world > 1, below)
+    except CheckpointsMissing as missing:  # of copies it says more than the damage that was met
+        if rank.state.wholeness.torn:
+            missing.hint = f"{missing.hint}; {OVERWRITTEN}"
+        raise
+    except (Damaged, StateMismatch):
+        if damages:
+            raise damages[0][1] from None  # it knows what became of live tensors
+        raise
+
+
 def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | None) -> Choice:
     try:
         found = session.choose(asked.step, asked.groups, start, below, asked.healthy)
@@ -157,17 +166,19 @@ def _load(
     rank: RestoringRank, choice: Choice, asked: RestoreRequest
 ) -> tuple[RestoreReport | None, Damaged | None, RestoreVerdictReply]:
     """Load, again if the daemon reports that the step is sound now. Returns the report, the damage and the verdict."""
-    assert choice.step is not None
     session, named, replaced = rank.session, asked.step is not None, 0
     while True:
         restore_report: RestoreReport | None = None
         error: Damaged | None = None
+        passed_over: dict[str, CheckpointError] = {}
+        notes: list[str] = []
         try:
-            place = (choice.root, choice.url, rank.run, choice.step, choice.served)
-            with gc_pause.paused(), open_checkpoint(*place) as reader:
+            with gc_pause.paused(), _opened(rank, choice, passed_over, notes) as reader:
                 if asked.part.strict:
                     refuse(reader.manifest, choice, asked.groups)
                 restore_report = load(reader, rank, asked.part)
+                notes += _of_copies(passed_over, restore_report)
+                restore_report = restore_report._replace(notes=(*restore_report.notes, *notes))
         except Damaged as damage:
             error = damage
         except Exception as failure:
@@ -179,9 +190,38 @@ def _load(
             )
             session.ended(choice, own, alone=True)  # it is this rank's own matter: the others do not wait for it
             raise
-        judged = session.ended(choice, error, alone=named)
+        judged = session.ended(choice, error, named, passed_over)
         if not judged.again:
+            for note in notes:
+                session.warn(note)
             return restore_report, error, judged
+
+
+def _opened(
+    rank: RestoringRank, choice: Choice, passed_over: dict[str, CheckpointError], notes: list[str]
+) -> CheckpointReader:
+    """Open the checkpoint; where only copies have it that this rank cannot read, once it is in the root."""
+    try:
+        return choice.open(rank.run, passed_over)
+    except Damaged:
+        raise
+    except CheckpointError as error:
+        if not choice.copies:
+            raise
+        log.warning("step %d is copied back to the root, for this rank cannot read it elsewhere: %s", choice.step, error)
+        notes += [f"{_named(name)} could not be read from here ({error.detail})" for name, error in passed_over.items()]
+        passed_over.clear()
+        return rank.session.brought(choice)._replace(copies=()).open(rank.run, passed_over)
+
+
+def _of_copies(passed_over: Mapping[str, CheckpointError], restore_report: RestoreReport) -> list[str]:
+    """Notes on nearer copies that were passed over, all or in part, and where the bytes came from instead."""
+    came = ", ".join(f"{size:,} bytes from {origin}" for origin, size in restore_report.bytes_by.items() if size)
+    return [f"{_named(name)} was passed over ({error.detail}): {came}" for name, error in passed_over.items()]
+
+
+def _named(copy: str) -> str:
+    return f"the copy in {copy}" if copy else "the checkpoint in the root"
 
 
 def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[str]:

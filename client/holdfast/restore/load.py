@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -65,7 +66,7 @@ def finish(targets: Sequence[RestoreTarget]) -> None:
                 as_integers(target.piece.tensor, UNSIGNED).copy_(target.bounce)
 
 
-Origin = Literal["slot", "peers", "directory", "bucket", "http"]
+Origin = Literal["slot", "peers", "directory", "bucket", "http"]  # or the name of a copy, such as `tier cloud`
 
 
 class RestoreReport(NamedTuple):
@@ -79,7 +80,7 @@ class RestoreReport(NamedTuple):
         bytes: Bytes written into this rank's state.
         seconds: How long it took, in seconds.
         source: Where most bytes came from: `"directory"` or `"bucket"`; `"slot"`, the memory that they were saved from;
-            `"peers"`, other nodes' memory; `"http"`, the daemon.
+            `"peers"`, other nodes' memory; `"http"`, the daemon; `"tier NAME"` or `"replica NAME"`, a copy of the daemon's.
         bytes_read: Bytes of the checkpoint's files: whole extents, each counted once.
         bytes_by: The same, by where they came from.
 
@@ -96,9 +97,9 @@ class RestoreReport(NamedTuple):
     notes: tuple[str, ...]
     bytes: int
     seconds: float
-    source: Origin = "directory"
+    source: Origin | str = "directory"
     bytes_read: int = 0
-    bytes_by: Mapping[Origin, int] = MappingProxyType({})
+    bytes_by: Mapping[Origin | str, int] = MappingProxyType({})
 
 
 class WantedPart(NamedTuple):
@@ -152,7 +153,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     restoration.check_ties(fill_apart)
     targets = targets_of([_own(leaf, reader.contents, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
-    cold: Origin = reader.source.origin
+    apart = Counter(reader.copies.taken)
     names = [*(leaf.path for leaf in restoration.leaves), *restoration.renewed]
     size = sum(want.target.nbytes for want in wants)
     tear = partial(state.wholeness.tear, names)
@@ -170,7 +171,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         raise
     state.wholeness.mend(names)
     average_notes = () if average is None or (wanted.groups is not None and EMA not in wanted.groups) else average(reader)
-    origins = _origins(filled, cold)
+    origins = _origins(filled, reader.copies.name or reader.source.origin, reader.copies.taken - apart)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
@@ -238,9 +239,10 @@ def _left_out_notes(patterns: Sequence[str], stored: OfferedLeaves, live: Collec
     return [left] * bool(out) + [missed] * bool(idle)
 
 
-def _origins(filled: Filled, cold: Origin) -> Mapping[Origin, int]:
-    """Bytes by source, in the order in which the sources are tried."""
-    return {cold if origin == "files" else origin: size for origin, size in filled.bytes_by.items()}
+def _origins(filled: Filled, cold: str, elsewhere: Mapping[str, int]) -> Mapping[str, int]:
+    """Bytes by source, in the order in which the sources are tried; of the files' some came from copies `elsewhere`."""
+    found = {cold if origin == "files" else origin: size for origin, size in filled.bytes_by.items()}
+    return {**found, cold: found.get(cold, 0) - sum(elsewhere.values()), **elsewhere} if elsewhere else found
 
 
 def _own(leaf: Leaf, manifest: Manifest, own: RankState) -> Leaf:

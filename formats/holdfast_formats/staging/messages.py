@@ -25,6 +25,7 @@ NOWHERE = -1  # the step of a rank that has passed none
 STOP_RANKS_MAX = 64  # named as those that have not answered
 COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
 
+COPIES_MAX = 64  # of a checkpoint, as a rank names them
 PROBLEM_MEMBERS_MAX, PROBLEM_NAME_MAX, PROBLEM_TEXT_MAX = 32, 64, 4096  # of a problem; characters of each name and value
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
@@ -146,6 +147,13 @@ class LastStep(Body):
     apart: bool = False
 
 
+class CopyPlace(Body):
+    """Where another copy of a checkpoint can be read: a directory or `s3://BUCKET/PREFIX` with the form of a root."""
+
+    name: str = Field(max_length=128, description="as reports name it, such as `tier cloud`")
+    at: str
+
+
 class StepQuestion(Body):
     """The step to restore in this attempt: the newest with all of `groups`, unless a step is given."""
 
@@ -154,11 +162,17 @@ class StepQuestion(Body):
     healthy: bool = Field(
         default=False, description="restore the newest checkpoint that is verified and not known to be unhealthy"
     )
+    in_root: bool = Field(
+        default=False, description="copy the checkpoint back to the root first: this rank cannot read the other copies"
+    )
 
 
 class Answer(Body):
     step: int | None
     notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were skipped, and why")
+    copies: tuple[CopyPlace, ...] = Field(
+        default=(), description="copies for what the root lacks of the checkpoint, which may be all of it; the nearest first"
+    )
 
 
 class RestoreResult(Body):
@@ -167,6 +181,11 @@ class RestoreResult(Body):
     step: int = Field(ge=0)
     problem: Reported | None = None
     alone: bool = Field(default=False, description="the response concerns only this rank, which asked for a step by number")
+    passed_over: dict[str, Reported] = Field(
+        default={},
+        max_length=COPIES_MAX,
+        description="problems of nearer copies that this rank met; an empty name is the root's",
+    )
 
 
 class RestoreVerdict(Body):

@@ -60,7 +60,7 @@ class Control(CheckpointParts):
         self.staged_before = RecoveredSaves(store, catalog.rounds, record_queue, self.rounds, events)
         self.imports = Imports(store, catalog, events, self.admission, lineage.rewinds, self.published)
         self.repairs = RepairRecords(storage, catalog, events, record_queue, nodes)
-        self.replicas = ReplicaRecords(storage.records, catalog, events, attempts)
+        self.replicas = ReplicaRecords(storage.records, catalog, events, attempts, self.readers)
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""

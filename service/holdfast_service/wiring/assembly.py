@@ -204,7 +204,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     stack.callback(scrub.close)
     replication.start()
     stack.callback(replication.close)
-    RestoreRepair(checker, replication, control.repairs).serve(control.restores)
+    RestoreRepair(checker, replication, control).serve(lambda: saver.restores.under_way)
     about = Serving(config.node, place.label, mark, __version__, url)
     trains = partial(_trains, saver, control)
     own = own_jobs(config.node, control, trains)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from holdfast_files.objects.address import BucketAddress
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, RootBusy, StorageFailed
+from holdfast_formats.naming import CheckpointId
+from holdfast_formats.staging.messages import CopyPlace
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.control import Control
-from holdfast_service.control.launches.restore_choice import RestoreSelector
 from holdfast_service.control.nodes import replica_duty
 from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.checking.checker import Checker
@@ -71,16 +72,37 @@ class MendedAtStart:
 
 
 class RestoreRepair:
-    """Repairs for a restore: checkpoints that it would skip are repaired first, also from replicas."""
+    """Repairs for a restore, also from replicas: checkpoints that it would skip are repaired first, or, if it can read a
+    copy, behind it.
+    """
 
-    def __init__(self, checker: Checker, replication: Replication, records: RepairRecords) -> None:
-        self._checker, self._replication, self._records = checker, replication, records
+    def __init__(self, checker: Checker, replication: Replication, control: Control) -> None:
+        self._checker, self._replication, self._control = checker, replication, control
+        self._records = control.repairs
 
-    def serve(self, restores: RestoreSelector) -> None:
-        """Have restores wait for repairs from now on."""
-        restores.skipping.subscribe(AwaitedRepairs(self.mend).settle)
+    def serve(self, busy: Callable[[], bool]) -> None:
+        """Repair for restores from now on; `busy` returns whether ranks are restoring."""
+        awaited, restores = AwaitedRepairs(self.mend, busy=busy, due=self.is_due), self._control.restores
+        restores.skipping.subscribe(awaited.settle)
         restores.copies_wanted.subscribe(self.add_copies)
-        restores.copy_wanted.subscribe(self.add_manifest)
+        restores.copies.behind.subscribe(awaited.behind)
+        restores.copies.suspected.subscribe(self.suspect)
+        self._control.lineage_index.copy_wanted.subscribe(self.add_manifest)
+
+    def is_due(self, run: str, step: int) -> bool:
+        """Whether a checkpoint that a restore has read from a copy is copied back: not if retention would remove it."""
+        lineage_index = self._control.lineage_index
+        copy = lineage_index.copy(run, step)
+        if copy is not None and self._control.rotation.verdicts.keeps(copy, lineage_index.leaves(copy)):
+            return True
+        log.info("%s@%s is not copied back to the root: retention would not keep it there", run, step)
+        return False
+
+    def suspect(self, run: str, step: int, replica: str, error: CheckpointError) -> None:
+        """A rank met this in a copy, and went on with another one."""
+        log.warning("%s@%s in replica %s could not be read by a rank: %s", run, step, replica, error.detail)
+        if isinstance(error, Damaged):
+            self._control.replicas.suspected(replica, CheckpointId(run, step), error)
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
         """Repair a checkpoint with this damage, or copy back a missing one."""
@@ -268,7 +290,9 @@ class Replication:
                 is_mine=partial(_copies_here, control, name),
                 release=place.close if isinstance(place, ReachedBucket) else _nothing,
             )
-            log.info("%s %s: %s", kind, name, at if isinstance(at, Path) else at.label)
+            label = str(at.resolve()) if isinstance(at, Path) else at.label
+            control.restores.copies.add(name, CopyPlace(name=f"{kind} {name}", at=label))
+            log.info("%s %s: %s", kind, name, label)
         if config.tier:  # what the root has kept for a copy may go
             control.replicas.copied.subscribe(control.rotation.due)
         control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
@@ -277,7 +301,7 @@ class Replication:
     @staticmethod
     def _tier(config: Config, control: Control, name: str) -> TierRetention:
         control.tiers.add(name)
-        return TierRetention(name, config.tier_keep, control.catalog, control.files)
+        return TierRetention(name, config.tier_keep, control.catalog, control.files, control.readers)
 
     def start(self) -> None:
         """Copy, and repair what a start found damaged, until `close`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from holdfast_formats import naming
+from holdfast_service.control.checkpoints.replicas import removed
 from holdfast_service.control.checkpoints.run_files import pinned, unpinned
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.tier_retention import TierRetention
@@ -22,7 +24,7 @@ def far(tmp_path: Path, step: int) -> Path:
 def tiered(world: CopiesWorld, keep: int | None = None) -> None:
     """The replica `far` as a tier."""
     world.control.tiers.add("far")
-    world.replicators["far"].tier = TierRetention("far", keep, world.catalog, world.control.files)
+    world.replicators["far"].tier = TierRetention("far", keep, world.catalog, world.control.files, world.control.readers)
     world.records.copied.subscribe(world.control.rotation.due)
 
 
@@ -51,6 +53,25 @@ def test_room_for_a_save_is_made_before_the_copy(world: CopiesWorld) -> None:
     told = world.control.events.after(0, 100, kind="checkpoint-removed")
     assert [(event.level, event.step) for event in told] == [("warning", 5), ("warning", 10)]
     assert all("it has yet to be copied to the tier far" in event.text for event in told)
+
+
+def test_a_copy_that_is_restored_stays_meanwhile(world: CopiesWorld, tmp_path: Path) -> None:
+    """By no rule and by no request is it removed from the tier before the launch has read it."""
+    tiered(world, keep=1)
+    world.copy()
+    world.control.readers.hold(RUN, 5, "attempt 1", 3600.0)
+    world.keep(last=1)
+    world.control.readers.hold(RUN, 10, "attempt 2", 3600.0)
+    shutil.rmtree(world.path(5))
+    world.control.watch.relist(RUN)
+    world.copy()
+    assert world.states(5) == {"far": "present"} and far(tmp_path, 5).exists()
+    removed(world.catalog.database, RUN, 5, requested=True)
+    world.copy()
+    assert world.states(5) == {"far": "gone"} and far(tmp_path, 5).exists()
+    world.control.readers.release(RUN, 5, "attempt 1")
+    world.copy()
+    assert not far(tmp_path, 5).exists()
 
 
 def test_a_removal_by_name_is_one_in_the_tier_too(world: CopiesWorld, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +73,7 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
 
 def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tmp_path: Path) -> None:
     """The machine is gone with its disk: another one restores the newest step out of the bucket, bit for bit, and trains on
-    as a newer attempt; what it saves drains beside the old checkpoints.
+    as a newer attempt; what it saves drains beside the old checkpoints. The step is copied back behind the restore.
     """
     url = f"{moto_bucket.url}/team"
     with tiered(tmp_path / "root", url) as (daemon, api):
@@ -84,6 +86,10 @@ def test_an_empty_machine_begins_from_the_tier_alone(moto_bucket: TestBucket, tm
         restored = state_of(2)
         with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
             assert checkpointer.restore() == 7 and same(saved, restored)
+            report = checkpointer.last_restore
+            assert report is not None and report.bytes_by == {"tier cloud": report.bytes_read} and report.notes == ()
+            assert json.loads(checkpointer.read_asset(7, naming.STATE))
+            wait_until(lambda: 7 in {one.step for one in api.checkpoints(RUN)})
             checkpointer.save(8).result(120)
         assert api.checkpoint(RUN, 8).attempt > attempt
         wait_until(lambda: state_in(api, 8) == "present")
@@ -126,6 +132,72 @@ def test_damaged_copies_are_named_and_the_others_are_used(moto_bucket: TestBucke
         pytest.raises(CheckpointsMissing, match="the copies of steps 8, 7, 5, 3 are damaged"),
     ):
         checkpointer.restore()
+
+
+def test_what_is_damaged_in_the_root_is_read_from_the_tier(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """By range: the rest comes from the disk. The report names the damage and both places, and the root is repaired behind
+    the restore.
+    """
+    with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+        saved = save(daemon, 7)
+        wait_until(lambda: state_in(api, 7) == "present")
+        shard = tmp_path / "root" / naming.checkpoint_path(RUN, 7) / "model.safetensors"
+        sound, times = shard.read_bytes(), shard.stat()
+        shard.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # the daemon does not see it before the restore
+        restored = state_of(2)
+        with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 7 and same(saved, restored)
+            report = checkpointer.last_restore
+        assert report is not None and set(report.bytes_by) == {"directory", "tier cloud"}
+        assert all(report.bytes_by.values()) and sum(report.bytes_by.values()) == report.bytes_read
+        (note,) = report.notes
+        assert "the checkpoint in the root was passed over (model.safetensors: " in note and note in checkpointer.notices
+        assert "bytes from directory" in note and "bytes from tier cloud" in note
+        wait_until(lambda: shard.read_bytes() == sound)
+
+
+def test_ranks_that_cannot_read_the_tier_wait_for_the_root(
+    moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no keys: the daemon copies the step back first, and the report says why."""
+    with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+        saved = save(daemon, 7)
+        wait_until(lambda: state_in(api, 7) == "present")
+        daemon.stop()
+    shutil.rmtree(tmp_path / "root")
+    with tiered(tmp_path / "new", moto_bucket.url) as (daemon, _):
+        for key in moto_bucket.server.environment():
+            monkeypatch.delenv(key)
+        restored = state_of(2)
+        with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 7 and same(saved, restored)
+            report = checkpointer.last_restore
+        assert report is not None and set(report.bytes_by) == {"directory"}
+        assert [note for note in report.notes if "the copy in tier cloud could not be read from here" in note]
+
+
+def test_a_newer_damaged_copy_is_named_in_the_report(moto_bucket: TestBucket, tmp_path: Path) -> None:
+    """The root has an older step, and takes it: never in silence."""
+    with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+        save(daemon, 3, 7)
+        wait_until(lambda: {state_in(api, step) for step in (3, 7)} == {"present"})
+        daemon.stop()
+    shutil.rmtree(tmp_path / "root")
+    with tiered(tmp_path / "new", moto_bucket.url) as (daemon, api):
+        with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore(step=3) == 3
+        wait_until(lambda: 3 in {one.step for one in api.checkpoints(RUN)})
+        for key, size in moto_bucket.sizes(f"{RUN}/{naming.DATA}/").items():
+            if "/step-00000007." in key and key.endswith("model.safetensors"):
+                moto_bucket.put(key, bytes(size))
+        restored = state_of(2)
+        with Checkpointer(RUN, restored, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore() == 3
+            report = checkpointer.last_restore
+        assert report is not None
+        (note,) = [note for note in report.notes if note.startswith("step 7 in tier cloud is damaged (model.safetensors: ")]
+        assert note.endswith("restored step 3 instead") and note in checkpointer.notices
 
 
 @pytest.mark.objects

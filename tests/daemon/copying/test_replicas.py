@@ -13,9 +13,12 @@ from sqlalchemy import delete
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
-from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
-from holdfast_formats.lineage import Rewind
+from holdfast_formats.disk.manifests import Manifest
+from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, Damaged, NoSpace, NoSuchCheckpoint, StorageFailed
+from holdfast_formats.lineage import Intent, Rewind
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.staging.messages import CopyPlace
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest
@@ -498,6 +501,101 @@ def test_a_node_whose_turn_is_over_lets_go(world: CopiesWorld) -> None:
     assert worker.replica is None and released == [True]
 
 
+def test_what_continues_from_a_copy_is_on_its_line(world: CopiesWorld, tmp_path: Path) -> None:
+    """The root lacks the checkpoint: a launch that has restored it saves on the same line, also after a restart of the
+    daemon, and only its own first save asks for the copy.
+    """
+    asked: list[int] = []
+    newest = load_manifest(world.tier, RUN, 15)
+    rewound = msgspec.structs.replace(newest, attempt=2, turn=1, rewinds=(Rewind(2, 1, 10),))
+
+    def find(run: str, step: int, found: list[Manifest]) -> None:
+        asked.append(step)
+        found.append(rewound)
+
+    for path in (world.path(5), world.path(10), world.path(15)):
+        shutil.rmtree(path)
+    lineage_index = world.control.lineage_index
+    lineage_index.copy_wanted.subscribe(find)
+    for _ in range(2):
+        assert lineage_index.place(RUN, 20, 3, Intent(restored=15)).lineage.rewinds == (Rewind(2, 1, 10),)
+    assert asked == [15]
+    lineage_index.forget(RUN)
+    lineage_index.restored(rewound)
+    assert lineage_index.place(RUN, 20, 3, Intent(restored=15)).lineage.rewinds == (Rewind(2, 1, 10),)
+    lineage_index.add(msgspec.structs.replace(rewound, step=20, attempt=3, turn=0))
+    assert asked == [15]
+
+
+def test_restores_are_told_where_copies_are(world: CopiesWorld, tmp_path: Path) -> None:
+    """Those of replicas that were named, sound ones first; one from before the commit is another checkpoint's. What a rank
+    met in a copy is read back next, and one that is newer and not restored is told with the reason.
+    """
+    copies, place = world.control.restores.copies, CopyPlace(name="replica far", at=str(tmp_path / "far"))
+    world.copy()
+    assert copies.of(RUN, 15) == ()
+    copies.add("far", place)
+    assert copies.of(RUN, 15) == (place,) and copies.of(RUN, 16) == ()
+    world.control.lineage_index.copy_wanted.subscribe(
+        lambda run, step, found: found.append(load_manifest(PosixTier(tmp_path / "far"), run, step))
+    )
+    world.control.attempts.saw(RUN, 1)
+    assert copies.readable(RUN, 15, ("model",)) is not None and copies.readable(RUN, 15, ("absent",)) is None
+    shutil.rmtree(world.path(15))
+    world.control.watch.relist(RUN)
+    assert copies.skipped(RUN, 10) == [
+        "step 15 in replica far lacks groups that this restore needs: restored step 10 instead"
+    ]
+    told: list[tuple[int, str]] = []
+    copies.suspected.subscribe(lambda run, step, replica, problem: told.append((step, replica)))
+    copies.passed_over(RUN, 15, {"replica far": CorruptExtent("a flipped bit"), "another": CorruptExtent("what?")})
+    assert told == [(15, "far")]
+    world.records.suspected("far", CheckpointId(RUN, 15), CorruptExtent("a flipped bit"))
+    assert copies.of(RUN, 15) == () and copies.of(RUN, 15, damaged=True) == (place,)
+    assert copies.readable(RUN, 15, ("model",)) is None
+    assert copies.skipped(RUN, 10) == ["step 15 in replica far is damaged (a flipped bit): restored step 10 instead"]
+    world.copy()
+    assert copies.of(RUN, 15) == (place,), "it was read back, and is sound"
+    assert copies.hold(load_manifest(PosixTier(tmp_path / "far"), RUN, 15), "attempt 1", 9.0)
+    assert 15 in world.control.readers.held(RUN)
+
+
+def test_known_damage_in_the_root_does_not_delay_a_restore_with_a_copy(world: CopiesWorld, tmp_path: Path) -> None:
+    """The step is answered at once and held, and is repaired behind the restore."""
+    world.copy()
+    restores = world.control.restores
+    restores.copies.add("far", CopyPlace(name="replica far", at=str(tmp_path / "far")))
+    world.control.lineage_index.copy_wanted.subscribe(
+        lambda run, step, found: found.append(load_manifest(PosixTier(tmp_path / "far"), run, step))
+    )
+    waited: list[int] = []
+    behind: list[tuple[int, Damaged | None]] = []
+    restores.skipping.subscribe(lambda question, step, damage: waited.append(step))
+    restores.copies.behind.subscribe(lambda run, step, damage: behind.append((step, damage)))
+    world.control.findings.damaged(RUN, 15, CorruptExtent("a flipped bit"))
+    shutil.rmtree(world.path(10))
+    world.control.watch.relist(RUN)
+    attempt = world.control.launches.declare(RUN, "launch", 1, None)
+    assert restores.choose(RUN, attempt, 0, None, ()) == 15 and not waited
+    assert restores.choose(RUN, attempt, 1, 10, ()) == 10 and not waited
+    assert [(step, damage is None) for step, damage in behind] == [(15, False), (10, True)]
+    assert 10 in world.control.readers.held(RUN)
+    with pytest.raises(NoSuchCheckpoint, match="could not be copied back"):
+        restores.choose(RUN, attempt, 1, 10, (), in_root=True)
+    assert waited == [10]
+
+
+def test_retention_decides_what_is_copied_back(world: CopiesWorld) -> None:
+    """Not what it would remove at once."""
+    verdicts, old = world.control.rotation.verdicts, load_manifest(world.tier, RUN, 5)
+    shutil.rmtree(world.path(5))
+    world.control.watch.relist(RUN)
+    assert verdicts.keeps(old, abandoned=False)
+    world.keep(last=1)
+    assert not verdicts.keeps(old, abandoned=False)
+    assert verdicts.keeps(msgspec.structs.replace(old, step=20), abandoned=False)
+
+
 def test_a_newer_copy_is_restored_first(world: CopiesWorld, tmp_path: Path) -> None:
     """A root that was brought back from before a checkpoint takes that from the replica; one that retention or a rewind has
     left behind is not taken.
@@ -507,7 +605,7 @@ def test_a_newer_copy_is_restored_first(world: CopiesWorld, tmp_path: Path) -> N
     with world.catalog.database.write() as session:
         session.execute(delete(CheckpointRow).where(CheckpointRow.step == 15))  # the catalog is from before it, too
     restores, asked = world.control.restores, RestoreQuestion(RUN, 1, 0, None)
-    restores.copy_wanted.subscribe(
+    world.control.lineage_index.copy_wanted.subscribe(
         lambda run, step, found: found.append(load_manifest(PosixTier(tmp_path / "far"), run, step))
     )
     assert restores._mendable(asked, ()) == (15, None) and restores._mendable(asked, (15,)) is None

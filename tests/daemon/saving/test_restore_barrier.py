@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_formats.staging.joint import Votes
-from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
+from holdfast_formats.staging.messages import Answer, CopyPlace, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.daemon.saving import restore_barrier
 from holdfast_service.daemon.saving.restore_barrier import RestoreBarrier
 from holdfast_service.daemon.saving.rounds import Participant
@@ -33,11 +33,31 @@ def ended(error: CheckpointError | None = None, alone: bool = False) -> RestoreR
 WELL, ILL = ended(), ended(BAD)
 
 
+class Copies:
+    """The copies of a step, and what ranks met in nearer ones."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, tuple[CopyPlace, ...]] = {}
+        self.met: list[tuple[int, Mapping[str, CheckpointError]]] = []
+
+    def of(self, run: str, step: int, *, damaged: bool) -> tuple[CopyPlace, ...]:
+        assert damaged, "a rank tries what is known to be damaged, too, range by range"
+        return self.of_step.get(step, ())
+
+    def skipped(self, run: str, step: int | None) -> list[str]:
+        return []
+
+    def passed_over(self, run: str, step: int, problems: Mapping[str, CheckpointError]) -> None:
+        if problems:
+            self.met.append((step, problems))
+
+
 class Known:
     """What the catalog would know, and choose."""
 
     def __init__(self) -> None:
         self.marked: dict[int, Damaged] = {}
+        self.copies = Copies()
 
     @property
     def findings(self) -> Known:
@@ -48,7 +68,7 @@ class Known:
         return self
 
     def choose(
-        self, run: str, attempt: int, turn: int, step: int | None, groups: tuple[str, ...], healthy: bool
+        self, run: str, attempt: int, turn: int, step: int | None, groups: tuple[str, ...], healthy: bool, in_root: bool
     ) -> int | None:
         return 500 - 100 * turn if step is None else step
 
@@ -216,6 +236,20 @@ def test_what_an_earlier_daemon_was_told_counts() -> None:
     known.marked[500] = BAD
     assert restores.judge(rank(0), 0, WELL, 0.0) == RestoreVerdict(problem=BAD.problem())
     assert restores.choose(rank(0), 1, StepQuestion()) == Answer(step=400, notes=("step 500 is damaged",))
+
+
+def test_damage_in_the_root_ends_no_restore_that_has_copies() -> None:
+    """Ranks are told where they are, unless they ask for the root; what they met in nearer ones is passed on."""
+    restores, known = made()
+    known.marked[500] = BAD
+    place = CopyPlace(name="tier cloud", at="s3://bucket")
+    known.copies.of_step[500] = (place,)
+    assert restores.choose(rank(0, 1), 0, StepQuestion(step=500)) == Answer(step=500, copies=(place,))
+    assert restores.choose(rank(0, 1), 0, StepQuestion(step=500, in_root=True)) == Answer(step=500)
+    met = RestoreResult(step=500, passed_over={"": BAD.problem()})
+    assert restores.judge(rank(0, 1), 0, met, 0.0) == GO_ON
+    [(step, problems)] = known.copies.met
+    assert step == 500 and problems[""].problem() == BAD.problem()
 
 
 def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.checkpoints.tiers import has_copy
@@ -46,9 +47,12 @@ _SETTLED = ("present", "damaged", "gone")
 class ReplicaRecords:
     """The replicas of one root, whose control files are `root`. Thread-safe; each replica has one worker."""
 
-    def __init__(self, root: Records, catalog: Catalog, events: Events, attempts: Attempts) -> None:
+    def __init__(
+        self, root: Records, catalog: Catalog, events: Events, attempts: Attempts, readers: Readers | None = None
+    ) -> None:
+        """What the `readers` read is not removed from a replica either: it may be that copy."""
         self._root, self._catalog, self._database = root, catalog, catalog.database
-        self._attempts = attempts
+        self._attempts, self._readers = attempts, readers or Readers()
         self._events = events
         self._probe = StorageProbe(root)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
@@ -171,8 +175,12 @@ class ReplicaRecords:
 
     def remove(self, name: str, store: Store, run: str, step: int) -> bool:
         """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, because every checkpoint that
-        justified the removal is gone.
+        justified the removal is gone, or, for now, because it is being read.
         """
+        with self._readers.removing(run, step) as free:
+            return free and self._remove(name, store, run, step)
+
+    def _remove(self, name: str, store: Store, run: str, step: int) -> bool:
         if not self._is_dispensable(name, store.files, CheckpointId(run, step)):
             self._report_kept(name, CheckpointId(run, step), "stays")
             return False
@@ -272,6 +280,11 @@ class ReplicaRecords:
             self._events.add(
                 "replica-failed", text, *which, "error" if damaged else "warning", tier=name, problem=error.problem()
             )
+
+    def suspected(self, name: str, which: CheckpointId, error: Damaged) -> None:
+        """A reader met damage in a copy: it is read back next, and does not count until then."""
+        self.failed(name, which, error, damaged=True)
+        self._set(name, which, checked=None)
 
     def _found(self, name: str, files: Files, run: str, step: int) -> None:
         """A copy without a checkpoint in the root; when it was last read back is unknown. In a bucket it can be listed while

@@ -20,6 +20,7 @@ from holdfast_service.control.catalog.lineage_records import ListedCheckpoint
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings.checks import Findings
+from holdfast_service.control.signals import Signal
 from holdfast_service.storage import Store
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class LineageIndex:
         self._store, self._catalog, self._record_queue, self._findings = store, catalog, record_queue, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
+        self._copies: dict[tuple[str, int], Manifest | None] = {}  # of restored checkpoints that the root lacks
+        self.copy_wanted: Signal[[str, int, list[Manifest]]] = Signal()  # a run's step; subscribers add that of a replica's
         self._begun: dict[str, Key] = {}
 
     def learn(self, run: str) -> None:
@@ -50,8 +53,20 @@ class LineageIndex:
         with self._lock:
             self._runs.get(run, {}).pop(step, None)
 
+    def copy(self, run: str, step: int) -> Manifest | None:
+        """The manifest of this step in a replica; None if none of those that can be reached has it."""
+        found: list[Manifest] = []
+        self.copy_wanted.publish(run, step, found)
+        return found[0] if found else None
+
+    def restored(self, copy: Manifest) -> None:
+        """A launch restores this checkpoint, which only a replica has: what it saves continues from there."""
+        with self._lock:
+            self._copies[copy.run, copy.step] = copy
+
     def forget(self, run: str) -> None:
         with self._lock:
+            self._copies = {of: copy for of, copy in self._copies.items() if of[0] != run}
             self._runs.pop(run, None)
             self._begun.pop(run, None)
 
@@ -95,6 +110,7 @@ class LineageIndex:
     def place(self, run: str, step: int, attempt: int, intent: Intent) -> lineage_records.SavePlace:
         """The place of a save of this intent; `AlreadyCommitted` where it may not be saved."""
         steps = self._there(run) if self._asks or step in self._runs.get(run, {}) else self._known(run)
+        steps += self._elsewhere(run, attempt, intent.restored, steps)
         at = next((number for number, placed in enumerate(steps) if placed.step == step), None)
         if at is not None and not roots.stands(self._store.files, run, step):
             steps[at] = steps[at]._replace(sound=False)
@@ -105,6 +121,21 @@ class LineageIndex:
                 raise
             steps[at] = self._judged(run, steps[at])
             return lineage_records.place(steps, run, (step, attempt), intent)
+
+    def _elsewhere(
+        self, run: str, attempt: int, restored: int | None, steps: Sequence[ListedCheckpoint]
+    ) -> list[ListedCheckpoint]:
+        """What a launch continues from, if only a replica has it, until the launch has a checkpoint of its own."""
+        if restored is None or any(restored == c.step or attempt == c.attempt for c in steps):
+            return []
+        if (run, restored) not in self._copies:  # an earlier daemon knew
+            copy = self.copy(run, restored)
+            with self._lock:
+                self._copies[run, restored] = copy
+        copy = self._copies[run, restored]
+        if copy is None:
+            return []
+        return [ListedCheckpoint(copy.step, copy.attempt, copy.turn, copy.rewinds, groups=copy.groups)]
 
     def _judged(self, run: str, listed_checkpoint: ListedCheckpoint) -> ListedCheckpoint:
         """With the catalog's facts about a checkpoint; without the catalog it counts as good."""

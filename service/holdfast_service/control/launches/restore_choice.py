@@ -21,6 +21,7 @@ from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.lineage_index import LineageIndex
 from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
+from holdfast_service.control.launches.restore_copies import RestoreCopies
 from holdfast_service.control.nodes import Nodes
 from holdfast_service.control.signals import Signal
 from holdfast_service.observe.tracing import span
@@ -45,6 +46,7 @@ class RestoreQuestion(NamedTuple):
     step: int | None
     groups: Collection[str] = ()
     healthy: bool = False
+    in_root: bool = False  # not out of a copy
 
 
 class Known(NamedTuple):
@@ -81,13 +83,21 @@ class RestoreSelector:
         self.copies_wanted: Signal[[str, dict[str, Collection[int]]]] = Signal()  # of a run, by replica; subscribers add
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
-        self.copy_wanted: Signal[[str, int, list[Manifest]]] = Signal()  # a run's step; subscribers add that of a replica's
+        self.copies = RestoreCopies(catalog, attempts, known.lineage_index, known.readers)
         self.lost = LostCheckpoints(catalog, self._copies)
 
-    def choose(
-        self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
+    def choose(  # noqa: PLR0913 - each is one thing
+        self,
+        run: str,
+        attempt: int,
+        turn: int,
+        step: int | None,
+        groups: Collection[str],
+        healthy: bool = False,
+        in_root: bool = False,
     ) -> int | None:
-        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore.
+        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore. It may
+        be one that only `copies` have, or have sound, unless it is to be `in_root`.
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
         is raised, and `StateMismatch` where the sound ones lack one of the groups, so that no launch starts from nothing
@@ -96,12 +106,14 @@ class RestoreSelector:
         """
         if not self._nodes.alone:
             self._lineage_index.start_launch(run, (attempt, turn))
-        asked = RestoreQuestion(run, attempt, turn, step, groups, healthy)
+        asked = RestoreQuestion(run, attempt, turn, step, groups, healthy, in_root)
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             self._await_seen(asked)  # not under the lock: other runs do not wait for it
-            self._have_mended(asked)
+            copy = self._have_mended(asked)
             with self._choosing:
-                chosen = self._chosen(asked)
+                chosen = self._chosen(asked, copy)
+            if asked.in_root and chosen is not None:
+                self._bring(asked, chosen)
             tell(**{"holdfast.step": chosen})
         if asked.step is not None and chosen != asked.step:
             other = "found nothing to restore" if chosen is None else f"restores step {chosen}"
@@ -110,6 +122,18 @@ class RestoreSelector:
                 hint="every rank must call restore() with the same step",
             )
         return chosen
+
+    def _bring(self, asked: RestoreQuestion, step: int) -> None:
+        """Copy a step back to the root, and wait for that: `DeadlineExceeded` while it is in progress. `NoSuchCheckpoint` if
+        it cannot be.
+        """
+        if roots.stands(self._store.files, asked.run, step):
+            return
+        self.skipping.publish((asked.run, asked.attempt, asked.turn), step, None)
+        if not roots.stands(self._store.files, asked.run, step):
+            raise NoSuchCheckpoint(
+                f"{asked.run}@{step} is not in the root, and could not be copied back to it", hint="see the daemon's log"
+            )
 
     def _copies(self, run: str) -> Mapping[str, Collection[int]]:
         """The steps of a run in reachable replicas, by replica."""
@@ -128,18 +152,16 @@ class RestoreSelector:
             self._readers.release(run, step, f"attempt {attempt}")
         return step is not None
 
-    def _chosen(self, asked: RestoreQuestion) -> int | None:
+    def _chosen(self, asked: RestoreQuestion, copy: Manifest | None) -> int | None:
         run, attempt, turn = asked[:3]
         known, answer = self._attempts.asked(run, attempt, turn)
         if known:
             return answer
-        try:
-            step = self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
-        except CatalogUnavailable as away:
-            if asked.healthy:
-                raise
-            log.warning("attempt %s of %s restores from the directory listing: %s", attempt, run, away.detail)
-            step = self._in_directories(asked)
+        if copy is not None and self.copies.hold(copy, f"attempt {attempt}", RESTORE_MAX_S):
+            self._lineage_index.restored(copy)
+            step: int | None = copy.step
+        else:
+            step = self._from_root(asked)
         chosen = self._attempts.answer(run, attempt, turn, step)
         self._record_queue.enqueue("which step a launch restores", lambda: self._note(asked, chosen))
         if chosen is not None:
@@ -148,6 +170,15 @@ class RestoreSelector:
             self._readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
             self._events.enqueue("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
         return chosen
+
+    def _from_root(self, asked: RestoreQuestion) -> int | None:
+        try:
+            return self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
+        except CatalogUnavailable as away:
+            if asked.healthy:
+                raise
+            log.warning("attempt %s of %s restores from the directory listing: %s", asked.attempt, asked.run, away.detail)
+            return self._in_directories(asked)
 
     def _await_seen(self, asked: RestoreQuestion) -> None:
         """Wait until checkpoints that other nodes have published are visible here, or have been missing for long enough: the
@@ -170,20 +201,29 @@ class RestoreSelector:
             log.info("%s@%s is listed but not visible here yet: waiting", asked.run, min(hidden))
             time.sleep(SEEN_POLL_S)
 
-    def _have_mended(self, asked: RestoreQuestion) -> None:
+    def _have_mended(self, asked: RestoreQuestion) -> Manifest | None:
         """Repair damaged checkpoints that would be skipped, the newest first, until one is sound; without any, the newest
         one in a replica is copied back. `DeadlineExceeded` while that is in progress.
+
+        If a copy can be read at once, its manifest, and the rest is done behind the restore. Not where several daemons share
+        the root: another one would not know what its ranks continue from. Nor below damaged copies: later restores begin
+        with what is taken instead of them because the root has it.
         """
         tried: set[int] = set()
         while len(tried) < MENDED_MAX and not self._attempts.asked(*asked[:3])[0]:
             try:
                 found = self._record_queue.query(lambda: self._mendable(asked, tried), ANSWER_S)
             except (CatalogUnavailable, NoSuchRun):
-                return
+                return None
             if found is None:
-                return
+                return None
+            at_once = self._nodes.alone and not asked.healthy and found[0] > max(self.lost.damaged(asked.run), default=-1)
+            if at_once and (copy := self.copies.readable(asked.run, found[0], asked.groups)):
+                self.copies.behind.publish(asked.run, *found)
+                return copy
             tried.add(found[0])
             self.skipping.publish((asked.run, asked.attempt, asked.turn), *found)
+        return None
 
     def _mendable(self, asked: RestoreQuestion, tried: Collection[int]) -> tuple[int, Damaged | None] | None:
         """What to repair first, and its damage; None as damage for one that is gone, or is in a tier alone."""
@@ -215,10 +255,9 @@ class RestoreSelector:
         for step in sorted(self.lost.recorded(run) - {*tried}, reverse=True):
             if step <= newest:
                 break
-            found: list[Manifest] = []
-            self.copy_wanted.publish(run, step, found)
-            if found and not self._lineage_index.leaves(found[0]):
-                if found[0].attempt > self._attempts.newest(run):
+            found = self._lineage_index.copy(run, step)
+            if found is not None and not self._lineage_index.leaves(found):
+                if found.attempt > self._attempts.newest(run):
                     raise self.lost.of_another_root(run, step)
                 return step, None
         return None

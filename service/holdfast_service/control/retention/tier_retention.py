@@ -19,6 +19,7 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.retention.policy import Candidate, decide
@@ -27,8 +28,12 @@ from holdfast_service.control.retention.policy import Candidate, decide
 class TierRetention:
     """What one tier keeps of its copies: of each run the newest `keep`, None for all, and what is marked or in the root."""
 
-    def __init__(self, name: str, keep: int | None, catalog: Catalog, files: RunFiles) -> None:
+    def __init__(
+        self, name: str, keep: int | None, catalog: Catalog, files: RunFiles, readers: Readers | None = None
+    ) -> None:
+        """What the `readers` read stays: a launch may restore it from here."""
         self._name, self._keep, self._catalog, self._files = name, keep, catalog, files
+        self._readers = readers or Readers()
         self._manifests: dict[tuple[str, int], Manifest] = {}
 
     def let_go(self, copies: Files) -> None:
@@ -53,7 +58,8 @@ class TierRetention:
         here = {made.step: made for made in roots.all_checkpoints(self._catalog, run)}
         placed: dict[int, Manifest | bodies.CheckpointInfo] = {**self._read(copies, run, set(steps) - here.keys()), **here}
         left, file = lineage.abandoned(list(placed.values())), self._files.read(run)
-        candidates = [_candidate(made, step in here, step in left, file) for step, made in placed.items() if step in steps]
+        kept = dict.fromkeys(self._readers.held(run), "it is being read") | dict.fromkeys(here, "it is in the root")
+        candidates = [_candidate(made, kept.get(step), step in left, file) for step, made in placed.items() if step in steps]
         newest = max((candidate.created for candidate in candidates), default=0.0)
         policy = RetentionPolicy(last=self._keep)
         return [decision.step for decision in decide(candidates, policy, newest) if not decision.keep]
@@ -70,15 +76,14 @@ class TierRetention:
         return found
 
 
-def _candidate(made: Manifest | bodies.CheckpointInfo, is_here: bool, is_left: bool, file: RunFile) -> Candidate:
+def _candidate(made: Manifest | bodies.CheckpointInfo, kept: str | None, is_left: bool, file: RunFile) -> Candidate:
     pin = ["it is pinned"] if made.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(made.step)]
-    here = ["it is in the root"] if is_here else []
     gone = frozenset(made.thinned.groups) if made.thinned is not None else frozenset[str]()
     return Candidate(
         made.step,
         seconds_of(made.created),
-        holds=(*pin, *labels, *here),
+        holds=(*pin, *labels, *([kept] if kept else [])),
         groups=frozenset(made.groups),
         line=lineage.line(made.rewinds),
         abandoned=is_left,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import NewestHealthy, NewestVerified
 from holdfast_formats.lineage import line
 from holdfast_formats.rest import bodies
@@ -23,6 +24,7 @@ from holdfast_service.control.retention.thin_policy import ThinDecision, ThinEst
 log = logging.getLogger(__name__)
 
 _READ = "it is being read"
+_PINNED = "it is pinned"
 _FRESH = "it is being replaced"
 
 
@@ -110,6 +112,19 @@ class Verdicts:
             return ProvenDecisions(list(candidates), decisions)
         return self._proofs.decided(run, candidates, lambda now: decide(now, policy, _newest_commit(now)))
 
+    def keeps(self, elsewhere: Manifest, abandoned: bool) -> bool:
+        """Whether the policy in force keeps a checkpoint that is elsewhere now, once it is in the root."""
+        file, candidates = self.looked_at(elsewhere.run)
+        others = [candidate for candidate in candidates if candidate.step != elsewhere.step]
+        marks = [*file.labels_of(elsewhere.step), *([_PINNED] if elsewhere.step in file.pins else [])]
+        created, groups = _newest_commit(others), frozenset(elsewhere.groups)
+        gone = frozenset(elsewhere.thinned.groups) if elsewhere.thinned is not None else frozenset[str]()
+        coming = Candidate(
+            elsewhere.step, created, holds=tuple(marks), groups=groups, line=line(elsewhere.rewinds), gone=gone
+        )
+        decisions = decide([*others, coming._replace(abandoned=abandoned)], file.in_force, created)
+        return all(decision.keep for decision in decisions if decision.step == elsewhere.step)
+
     def for_room(self, run: str, incoming: Candidate) -> dict[int, list[str]]:
         """The steps to remove for a save that does not fit, the first one first, with the reasons."""
         file, candidates = self.looked_at(run, for_room=True)
@@ -166,7 +181,7 @@ def _others(links: Sequence[str], awaited: str | None) -> Sequence[str]:
 def _candidate(
     c: bodies.CheckpointInfo, known: CommitProof, file: RunFile, busy: str | None, linked: Sequence[str]
 ) -> Candidate:
-    pin = ["it is pinned"] if c.step in file.pins else []
+    pin = [_PINNED] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
     kept = [f"it was saved before the launch that first asked for keep_last={file.keep_last}"] if before else []

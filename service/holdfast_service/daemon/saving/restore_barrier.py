@@ -120,8 +120,13 @@ class RestoreBarrier:
 
     def choose(self, who: Participant, turn: int, asked: StepQuestion) -> Answer:
         """The step that this rank's attempt restores as its `turn`-th, the same for all its ranks."""
-        step = self._control.restores.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy)
-        return Answer(step=step, notes=self.answered(who, turn, step, named=asked.step is not None))
+        restores, named = self._control.restores, asked.step is not None
+        step = restores.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy, asked.in_root)
+        notes = self.answered(who, turn, step, named)
+        if not named and not asked.healthy:
+            notes += tuple(restores.copies.skipped(who.run, step))
+        copies = () if step is None or asked.in_root else restores.copies.of(who.run, step, damaged=True)
+        return Answer(step=step, notes=notes, copies=copies)
 
     def answered(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
         """A rank got the step of its `turn`-th restore, and has finished earlier turns. Returns notes on newer steps that
@@ -160,6 +165,8 @@ class RestoreBarrier:
         restoring.
         """
         error = None if end.problem is None else from_problem(end.problem)
+        problems = {name: from_problem(problem) for name, problem in end.passed_over.items()}
+        self._control.restores.copies.passed_over(who.run, end.step, problems)
         if isinstance(error, Damaged):
             return self.damaged(who, turn, end.step, error, end.alone)
         if end.alone or error is not None:
@@ -172,7 +179,8 @@ class RestoreBarrier:
 
     def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> RestoreVerdict | None:
         """A rank has restored the step: its verdict once all others have reported; None after `wait_s`."""
-        known = self._findings.damage(who.run, step)
+        copied = self._control.restores.copies.of(who.run, step, damaged=True)  # in place of what is damaged in the root
+        known = None if copied else self._findings.damage(who.run, step)
         with self._changed:
             current = self._turn(who, turn)
             if known is not None:  # reports to an earlier daemon count
