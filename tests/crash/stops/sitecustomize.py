@@ -50,6 +50,10 @@ def _puts_commit(puts: Any, key: str, data: bytes) -> bool:
     return "/data/" in key and key.endswith("/COMMIT")
 
 
+def _begins_data(bucket: Any, key: str) -> bool:
+    return "/data/" in key
+
+
 def _from_staging(tier: Any, source: str, target: str) -> bool:
     return "/staging/" in source
 
@@ -141,6 +145,17 @@ POINTS = {
     "before the commit object": Point(f"{_OBJECTS}.step_commits", "StepCommits.put"),
     "the commit object is put": Point(f"{_OBJECTS}.step_commits", "StepCommits.put", after=True),
     "before the place is cleared": Point(f"{_OBJECTS}.object_store", "ObjectStore.discard"),
+    # in a daemon that drains to a bucket
+    "a copy begins": Point(f"{_OBJECTS}.staged_objects", "StagedObjects.go_on"),
+    "an upload is begun": Point("holdfast_files.objects.client", "Bucket.begin_upload", after=True, at=_begins_data),
+    "before a part": Point(f"{_OBJECTS}.uploads", "UploadedFile.send"),
+    "before a file is put": Point(f"{_OBJECTS}.uploads", "UploadedFile._put_whole"),
+    "a file is put": Point(f"{_OBJECTS}.uploads", "UploadedFile._put_whole", after=True),
+    "before a copy is read back": Point("holdfast_service.daemon.copying.copies", "read_back"),
+    "before a copy is published": Point(f"{_OBJECTS}.object_store", "ObjectStore.commit"),
+    "COMMIT of a copy is put": Point(f"{_OBJECTS}.object_store", "ObjectStore._complete", after=True),
+    "before a copy is recorded": Point("holdfast_service.control.checkpoints.replicas", "ReplicaRecords.present"),
+    "a copy is recorded": Point("holdfast_service.control.checkpoints.replicas", "ReplicaRecords.present", after=True),
     # in a daemon that thins and compacts
     "states are coded": Point("holdfast_service.daemon.copying.streaming", "stream", after=True),
     "coded, not proven": Point("holdfast_service.daemon.copying.compactor", "_prove"),
