@@ -2,13 +2,15 @@
 
 Looked at: logs at the level debug, of libraries too; the words of all processes; every answer of the API and every page that
 a link leads to; the metrics; what `doctor` and other commands print; the catalog and the rest of the machine's directory;
-the bucket's own objects; and the errors of answers that are refused, lost or cut.
+the bucket's own objects; and the errors of answers that are refused, lost or cut. `make objects` also looks through
+`SECRETS_LOG_BYTES` of log.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
 import random
 import re
 import subprocess
@@ -30,6 +32,7 @@ from tests.attack import matrix
 from tests.daemon.bucket.test_bucket_root import RUN, state_of
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.kit.commands import call
+from tests.kit.lenders import LENT_SECRET
 from tests.kit.objects import TestBucket, moto, moto_bucket
 from tests.kit.objects_proxy import (
     ACCESS_DENIED,
@@ -53,6 +56,7 @@ SECRETS = {
     "the session token": "hf-session-token/of+tests-77aa01c3",
 }
 PAGES_MAX = 80
+LOG_BYTES = int(os.environ.get("SECRETS_LOG_BYTES", 2**26))
 FAULTS: tuple[Fault, ...] = (
     ACCESS_DENIED, CONFLICT, EXPIRED_TOKEN, INTERNAL_ERROR, SLOW_DOWN, LoseAnswer(), CutAnswer(3), CutRequest(3),
 )  # fmt: skip
@@ -216,3 +220,19 @@ def test_no_secret_is_shown(moto_bucket: TestBucket, tmp_path: Path, caplog: pyt
             print(f"{len(log)} bytes of log, {watch.looked} bytes in all, {watch.processes} looks at processes")
         assert f"{RUN}/{naming.COMMITS}/{naming.step_directory(1)}" in bucket.sizes()
     assert watch.found == [] and watch.processes > 0
+
+
+@pytest.mark.objects
+def test_no_secret_is_in_much_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a client whose requests fail in every way, with every traceback, and with libraries at the level debug."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    path, secrets = tmp_path / "log", {"keys": LENT_SECRET, "tokens": "token-LENT", "signatures": "Signature="}
+    with watched(secrets) as watch, open(path, "wb") as log:
+        words = [sys.executable, "-m", "tests.kit.secret_log", str(LOG_BYTES)]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=log, check=True)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            watch.look("the log", data)
+            assert len(data) >= LOG_BYTES and data.find(b"it failed") >= 0 and data.find(b"Traceback") >= 0
+    path.unlink()
+    assert watch.found == [] and int(ended.stdout) > 1
