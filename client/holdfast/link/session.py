@@ -25,7 +25,14 @@ from holdfast.read.checkpoint_root import CheckpointRoot, root_of
 from holdfast.read.copies import CheckpointCopy
 from holdfast.read.directory_root import DirectoryRoot
 from holdfast.read.reader import CheckpointReader
-from holdfast.read.root_directory import listed_steps, living_steps, open_checkpoint, open_nearest, source_at
+from holdfast.read.root_directory import (
+    CheckpointIdentity,
+    listed_steps,
+    living_steps,
+    open_checkpoint,
+    open_nearest,
+    source_at,
+)
 from holdfast.save_warning import warn
 from holdfast.threads.daemon_heartbeat import DaemonHeartbeat
 from holdfast.threads.latch import Latch
@@ -78,6 +85,7 @@ class Choice(NamedTuple):
     notes: tuple[str, ...] = ()
     served: str = ""  # what the daemon, of this machine, names as its root
     copies: tuple[CheckpointCopy, ...] = ()
+    created: str = ""  # of the checkpoint, if the root lacks it
 
     def open(self, run: str, problems: dict[str, CheckpointError]) -> CheckpointReader:
         """The checkpoint in the nearest place where it can be read; adds the problems of those passed over, by name."""
@@ -85,7 +93,8 @@ class Choice(NamedTuple):
         place = (self.root, self.url, run, self.step, self.served)
         if not self.copies:
             return open_checkpoint(*place)
-        return open_nearest((CheckpointCopy("", partial(source_at, *place)), *self.copies), run, self.step, problems)
+        copies = (CheckpointCopy("", partial(source_at, *place)), *self.copies)
+        return open_nearest(copies, CheckpointIdentity(run, self.step, self.created), problems)
 
 
 class RestoreVerdictReply(NamedTuple):
@@ -254,13 +263,14 @@ class Session:
         welcome, chosen = self._welcome, _patiently(self._link, question)
         copies = () if chosen.step is None else tuple(self._copy(at, chosen.step) for at in chosen.copies)
         root = self._readable(welcome)
-        self._chosen = Choice(chosen.step, root, welcome.url, question.turn, chosen.notes, welcome.root, copies)
+        place = (root, welcome.url, question.turn, chosen.notes, welcome.root)
+        self._chosen = Choice(chosen.step, *place, copies, chosen.created)
         return self._chosen
 
     def _copy(self, place: CopyPlace, step: int) -> CheckpointCopy:
         if place.at not in self._places:
             self._places[place.at] = root_of(place.at)
-        return CheckpointCopy(place.name, partial(self._places[place.at].source, self._who.run, step))
+        return CheckpointCopy(place.name, partial(source_at, self._places[place.at], None, self._who.run, step))
 
     def ended(
         self, choice: Choice, error: CheckpointError | None, alone: bool, passed_over: Mapping[str, CheckpointError] = NONE
@@ -312,7 +322,7 @@ class Session:
         """
         at, chosen = self._unconnected(step), self._chosen
         if chosen is not None and chosen.step == step:
-            at = at._replace(copies=chosen.copies)
+            at = at._replace(copies=chosen.copies, created=chosen.created)
         with at.open(self._who.run, {}) as reader:
             if reader.manifest.file(name) is None:
                 raise StateMismatch(

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.read.sources import Source
 from holdfast_files import opened
-from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NotFound
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
 
 _Result = TypeVar("_Result")
 
@@ -86,14 +86,15 @@ class Copies:
             return self.nearest
         with self._lock:
             if copy.name not in self._opened:
+                self._away.add(copy.name)  # unless it can be opened
                 source = copy.open()
                 try:
                     if opened.read_commit(source) != self._commit:
-                        raise CorruptManifest(f"{source.label} is not a copy of {self.nearest.label}")
+                        raise NoSuchCheckpoint(f"{source.label} is not a copy of {self.nearest.label}")
                 except BaseException:
                     source.close()
-                    self._away.add(copy.name)
                     raise
+                self._away.discard(copy.name)
                 self._opened[copy.name] = source
             return self._opened[copy.name]
 

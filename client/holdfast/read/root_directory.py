@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.read.checkpoint_root import CheckpointRoot, mapped
 from holdfast.read.copies import CheckpointCopy, OtherCopies
@@ -13,10 +14,9 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast_files.objects import address
 from holdfast_files.opened import read_placement
-from holdfast_formats import lineage, naming
+from holdfast_formats import lineage
 from holdfast_formats.errors import (
     CheckpointError,
-    CorruptManifest,
     DaemonGone,
     Damaged,
     Denied,
@@ -69,8 +69,16 @@ def source_at(root: CheckpointRoot | Path | None, url: str | None, run: str, ste
     return HttpSource(Api(url), run, step)
 
 
+class CheckpointIdentity(NamedTuple):
+    """Run and step of a checkpoint, and when it was saved, if that is known: another one may have both."""
+
+    run: str
+    step: int
+    created: str = ""
+
+
 def open_nearest(
-    copies: Sequence[CheckpointCopy], run: str, step: int, problems: dict[str, CheckpointError]
+    copies: Sequence[CheckpointCopy], which: CheckpointIdentity, problems: dict[str, CheckpointError]
 ) -> CheckpointReader:
     """Open the checkpoint in the first of these copies that can be opened; what that one lacks is read from those behind it.
 
@@ -81,20 +89,21 @@ def open_nearest(
     for at, copy in enumerate(copies):
         try:
             others = OtherCopies(copy.name, copies[at + 1 :], problems)
-            return _of(CheckpointReader.open(copy.open(), complete=False, others=others), run, step)
+            return _of(CheckpointReader.open(copy.open(), complete=False, others=others), which)
         except NotFound as error:
             absent = absent or error
         except CheckpointError as error:
             problems[copy.name] = error
-    raise next(iter(problems.values()), absent or NoSuchCheckpoint(f"there is no copy of {run}@{step}"))
+    raise next(iter(problems.values()), absent or NoSuchCheckpoint(f"there is no copy of {which.run}@{which.step}"))
 
 
-def _of(reader: CheckpointReader, run: str, step: int) -> CheckpointReader:
-    found = (reader.manifest.run, reader.manifest.step)
-    if found == (run, step):
+def _of(reader: CheckpointReader, which: CheckpointIdentity) -> CheckpointReader:
+    manifest = reader.manifest
+    if which in ((manifest.run, manifest.step, manifest.created), (manifest.run, manifest.step, "")):
         return reader
     reader.close()
-    raise CorruptManifest(f"{reader.source.label} has {found[0]}@{found[1]}", file=naming.MANIFEST)
+    what = f"{manifest.run}@{manifest.step} of {manifest.created}"
+    raise NoSuchCheckpoint(f"{reader.source.label} has {what}, which is another checkpoint")
 
 
 def _mount(served: str) -> str:

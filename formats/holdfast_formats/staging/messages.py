@@ -173,6 +173,7 @@ class Answer(Body):
     copies: tuple[CopyPlace, ...] = Field(
         default=(), description="copies for what the root lacks of the checkpoint, which may be all of it; the nearest first"
     )
+    created: str = Field(default="", description="when the checkpoint was saved, if the root lacks it: no other one is read")
 
 
 class RestoreResult(Body):

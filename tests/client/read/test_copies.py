@@ -12,10 +12,10 @@ import pytest
 from holdfast.read.copies import CheckpointCopy, Copies, OtherCopies
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast.read.root_directory import open_nearest
+from holdfast.read.root_directory import CheckpointIdentity, open_nearest
 from holdfast.read.sources import DirectorySource, Source
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, CorruptExtent, CorruptManifest, Denied, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.errors import CheckpointError, CorruptExtent, Denied, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.region import whole
 from tests.checkpoints import Built, build
 
@@ -33,6 +33,7 @@ class World:
             shutil.copytree(self.built.path, self.paths[name])
         self.opened: list[str] = []
         self.problems: dict[str, CheckpointError] = {}
+        self.which = CheckpointIdentity("tiny", 5)
 
     def copy(self, name: str) -> CheckpointCopy:
         return CheckpointCopy(name, lambda: self._source(name))
@@ -44,7 +45,7 @@ class World:
         return DirectorySource(self.paths[name])
 
     def open(self) -> CheckpointReader:
-        return open_nearest([self.copy(name) for name in ("", "near", "far")], "tiny", 5, self.problems)
+        return open_nearest([self.copy(name) for name in ("", "near", "far")], self.which, self.problems)
 
     def shard(self, copy: str, tensor: str = "a") -> Path:
         return self.paths[copy] / self.built.manifest.tensors["model"][tensor].file
@@ -154,7 +155,7 @@ def test_another_checkpoint_is_no_copy(world: World) -> None:
     world.shard("").unlink()
     with world.open() as reader:
         world.load(reader)
-    assert set(reader.copies.taken) == {"far"} and isinstance(world.problems["near"], CorruptManifest)
+    assert set(reader.copies.taken) == {"far"} and isinstance(world.problems["near"], NoSuchCheckpoint)
     assert world.opened == ["", "near", "far"]
     other = build(world.paths["near"].parent / "step-00000006", BIG, step=6)
     shutil.rmtree(world.paths[""])
@@ -162,7 +163,11 @@ def test_another_checkpoint_is_no_copy(world: World) -> None:
     world.problems.clear()
     with world.open() as reader:
         assert reader.copies.name == "far"
-    assert "6" in world.problems["near"].detail
+    world.which = world.which._replace(created="2001-01-01T00:00:00Z")
+    with pytest.raises(NoSuchCheckpoint):  # of that run and step, but from another save
+        world.open()
+    world.which = world.which._replace(created=world.built.manifest.created)
+    world.open().close()
 
 
 def test_a_copy_that_cannot_be_read_is_tried_once() -> None:

@@ -64,6 +64,13 @@ class LineageIndex:
         with self._lock:
             self._copies[copy.run, copy.step] = copy
 
+    def restored_copy(self, run: str, step: int) -> Manifest | None:
+        """What a launch restores out of a replica; None if the root has a checkpoint of the step, or no replica has."""
+        if roots.stands(self._store.files, run, step):
+            return None
+        known = self._copies.get((run, step))
+        return self.copy(run, step) if known is None else known
+
     def forget(self, run: str) -> None:
         with self._lock:
             self._copies = {of: copy for of, copy in self._copies.items() if of[0] != run}

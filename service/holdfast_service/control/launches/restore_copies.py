@@ -67,6 +67,11 @@ class RestoreCopies:
             return None
         return found
 
+    def created(self, run: str, step: int) -> str:
+        """When a checkpoint was saved that only replicas have, by which ranks know it from another one of its step."""
+        copy = self._lineage_index.restored_copy(run, step)
+        return "" if copy is None else copy.created
+
     def hold(self, copy: Manifest, who: str, seconds: float) -> bool:
         """Keep the copies for a restore; False if they are about to be removed, or were."""
         try:

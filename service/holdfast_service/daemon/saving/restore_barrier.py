@@ -44,6 +44,7 @@ class _Turn:
         self.voted: set[int] | None = None  # `ended` as last sent to other nodes
         self.voted_at = 0.0
         self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
+        self.met: set[tuple[int, str]] = set()  # ranks, and copies of which they have reported a problem
         self.doubted: set[int] = set()  # ranks with an unconfirmed report of damage
         self.failed: Damaged | None = None
         self.spread = False  # other nodes know that it failed
@@ -126,7 +127,8 @@ class RestoreBarrier:
         if not named and not asked.healthy:
             notes += tuple(restores.copies.skipped(who.run, step))
         copies = () if step is None or asked.in_root else restores.copies.of(who.run, step, damaged=True)
-        return Answer(step=step, notes=notes, copies=copies)
+        created = restores.copies.created(who.run, step) if copies and step is not None else ""
+        return Answer(step=step, notes=notes, copies=copies, created=created)
 
     def answered(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
         """A rank got the step of its `turn`-th restore, and has finished earlier turns. Returns notes on newer steps that
@@ -165,7 +167,10 @@ class RestoreBarrier:
         restoring.
         """
         error = None if end.problem is None else from_problem(end.problem)
-        problems = {name: from_problem(problem) for name, problem in end.passed_over.items()}
+        with self._changed:  # over HTTP a rank asks for its verdict, and reports, more than once
+            met = self._turn(who, turn).met
+            problems = {n: from_problem(problem) for n, problem in end.passed_over.items() if (who.rank, n) not in met}
+            met |= {(who.rank, name) for name in problems}
         self._control.restores.copies.passed_over(who.run, end.step, problems)
         if isinstance(error, Damaged):
             return self.damaged(who, turn, end.step, error, end.alone)
