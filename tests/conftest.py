@@ -84,6 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-s", metavar="SECONDS", type=float, help="end the soak after this long, however many saves it did"
     )
     parser.addoption("--frozen-s", metavar="SECONDS", type=float, default=300.0, help="how long daemons are stopped")
+    parser.addoption("--away-s", metavar="SECONDS", type=float, default=4.0, help="how long a bucket is away")
     parser.addoption("--attack-s", metavar="SECONDS", type=float, help="how long attacks by chance go on (make attack)")
     parser.addoption("--kills", type=int, default=20, help="how often the frameworks' runs are killed (make integrations)")
     parser.addoption("--fuzz-s", metavar="SECONDS", type=float, help="look for inputs that no reader handles for this long")

@@ -23,6 +23,7 @@ from holdfast_service.api.app import RestApi, Services
 from holdfast_service.config import RootPlace
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.control import Control
+from holdfast_service.control.insight.copy_lags import CopyLags
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.summary_queries import Lives, Summaries, no_lives
 from holdfast_service.control.jobs.runner import JobKind, Progress
@@ -73,7 +74,18 @@ def services(root: Path, place: Path | None = None, nodes: Nodes = ONE_NODE, liv
     summaries, history = Summaries(stored_in(tier).store, catalog, lives), RoundHistory(catalog.database, "node-1")
     try:
         yield Services(
-            control, RootPlace(str(root), root), "9.9", node, saver, arena, remote, runner, summaries, history, {}
+            control,
+            RootPlace(str(root), root),
+            "9.9",
+            node,
+            saver,
+            arena,
+            remote,
+            runner,
+            summaries,
+            history,
+            CopyLags(catalog.database),
+            {},
         )
     finally:
         runner.close()

@@ -219,6 +219,16 @@ class FaultProxy:
         """Break every connection."""
         asyncio.run_coroutine_threadsafe(self._reset(), self._loop).result()
 
+    def refuse(self) -> None:
+        """Break every connection, and accept no other one until `accept`."""
+
+        self._loop.call_soon_threadsafe(self._server.close)
+        self.reset()
+
+    def accept(self) -> None:
+        """Accept connections again, at the same address."""
+        asyncio.run_coroutine_threadsafe(self._listen(urlsplit(self.endpoint).port or 0), self._loop).result()
+
     def kinds(self, key: str = "") -> Counter[str]:
         """How many requests of each kind came so far, of the keys with this pattern."""
         return Counter(one.kind for one in self.seen if re.search(key, one.key))
@@ -240,13 +250,13 @@ class FaultProxy:
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
 
-        async def listen() -> None:
-            self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-            self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-        self._loop.run_until_complete(listen())
+        self._loop.run_until_complete(self._listen(0))
         started.set()
         self._loop.run_forever()
+
+    async def _listen(self, port: int) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _stop(self) -> None:
         self._server.close()

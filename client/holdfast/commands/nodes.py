@@ -1,4 +1,4 @@
-"""`holdfast nodes`: the daemons that share a catalog, what each holds and does, and how far it is behind."""
+"""`holdfast nodes`: the daemons that share a catalog, what each holds and does, and how far each is behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Rotate = Annotated[
 
 
 def nodes(forget: Forget = None, rotate_secret: Rotate = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Show the nodes that share this catalog. Each has its state, ranks, duties and lag."""
+    """Show the nodes that share this catalog. Each has its state, ranks, duties and lag.
+
+    Below, their replicas and tiers: what has yet to be copied, and what is copied now.
+    """
     with console.service(url, as_json) as api:
         for name in forget or ():
             api.forget_node(name)
@@ -31,6 +34,10 @@ def nodes(forget: Forget = None, rotate_secret: Rotate = False, url: Url = None,
             api.rotate_node_secret()
         found = api.nodes()
     console.listed(lists.NODES, found, "No daemon writes to this catalog.", as_json)
+    lags = [lag for node in found for lag in node.lags]
+    if lags and not as_json:
+        console.out().print()
+        console.listed(lists.REPLICAS, lags, "", as_json)
     lost = [node.name for node in found if node.state == "lost"]
     if lost and not as_json:
         gone = f"start the daemon there again, or `holdfast nodes --forget {lost[0]}` if it is gone"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast_formats.disk.manifests import Manifest
     from holdfast_formats.rest import bodies
     from holdfast_formats.rest.measurements import SaveTimes
+    from holdfast_formats.rest.replica_lags import ReplicaLag
     from holdfast_formats.rest.runs import RunAbout
 
 SAVES_MAX = 500  # among which the one of a checkpoint is looked for
@@ -71,18 +72,20 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
     from holdfast.rest import replicas
     from holdfast_formats.disk import coded
     from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
+    from holdfast_formats.rest.replica_lags import told
 
     reader = CheckpointReader.open(source, complete=False)
     manifest, origin = reader.manifest, ancestry.origin_of(reader)
     copies, known, times = [], None, None
+    lags: list[ReplicaLag] = []
     if isinstance(source, HttpSource):
         copies = replicas.of(source.api, source.run, source.step)
         known = source.api.checkpoint(source.run, source.step)
-        times = _times(source.api, known)
+        times, lags = _times(source.api, known), _lags(source.api, known.run)
     descent = None if origin is None else ancestry.Descent(source, origin)
     drawn = [] if descent is None else list(ancestry.lines(descent))
     if as_json:
-        document = {**_document(manifest, known), "replicas": copies, "origin": origin, "measured": times}
+        document = {**_document(manifest, known), "replicas": copies, "lags": lags, "origin": origin, "measured": times}
         console.print_json(document if metadata is None else {**document, "about": metadata})
         return
     if metadata is not None:
@@ -112,6 +115,8 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
         facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
     for name, value in facts.items():
         out.print(Text(f"{name:<11} {value}"))
+    for lag in lags:
+        out.print(Text(f"{'copied to':<11} {lag.replica}: {told(lag)}"))
     for line in drawn:
         out.print(Text(line))
     _print_tables(manifest)
@@ -125,6 +130,15 @@ def _times(api: Api, known: bodies.CheckpointInfo) -> SaveTimes | None:
     same = (one for one in saves if (one.step, one.attempt) == (known.step, known.attempt))
     found = next(same, None)
     return None if found is None else SaveTimes.model_validate(found.measured or {})
+
+
+def _lags(api: Api, run: str) -> list[ReplicaLag]:
+    """How far each replica is behind with this run."""
+    from holdfast.rest.summaries import summary
+    from holdfast_formats.rest.replica_lags import of_run
+
+    copies = summary(api, run).copies
+    return of_run(run, copies, [lag for node in api.nodes() for lag in node.lags]) if copies else []
 
 
 def _requests(times: SaveTimes) -> str:

@@ -15,6 +15,7 @@ import typer
 from holdfast.rest.waiting_notice import silence_reported
 from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
+from holdfast_formats.byte_sizes import human_bytes as human_bytes
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
 from holdfast_formats.rest.columns import CellPart, Listing, Row
@@ -176,15 +177,6 @@ def told(what: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar, updated by a callback with the bytes done and in total."""
     with progress(what, 0, shown) as bar:
         yield lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.2 MB, in decimal units as Hugging Face counts."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} PB"
 
 
 def human_age(created: str, now: datetime | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from http.client import HTTPResponse
 from threading import Event
 from typing import NamedTuple, TypeVar
@@ -18,6 +19,7 @@ from holdfast_files.objects.refusals import Attempted, Refusal
 from holdfast_files.objects.settings import BucketSettings
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.timestamps import write
 
 PAUSE_FIRST_S = 0.2
 PAUSE_MAX_S = 10.0
@@ -111,18 +113,18 @@ class Sender:
                     return answer
                 failed, failure = answer, refusals.error(answer, self.asked(request, label))
             tries += 1
-            self._wait(tries, failed, end, failure)
+            if not self._paused(tries, failed, end):
+                raise _lasting(failure, request, patience)
 
     def asked(self, request: ObjectRequest, label: str) -> Attempted:
         return Attempted(label, self._bucket, request.kind, self.settings.region, time.time())
 
-    def _wait(self, tries: int, answer: Refusal | None, end: float, failure: CheckpointError) -> None:
-        """Pause at random, for longer each time; raises the failure where patience would end meanwhile."""
+    def _paused(self, tries: int, answer: Refusal | None, end: float) -> bool:
+        """Pause at random, for longer each time; False where patience would end meanwhile."""
         pause = random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2**tries))
         if answer is not None and answer.retry_after.isdecimal():
             pause = max(pause, min(float(answer.retry_after), PAUSE_MAX_S))
-        if time.monotonic() + pause > end or self._closed.wait(pause):
-            raise failure
+        return time.monotonic() + pause <= end and not self._closed.wait(pause)
 
     def _once(
         self, request: ObjectRequest, take: Callable[[HTTPResponse], T | Refusal], patience: Patience, again: bool
@@ -159,6 +161,15 @@ class Sender:
         return (
             f"{path}?{'&'.join(f'{quote(name, safe=_UNESCAPED)}={quote(value, safe=_UNESCAPED)}' for name, value in query)}"
         )
+
+
+def _lasting(failure: CheckpointError, request: ObjectRequest, patience: Patience) -> CheckpointError:
+    """The failure of a request that was repeated in vain, with the time since when all of its kind fail."""
+    since = [at for one in patience.traffic if (at := one.failing_since(request.kind)) is not None]
+    if since:
+        first = write(datetime.fromtimestamp(min(since), timezone.utc))
+        failure.detail = f"{failure.detail}; the bucket fails {request.kind} requests since {first}"
+    return failure
 
 
 def _settle(patience: Patience, request: ObjectRequest, failure: str = "", passes: bool = False) -> None:

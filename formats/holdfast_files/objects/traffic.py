@@ -84,6 +84,17 @@ class Traffic:
         with self._lock:
             return self._groups.pop(group, {})
 
+    def forget_failures(self) -> None:
+        """What was refused until now was meant to be."""
+        with self._lock:
+            self._failing.clear()
+
+    def failing_since(self, kind: str) -> float | None:
+        """Since when requests of a kind fail, in seconds since 1970; None where the last one was carried out."""
+        with self._lock:
+            found = self._failing.get(kind)
+        return None if found is None else found.since_s
+
     def failing(self) -> list[Failing]:
         """What failed when it was last asked, since the longest time first.
 

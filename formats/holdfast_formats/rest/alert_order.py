@@ -8,6 +8,7 @@ from holdfast_formats.rest.measurements import Attention
 # saves, copies; then what costs time alone.
 ALERT_CODES = (
     "saves-failing",
+    "bucket-refuses",
     "no-commit",
     "run-died",
     "checkpoint-missing",
@@ -20,6 +21,7 @@ ALERT_CODES = (
     "not-verified",
     "removal-waits",
     "replica-failing",
+    "replica-lags",
     "replica-behind",
     "node-lost",
     "clock-differs",

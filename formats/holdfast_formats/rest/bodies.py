@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from holdfast_formats.body import Body
 from holdfast_formats.lineage import Rewind
 from holdfast_formats.rest.measurements import Life, MetricValue, RunLife
+from holdfast_formats.rest.replica_lags import BucketTraffic, ReplicaLag
 from holdfast_formats.staging import messages
 
 if TYPE_CHECKING:
@@ -368,32 +369,6 @@ class KeptAverage(Body):
     left_out: int = Field(description="updates that were dropped, skipped because of their loss value, or lost")
 
 
-class RequestCounts(Body):
-    """Requests to object storage of one kind, since a daemon's start."""
-
-    sent: int
-    retries: int = Field(description="those of them that repeated one that had failed")
-    sent_bytes: int = Field(description="of the bodies of the requests")
-    received_bytes: int = Field(description="of the bodies of the answers")
-
-
-class FailingRequests(Body):
-    """A kind of request that object storage refuses, or does not answer."""
-
-    kind: str
-    answer: str = Field(description="the newest answer, such as `503 SlowDown`")
-    since: str = Field(description="RFC 3339, UTC")
-
-
-class BucketTraffic(Body):
-    """What a daemon asked of its root's bucket since its start."""
-
-    requests: dict[str, RequestCounts] = Field(
-        description="by kind: get, head, put, delete, list, copy, begin, part, complete, abort, uploads"
-    )
-    failing: list[FailingRequests] = Field(description="the kinds that failed when they were last asked")
-
-
 class Node(Body):
     name: str
     pid: int | None = Field(default=None, description="only shown to tokens for all runs")
@@ -447,6 +422,11 @@ class Node(Body):
         default_factory=dict,
         description="the replicas that it copies to, and why one cannot be reached, null while it can; only shown to tokens "
         "for all runs",
+    )
+    lags: list[ReplicaLag] = Field(
+        default_factory=list,
+        description="the same with how far each is behind, what is copied now, and requests to its bucket; only shown to "
+        "tokens for all runs",
     )
     duties: list[str] = Field(default_factory=list, description="what this node does for all nodes of its cluster")
     socket_id: str | None = Field(

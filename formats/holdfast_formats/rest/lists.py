@@ -10,6 +10,7 @@ from holdfast_formats import metric_values
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import AUDITED, AuditEntry
 from holdfast_formats.rest.columns import CellPart, Column, Listing, bad, checkpoint, count, quiet
+from holdfast_formats.rest.replica_lags import ReplicaLag, told_refusals
 from holdfast_formats.timestamps import utc_now
 
 if TYPE_CHECKING:
@@ -165,6 +166,36 @@ NODES: Listing[bodies.Node] = Listing(
     "/v1/nodes",
     ("name", "host", "state", "ranks", "runs", "arena_bytes", "duties", "sealed", "started", "version", "url"),
     marked=lambda node: node.state == "lost",
+)
+
+
+def _copying(lag: ReplicaLag) -> CellPart | None:
+    return None if lag.copying is None else checkpoint(lag.copying.run, lag.copying.step)
+
+
+def _copied(lag: ReplicaLag) -> tuple[int, int, str] | None:
+    return None if lag.copying is None else (lag.copying.done_bytes, lag.copying.total_bytes, "running")
+
+
+def _trouble(lag: ReplicaLag) -> CellPart | None:
+    refused = told_refusals(lag.bucket)
+    return bad(f"{lag.problem} (since {lag.problem_since})") if lag.problem else bad(refused) if refused else None
+
+
+REPLICAS: Listing[ReplicaLag] = Listing(
+    (
+        Column("Replica or tier", "replica"),
+        Column("Node", "node", omit=2),
+        Column("Missing", "missing", "number"),
+        Column("Bytes", "missing_bytes", "bytes"),
+        Column("Oldest waits", lambda lag: lag.lag_s or None, "duration"),
+        Column("Copies now", _copying),
+        Column("Progress", _copied, "progress"),
+        Column("A second", lambda lag: lag.copying and lag.copying.bytes_per_second, "bytes", omit=1),
+        Column("Problem", _trouble, wraps=True),
+    ),
+    "/v1/nodes",
+    marked=lambda lag: lag.problem is not None,
 )
 
 SAVES: Listing[bodies.Round] = Listing(

@@ -207,6 +207,9 @@ class TierCopies(Body):
     newest: int | None = Field(description="the newest step with a verified copy there")
     damaged: int
     failing: int = Field(default=0, description="checkpoints that could not be copied yet")
+    missing: int | None = Field(default=None, description="checkpoints that have no copy there; null while unknown")
+    missing_bytes: int | None = Field(default=None, description="of the verified ones of them")
+    lag_s: float | None = Field(default=None, description="age in seconds of the oldest verified one; 0 if there is none")
 
 
 class Trend(Body):

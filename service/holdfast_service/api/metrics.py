@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -41,7 +41,7 @@ class Collected(Collector):
 
     def __init__(self, services: Services, wings: Collection[RunningWing], requests: Requests) -> None:
         self._services, self._wings, self._requests = services, wings, requests
-        self._gauges = Gauges(services.control.catalog, services.summaries, tiers=services.replicas)
+        self._gauges = Gauges(services.control.catalog, services.summaries, services.lags)
 
     def collect(self) -> Iterator[Metric]:
         whole = sees_all()
@@ -98,7 +98,7 @@ class Collected(Collector):
             "holdfast_audit_lost": [((), self._services.audit.lost)],
             "holdfast_storage_free_bytes": [] if free is None else [((), free)],
             "holdfast_events": [((kind,), self._services.control.events.counts[kind]) for kind in EVENTS],
-            **_of_bucket(self._services.control.storage.traffic),
+            **_of_buckets({"": self._services.control.storage.traffic, **self._services.bucket_traffic}),
             **self._arena(),
             **self._held(),
             **self._http(),
@@ -165,15 +165,20 @@ class Collected(Collector):
         }
 
 
-def _of_bucket(traffic: Traffic | None) -> Samples:
-    """Requests to the root's bucket, and the kinds of them that fail; families without samples for a directory."""
-    counts = {} if traffic is None else traffic.by_kind()
-    samples: Samples = {
-        f"holdfast_objects_{name}": [((kind,), getattr(count, field)) for kind, count in counts.items()]
-        for name, field in _OF_REQUESTS.items()
-    }
-    now, failing = time.time(), [] if traffic is None else traffic.failing()
-    return {**samples, "holdfast_objects_failing_seconds": [((one.kind,), now - one.since_s) for one in failing]}
+def _of_buckets(traffic: Mapping[str, Traffic | None]) -> Samples:
+    """Requests to the bucket of each tier, "" for the root's, and the kinds of them that fail; families without samples
+    where all are directories.
+    """
+    now = time.time()
+    samples: Samples = {f"holdfast_objects_{name}": [] for name in (*_OF_REQUESTS, "failing_seconds")}
+    for tier, one in traffic.items():
+        if one is None:
+            continue
+        counts = one.by_kind()
+        for name, field in _OF_REQUESTS.items():
+            samples[f"holdfast_objects_{name}"] += [((kind, tier), getattr(count, field)) for kind, count in counts.items()]
+        samples["holdfast_objects_failing_seconds"] += [((bad.kind, tier), now - bad.since_s) for bad in one.failing()]
+    return samples
 
 
 def _histogram(name: str, samples: Iterable[Sample]) -> HistogramMetricFamily:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
+from holdfast_files.objects.traffic import Traffic
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import utc_now
@@ -19,6 +20,7 @@ from holdfast_service.control.access.audit import DAYS, Audit
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.control import Control
+from holdfast_service.control.insight.copy_lags import CopyLags
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.run_groups import RunGroups
 from holdfast_service.control.insight.saved_views import SavedViews
@@ -49,11 +51,13 @@ class Services:
     runner: JobRunner
     summaries: Summaries
     history: RoundHistory
+    lags: CopyLags
     replicas: Mapping[str, Callable[[], bool]]
     event_commands: EventCommands | None = None
     access: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     audit_days: int = DAYS
+    bucket_traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by the tier that is in a bucket
 
     @cached_property
     def audit(self) -> Audit:

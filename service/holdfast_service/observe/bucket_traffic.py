@@ -1,4 +1,4 @@
-"""Requests to a root's bucket as the API, logs and the catalog state them."""
+"""Requests to a bucket as the API, logs and the catalog state them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import NamedTuple
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats import naming
-from holdfast_formats.rest import bodies
+from holdfast_formats.errors import STORAGE, Awaited
+from holdfast_formats.rest.replica_lags import BucketTraffic, FailingRequests, RequestCounts, told_refusals
 from holdfast_formats.timestamps import write
 
 _NOT_OF_SAVES = ("uploads", "parts")  # kinds of requests
@@ -65,14 +66,20 @@ def text(counts: Mapping[str, RequestCount]) -> str:
     return f"{total.sent} requests ({kinds}), {total.retries} repeated, {total.sent_bytes} bytes sent"
 
 
-def described(traffic: Traffic | None) -> bodies.BucketTraffic | None:
+def awaited(traffic: Traffic | None) -> Awaited:
+    """What saves wait for that are being written: a bucket that refuses requests is named, with its newest answer."""
+    bucket = described(traffic)
+    if bucket is None or not bucket.failing:
+        return STORAGE
+    return Awaited(told_refusals(bucket), "saves go on when it answers: `holdfast doctor --root s3://…` says what to change")
+
+
+def described(traffic: Traffic | None) -> BucketTraffic | None:
     if traffic is None:
         return None
-    return bodies.BucketTraffic(
-        requests={kind: bodies.RequestCounts(**count._asdict()) for kind, count in traffic.by_kind().items()},
-        failing=[
-            bodies.FailingRequests(kind=one.kind, answer=one.answer, since=_stamp(one.since_s)) for one in traffic.failing()
-        ],
+    return BucketTraffic(
+        requests={kind: RequestCounts(**count._asdict()) for kind, count in traffic.by_kind().items()},
+        failing=[FailingRequests(kind=one.kind, answer=one.answer, since=_stamp(one.since_s)) for one in traffic.failing()],
     )
 
 

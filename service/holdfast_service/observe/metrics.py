@@ -24,6 +24,7 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
+_OF_REQUEST = ("kind", "tier")  # the tier is empty for the root's bucket
 METRICS: dict[str, Metric] = {
     "holdfast_info": Metric("gauge", "Always 1, labelled with node and version", ("node", "version")),
     "holdfast_rounds": Metric(
@@ -75,12 +76,12 @@ METRICS: dict[str, Metric] = {
         "counter", "Audit log entries lost since the start, because the catalog was unavailable for too long"
     ),
     "holdfast_storage_free_bytes": Metric("gauge", "Free bytes on the storage"),
-    "holdfast_objects_requests": Metric("counter", "Requests to the root's bucket since the start, by kind", ("kind",)),
-    "holdfast_objects_retries": Metric("counter", "Requests to the bucket that repeated a failed one, by kind", ("kind",)),
-    "holdfast_objects_sent_bytes": Metric("counter", "Bytes of bodies sent to the bucket, by kind of request", ("kind",)),
-    "holdfast_objects_received_bytes": Metric("counter", "Bytes of bodies received from the bucket, by kind", ("kind",)),
+    "holdfast_objects_requests": Metric("counter", "Requests to a bucket since the start, by kind", _OF_REQUEST),
+    "holdfast_objects_retries": Metric("counter", "Requests to a bucket that repeated a failed one, by kind", _OF_REQUEST),
+    "holdfast_objects_sent_bytes": Metric("counter", "Bytes of bodies sent to a bucket, by kind of request", _OF_REQUEST),
+    "holdfast_objects_received_bytes": Metric("counter", "Bytes of bodies received from a bucket, by kind", _OF_REQUEST),
     "holdfast_objects_failing_seconds": Metric(
-        "gauge", "Seconds since the bucket answers requests of a kind with errors only, or not at all", ("kind",)
+        "gauge", "Seconds since a bucket answers requests of a kind with errors only, or not at all", _OF_REQUEST
     ),
     "holdfast_jobs": Metric("gauge", "Stored jobs, by state", ("state",)),
     "holdfast_catalog_up": Metric(

@@ -49,7 +49,6 @@ from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.averaging.averages import Averages
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.checking.node_checks import ScrubClaims
-from holdfast_service.daemon.copying.replicas import Replicator
 from holdfast_service.daemon.copying.thinner import Thinner
 from holdfast_service.daemon.event_commands import EventCommands
 from holdfast_service.daemon.job_workers import Workers
@@ -110,7 +109,7 @@ class NodeParts(NamedTuple):
     url: str | None  # of its API
     others: OtherNodes
     on_event: EventCommands | None
-    replicators: Mapping[str, Replicator]  # by the replica that each copies to
+    replication: Replication
     keeper: str  # of the memory of staged saves, if the daemon is killed
 
 
@@ -226,8 +225,7 @@ def open_node(config: Config, root: ServedRoot, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, workers)
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    copies = replication.replicators
-    return NodeParts(daemon, saver, arena, remote, runner, url, others, on_event, copies, keeper.place)
+    return NodeParts(daemon, saver, arena, remote, runner, url, others, on_event, replication, keeper.place)
 
 
 def _staging_quotas(control: Control, run: str) -> list[StagingQuota]:
@@ -284,7 +282,8 @@ def _about(config: Config, root: ServedRoot, node: NodeParts) -> Callable[[], bo
             host=platform.node(),
             url=node.url,
             exchange=node.others.url,
-            replicas={name: one.said for name, one in node.replicators.items() if one.is_mine()},
+            replicas={name: one.said for name, one in node.replication.replicators.items() if one.is_mine()},
+            lags=node.replication.lag_reports.now(),
             bucket=bucket_traffic.described(root.control.storage.traffic),
         )
 
@@ -302,7 +301,8 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         return control.lives.by_run(runs, saver.connected.lives())
 
     known_s = max(POLICY_KNOWN_S, control.storage.looks.every_s(1))
-    summaries = Summaries(control.store, control.catalog, lives, policy_known_s=known_s)
+    lags = node.replication.lags
+    summaries = Summaries(control.store, control.catalog, lives, policy_known_s=known_s, lags=lags)
     control.rotation.applied.subscribe(summaries.policy_applied)
     return Services(
         control,
@@ -315,10 +315,12 @@ def services(config: Config, root: ServedRoot, node: NodeParts, access: Policy, 
         node.runner,
         summaries,
         watch(config, control.catalog.database, stack),
-        replicas={name: one.retry for name, one in node.replicators.items()},
+        lags,
+        replicas={name: one.retry for name, one in node.replication.replicators.items()},
         event_commands=node.on_event,
         access=access,
         audit_days=config.audit_days,
+        bucket_traffic=node.replication.traffic,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast_files.objects import settings
 from holdfast_files.objects.address import BucketAddress
+from holdfast_files.objects.traffic import Traffic
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, RootBusy, StorageFailed
@@ -21,12 +22,15 @@ from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.control import Control
+from holdfast_service.control.insight.copy_lags import CopyLags
 from holdfast_service.control.nodes import replica_duty
 from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.copying.lag_reports import LagReports
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
+from holdfast_service.observe.bucket_traffic import checkpoint_of
 from holdfast_service.storage import RootLock, RootStorage, lock_root, stored_in, tier_at
 from holdfast_service.storage.identity import mark
 from holdfast_service.storage.pacing import Pace
@@ -232,6 +236,7 @@ class ReachedBucket:
     def __init__(self, address: BucketAddress, config: Config) -> None:
         settings.require()
         self._address, self._config = address, config
+        self.traffic = Traffic(checkpoint_of(address))
         self._opened: RootStorage | None = None
 
     def __call__(self) -> RootStorage:
@@ -244,7 +249,12 @@ class ReachedBucket:
 
             config = self._config
             opened = open_bucket(
-                self._address, config.node, config.place.directory, alone=config.alone, storing=config.tier_storing
+                self._address,
+                config.node,
+                config.place.directory,
+                alone=config.alone,
+                storing=config.tier_storing,
+                traffic=self.traffic,
             )
             mark(opened.records, self._address.label)
             self._opened = opened
@@ -274,10 +284,13 @@ class Replication:
         self.replicators: dict[str, Replicator] = {}
         self.repairer = Repairer(control, lambda: reached(self.replicators), lend)
         self._places: list[Reached | ReachedBucket] = []
+        self.traffic: dict[str, Traffic] = {}  # to the buckets among them
         rates = {"replica": config.replica_bytes_per_second, "tier": config.tier_bytes_per_second}
         named = [("replica", *one) for one in config.replica] + [("tier", *one) for one in config.tier]
         for kind, name, at in named:
             self._places.append(place := Reached(at) if isinstance(at, Path) else ReachedBucket(at, config))
+            if isinstance(place, ReachedBucket):
+                self.traffic[name] = place.traffic
             self.replicators[name] = Replicator(
                 name,
                 control.records,
@@ -296,6 +309,8 @@ class Replication:
         if config.tier:  # what the root has kept for a copy may go
             control.replicas.copied.subscribe(control.rotation.due)
         control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
+        self.lags = CopyLags(control.catalog.database, self.replicators)
+        self.lag_reports = LagReports(config.node, self.replicators, self.traffic, self.lags)
         self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
 
     @staticmethod

@@ -10,6 +10,7 @@ from sqlalchemy import insert
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow
+from holdfast_service.control.insight.copy_lags import CopyLags
 from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.storage import PosixTier, stored_in
@@ -25,7 +26,8 @@ catalog = sqlite_catalog
 
 @pytest.fixture
 def gauges(catalog: Catalog, tmp_path: Path) -> Gauges:
-    return Gauges(catalog, Summaries(stored_in(PosixTier(tmp_path)).store, catalog, clock=lambda: NOW), clock=lambda: NOW)
+    summaries = Summaries(stored_in(PosixTier(tmp_path)).store, catalog, clock=lambda: NOW)
+    return Gauges(catalog, summaries, CopyLags(catalog.database, clock=lambda: NOW), clock=lambda: NOW)
 
 
 def read(gauges: Gauges, name: str) -> dict[str, float]:

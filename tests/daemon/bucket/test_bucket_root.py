@@ -228,7 +228,7 @@ def test_requests_are_counted(moto_bucket: TestBucket, tmp_path: Path) -> None:
         assert f"requests    {times.requests:.0f} to save it" in shown.stdout and "USD at AWS's prices" in shown.stdout
         (node,) = api.nodes()
         assert node.bucket is not None and node.bucket.requests["put"].sent >= times.requests_put
-        assert 'holdfast_objects_requests_total{kind="put"}' in metrics(api)
+        assert 'holdfast_objects_requests_total{kind="put",tier=""}' in metrics(api)
     assert f"{RUN}@1 attempt 1: {times.requests:.0f} requests (" in daemon.log.read_text()
 
 

@@ -89,6 +89,7 @@ class _Record(NamedTuple):
         changes: dict[str, Any] = {
             **dict.fromkeys(("pid", "root", "host", "url", "exchange")),
             "replicas": {},
+            "lags": [],
             "bucket": None,
             "arena_bytes": sum(size for run, size in self.held.items() if viewer.sees(run)),
             "memory": [one for one in node.memory if viewer.sees(one.run)],
@@ -106,7 +107,7 @@ class _Record(NamedTuple):
 
 def _as_member(node: bodies.Node, member: ClusterNode) -> bodies.Node:
     gone: dict[str, Any] = {"ranks": 0, "arena_bytes": 0, "memory": [], "averages": [], "sealed": 0, "busy": False}
-    gone |= {"catalog": None, "replicas": {}}
+    gone |= {"catalog": None, "replicas": {}, "lags": []}
     return node.model_copy(
         update={
             **({} if member.live else gone),

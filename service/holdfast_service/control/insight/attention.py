@@ -8,9 +8,10 @@ from math import isfinite
 
 from holdfast_formats.rest.alert_order import danger
 from holdfast_formats.rest.measurements import Attention, Remedy, RunSummary
+from holdfast_formats.rest.replica_lags import told_lag
 from holdfast_formats.timestamps import seconds_of, span, write
 from holdfast_service.control.insight import run_lifecycle
-from holdfast_service.control.insight.facts import Facts, Save
+from holdfast_service.control.insight.facts import Facts, ReplicaCounts, Save
 
 LATE_INTERVALS = 3.0  # no commit for so many intervals is too long,
 LATE_MIN_S, LATE_ERROR_S = 10.0, 60.0  # and for so long at least; an error only from then on
@@ -359,12 +360,18 @@ def _copies(facts: Facts) -> Iterator[Attention]:
             yield Attention(
                 level="warning",
                 code="replica-behind",
-                text=f"{tier} lacks the newest {behind} checkpoints",
+                text=f"{tier} lacks the newest {behind} checkpoints" + _lag(copies, facts.now),
                 hint="check that this storage is reachable and fast enough",
                 subject=tier,
                 step=copies.newest,
                 remedy="retry-replicas",
             )
+
+
+def _lag(copies: ReplicaCounts, now: float) -> str:
+    lag = copies.lag
+    said = "" if lag is None else told_lag(lag.missing, lag.bytes, lag.seconds(now))
+    return f": {said}" if said else ""
 
 
 def _clock(facts: Facts) -> Iterator[Attention]:

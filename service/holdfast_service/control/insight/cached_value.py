@@ -34,14 +34,22 @@ class CachedValue(Generic[Value]):
             with self._making:
                 known = self._recent(self._old_s)  # a faster thread has made it meanwhile
                 return self._remember() if known is None else known[1]
-        if self._recent(self._fresh_s) is None and self._making.acquire(blocking=False):
-            threading.Thread(target=self._again, name="holdfast-remembered", daemon=True).start()
+        self._freshen()
         return known[1]
+
+    def last(self) -> Value | None:
+        """The last value, however old, without waiting; None before there was one. An old one is computed again."""
+        self._freshen()
+        return None if self._known is None else self._known[1]
 
     def renew(self) -> None:
         """Make the next `get` return a value that is computed after this call."""
         self._turn += 1
         self._known = None
+
+    def _freshen(self) -> None:
+        if self._recent(self._fresh_s) is None and self._making.acquire(blocking=False):
+            threading.Thread(target=self._again, name="holdfast-remembered", daemon=True).start()
 
     def _recent(self, age_s: float) -> tuple[float, Value] | None:
         known = self._known

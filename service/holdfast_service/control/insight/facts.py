@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from holdfast_formats.rest.measurements import Life
 from holdfast_service.control.catalog.run_settings import RunSettings
+from holdfast_service.control.insight.copy_lags import CopyLag
 
 NOTHING: Mapping[str, float] = {}
 
@@ -66,6 +67,10 @@ class ReplicaCounts(NamedTuple):
     damaged: int
     failing: int = 0  # checkpoints of which no copy could be made so far,
     problem: str | None = None  # and why, of one of them
+    lag: CopyLag | None = None  # None: unknown
+
+
+NO_COPIES = ReplicaCounts(None, 0)
 
 
 class Warned(NamedTuple):

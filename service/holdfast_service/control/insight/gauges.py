@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select
-from sqlalchemy.orm import Session
 
 from holdfast_formats.rest.operations import JobState
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RoundRow
 from holdfast_service.control.insight.cached_value import CachedValue
+from holdfast_service.control.insight.copy_lags import CopyLags
 from holdfast_service.control.insight.facts import Facts
 from holdfast_service.control.insight.run_lifecycle import state_of
 from holdfast_service.control.insight.summary import exposure, failing, interval
@@ -29,20 +29,11 @@ CHECKPOINT_STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged
 JOB_STATES: tuple[JobState, ...] = ("queued", "running", "done", "failed", "cancelled")
 
 
-class _Missing(NamedTuple):
-    """Checkpoints that have no copy in a tier: how many, and of the sound ones the bytes and when the first was created."""
-
-    number: int
-    bytes: int
-    since: float | None
-
-
 class _Overall(NamedTuple):
     """Figures of a pass over all checkpoints, which is too slow for each scrape."""
 
     states: Mapping[str, int]
     unread_since: float | None
-    missing: Mapping[str, _Missing]
     damaged_copies: Mapping[str, int]
 
 
@@ -50,25 +41,22 @@ class Gauges:
     """Read at the moment of the scrape, except for a pass over all checkpoints: that is a minute old, five at most."""
 
     def __init__(
-        self, catalog: Catalog, summaries: Summaries, clock: Callable[[], float] = time.time, tiers: Collection[str] = ()
+        self, catalog: Catalog, summaries: Summaries, lags: CopyLags, clock: Callable[[], float] = time.time
     ) -> None:
-        """`tiers` are the replicas of this node, of which there may be no copy yet."""
-        self._database, self._summaries, self._clock, self._tiers = catalog.database, summaries, clock, tiers
+        self._database, self._summaries, self._lags, self._clock = catalog.database, summaries, lags, clock
         self._overall = CachedValue(self._look, OVERALL_FRESH_S, OVERALL_OLD_S)
 
     def now(self) -> dict[str, Samples]:
         overall, now = self._overall.get(), self._clock()
         lag = () if overall.unread_since is None else [((), max(now - overall.unread_since, 0.0))]
-        missing = sorted(overall.missing.items())
+        missing = sorted(self._lags.now().items())
         return {
             **self.by_run(),
             "holdfast_checkpoints": [((state,), overall.states.get(state, 0)) for state in CHECKPOINT_STATES],
             "holdfast_scrub_lag_seconds": lag,
-            "holdfast_replica_missing": [((tier,), lacks.number) for tier, lacks in missing],
+            "holdfast_replica_missing": [((tier,), lacks.missing) for tier, lacks in missing],
             "holdfast_replica_missing_bytes": [((tier,), lacks.bytes) for tier, lacks in missing],
-            "holdfast_replica_lag_seconds": [
-                ((tier,), 0.0 if lacks.since is None else max(now - lacks.since, 0.0)) for tier, lacks in missing
-            ],
+            "holdfast_replica_lag_seconds": [((tier,), lacks.seconds(now)) for tier, lacks in missing],
             "holdfast_replica_damaged": [((tier,), count) for tier, count in sorted(overall.damaged_copies.items())],
             "holdfast_jobs": self._jobs(),
         }
@@ -115,24 +103,12 @@ class Gauges:
             states = {name: count for name, count in counted}
             oldest = session.scalar(select(func.min(func.coalesce(row.checked, row.created))))
             copies = {tier: count for tier, count in session.execute(select(copy.tier, damaged).group_by(copy.tier))}
-            missing = {tier: _missing(session, tier) for tier in {*copies, *self._tiers}}
         since = seconds_of(oldest) if oldest else None
         return _Overall(
             states,
             since if since is not None and isfinite(since) else None,
-            missing,
             copies,
         )
-
-
-def _missing(session: Session, tier: str) -> _Missing:
-    row, copy = CheckpointRow, ReplicaRow
-    same = (copy.run == row.run, copy.step == row.step, copy.tier == tier, copy.state == "present")
-    sound = row.verified & row.damage.is_(None)
-    columns = (func.count(), func.sum(case((sound, row.bytes), else_=0)), func.min(case((sound, row.created))))
-    count, size, first = session.execute(select(*columns).where(~select(copy.run).where(*same).exists())).one()
-    since = seconds_of(first) if first else None
-    return _Missing(count, size or 0, since if since is not None and isfinite(since) else None)
 
 
 def _age(of: Callable[[Facts], str | None]) -> Callable[[Facts], float | None]:

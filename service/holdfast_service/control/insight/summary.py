@@ -11,7 +11,7 @@ from holdfast_formats.rest.measurements import FirstNonFinite, GoodCheckpoint, R
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.insight import intervals, run_lifecycle
 from holdfast_service.control.insight.attention import attention, failing
-from holdfast_service.control.insight.facts import CheckpointFacts, Facts, Save
+from holdfast_service.control.insight.facts import CheckpointFacts, Facts, ReplicaCounts, Save
 from holdfast_service.control.insight.summary_rows import SAVES
 
 __all__ = ["SAVES", "age_s", "exposure", "failing", "interval", "quantile", "summarise", "training"]
@@ -66,10 +66,7 @@ def summarise(facts: Facts) -> RunSummary:
         last_verified=held.verified_created,
         good=_good(held),
         nonfinite=ill,
-        copies=[
-            TierCopies(tier=tier, newest=copied.newest, damaged=copied.damaged, failing=copied.failing)
-            for tier, copied in sorted(facts.copies.items())
-        ],
+        copies=[_copies(tier, copied, facts.now) for tier, copied in sorted(facts.copies.items())],
         trend=trend(facts.saves),
         metrics=dict(sorted(held.metrics.items())[:METRICS_MAX]),
         life=life,
@@ -78,6 +75,14 @@ def summarise(facts: Facts) -> RunSummary:
     )
     sentences = {"verdict": run_lifecycle.verdict(facts, summary), "attention": attention(facts, summary, training(facts))}
     return summary.model_copy(update=sentences)
+
+
+def _copies(tier: str, copied: ReplicaCounts, now: float) -> TierCopies:
+    known = TierCopies(tier=tier, newest=copied.newest, damaged=copied.damaged, failing=copied.failing)
+    if (lag := copied.lag) is None:
+        return known
+    seconds = round(lag.seconds(now), 1)
+    return known.model_copy(update={"missing": lag.missing, "missing_bytes": lag.bytes, "lag_s": seconds})
 
 
 def nonfinite(held: CheckpointFacts) -> FirstNonFinite | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from sqlalchemy import select
 
 from holdfast_formats import naming
-from holdfast_formats.errors import Damaged, NoSuchRun
+from holdfast_formats.errors import Damaged, NoSuchRun, StorageFailed
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import RunSummary
 from holdfast_service.control.catalog.catalog import Catalog
@@ -22,7 +23,8 @@ from holdfast_service.control.database.schema import RunRow
 from holdfast_service.control.insight import run_lifecycle
 from holdfast_service.control.insight.acknowledgements import Acknowledgements, AlertKey
 from holdfast_service.control.insight.attention import DEATH
-from holdfast_service.control.insight.facts import UNKNOWN, Facts, RunActivity
+from holdfast_service.control.insight.copy_lags import CopyLags
+from holdfast_service.control.insight.facts import NO_COPIES, UNKNOWN, Facts, ReplicaCounts, RunActivity
 from holdfast_service.control.insight.run_figures import RunRows, read
 from holdfast_service.control.insight.run_orders import WantedRuns
 from holdfast_service.control.insight.summary import interval, nonfinite, summarise
@@ -59,14 +61,18 @@ class Summaries:
         lives: Lives = no_lives,
         clock: Callable[[], float] = time.time,
         policy_known_s: float = POLICY_KNOWN_S,
+        lags: CopyLags | None = None,
     ) -> None:
         """`lives` returns the states of runs' ranks. Pages are up to `fresh_s` old. A run's policy is read again after
         `policy_known_s`, and once it was applied: in a bucket, a page or a scrape is not to cost a request for each run.
+        `lags` says how far replicas are behind.
         """
+        self._lags = lags
         self._store, self._catalog = store, catalog
         self._lives, self._clock = lives, clock
         self.acknowledgements = Acknowledgements(catalog.database)
         self._policies: dict[str, _Policy] = {}
+        self._reading = threading.Lock()
         self._policy_known_s = policy_known_s
         self._kept = KeptSummaries()
         self._board = SummaryBoard(self._of_all, self.acknowledgements, self._kept)
@@ -180,7 +186,7 @@ class Summaries:
                 held=rows[run].figures.held,
                 saves=rows[run].figures.saves,
                 declared=rows[run].figures.declared,
-                copies=rows[run].figures.copies,
+                copies=self._copies(run, rows[run].figures.copies),
                 free_bytes=free,
                 quota_bytes=policies[run].quota_bytes,
                 makes_room=policies[run].makes_room,
@@ -192,6 +198,12 @@ class Summaries:
             )
             for run in runs
         ]
+
+    def _copies(self, run: str, counts: Mapping[str, ReplicaCounts]) -> Mapping[str, ReplicaCounts]:
+        """With how far each replica is behind, also those without a copy of the run."""
+        lags = {} if self._lags is None else self._lags.seen_of(run)
+        behind = {name: counts.get(name, NO_COPIES)._replace(lag=lag) for name, lag in lags.items()}
+        return {**counts, **behind} if behind else counts
 
     def runs(self, names: Sequence[str]) -> list[bodies.Run]:
         """Those of these runs that exist, in their order, with what they are doing."""
@@ -218,19 +230,30 @@ class Summaries:
 
     def _of_files(self, runs: Sequence[str]) -> Mapping[str, _Policy]:
         """The settings in the runs' files. Reading a file costs more than all else of a run, so few are read again at a
-        time.
+        time; in a bucket, which may not answer, beside what asks for them.
         """
         found, now = {run: one for run in runs if (one := self._policies.get(run)) is not None}, time.monotonic()
         new = [run for run in runs if run not in found]
         old = sorted(found, key=lambda run: found[run].read)
         again = [run for run in old[:POLICIES_READ] if now - found[run].read > self._policy_known_s]
-        for run in [*new, *again]:
+        beside = again if self._policy_known_s > POLICY_KNOWN_S else []
+        for run in [*new, *([] if beside else again)]:
             self._policies[run] = found[run] = self._read_policy(run)
+        if beside and self._reading.acquire(blocking=False):
+            threading.Thread(target=self._read_again, args=(beside,), name="holdfast-policies", daemon=True).start()
         return found
+
+    def _read_again(self, runs: Sequence[str]) -> None:
+        try:
+            for run in runs:
+                self._policies[run] = self._read_policy(run)
+        finally:
+            self._reading.release()
 
     def _read_policy(self, run: str) -> _Policy:
         try:
             policy = read_run_file(self._store.files, run).in_force
-        except Damaged:  # reported when the file is changed
-            return _Policy(time.monotonic(), None, False)
+        except (Damaged, StorageFailed) as error:  # damage is reported when the file is changed
+            known = self._policies.get(run) if isinstance(error, StorageFailed) else None
+            return (known or _Policy(0.0, None, False))._replace(read=time.monotonic())
         return _Policy(time.monotonic(), policy.quota_bytes, policy.limits)

@@ -27,6 +27,7 @@ from holdfast_service.control.checkpoints.replicas import ReplicaRecords
 from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
+from holdfast_service.daemon.copying.copy_progress import CopyProgress
 from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import RootStorage, Store
@@ -34,7 +35,7 @@ from holdfast_service.storage.pacing import Pace
 
 log = logging.getLogger(__name__)
 
-RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a failing replica is tried again after so long, doubled each time
+RETRY_S, RETRY_MAX_S = 5.0, 30.0  # a failing replica is tried again after so long, doubled each time
 SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so long
 LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
@@ -75,6 +76,8 @@ class Replicator:
         self._closed, self._again = threading.Event(), threading.Event()
         self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
+        self.problem_since: str | None = None
+        self.progress = CopyProgress()
         self._publisher = CopyPublisher(name, source, records, is_mine, self._going)
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
 
@@ -226,7 +229,8 @@ class Replicator:
                     return
                 self.check(run, step)
                 return
-            self._publisher.copy(replica, pair)
+            with self.progress.of(which, pair.manifest.bytes):
+                self._publisher.copy(replica, pair)
             self._records.present(self.name, which, pair.manifest.bytes)
             log.info("copied %s@%s to replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
@@ -256,7 +260,7 @@ class Replicator:
         self._skipped[which] = time.monotonic() + SKIP_S
 
     def _going(self) -> CopyControl:
-        return CopyControl(self._pace, self._closed.is_set)
+        return CopyControl(self._pace, self._closed.is_set, self.progress.moved)
 
     def _loop(self) -> None:
         give_way()
@@ -266,7 +270,7 @@ class Replicator:
                 done = self.run_once()
                 if self.problem is not None:
                     log.warning("replica %s works again", self.name)
-                self.problem, wait_s = None, RETRY_S
+                self.problem, self.problem_since, wait_s = None, None, RETRY_S
                 if not done:
                     self._await_news()
             except CopyStopped:
@@ -278,6 +282,7 @@ class Replicator:
                 wait_s = min(2 * wait_s, RETRY_MAX_S)
 
     def _failed(self, error: Exception, wait_s: float) -> None:
+        self.problem_since = self.problem_since or utc_now()
         if isinstance(error, CheckpointError):
             if self.problem is None or self.problem.code != error.code:
                 text = f"replica {self.name} cannot be reached: {error.detail}"

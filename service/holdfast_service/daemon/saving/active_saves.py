@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from holdfast_formats.errors import STORAGE, Awaited
 from holdfast_service.daemon.arena.segment import ArenaSegment
@@ -18,9 +19,9 @@ NAMED_MAX = 8
 class ActiveSaves:
     """The saver's state. A method takes the lock itself, unless its docstring says that it is called with it."""
 
-    def __init__(self, jointly: bool) -> None:
-        """`jointly`: ranks of a save may be on other nodes."""
-        self._jointly = jointly
+    def __init__(self, jointly: bool, storage: Callable[[], Awaited] = lambda: STORAGE) -> None:
+        """`jointly`: ranks of a save may be on other nodes. `storage` says what a save waits for that is being written."""
+        self._jointly, self._storage = jointly, storage
         self.lock = threading.Condition()
         self.connected = ConnectedRanks(self.lock)
         self.open: dict[RoundKey, SaveRound] = {}
@@ -93,7 +94,7 @@ class ActiveSaves:
         held = [one for one in (*self.open.values(), *self.pending.values()) if one.holds(segment)]
         oldest = min(held, key=lambda one: one.key.step, default=None)
         if oldest is None:
-            return STORAGE
+            return self._storage()
         step, jointly = oldest.key.step, self._jointly and not self._here(oldest) >= set(range(oldest.world))
         if jointly and time.monotonic() - self._apart < APART_S:
             return Awaited(
@@ -101,7 +102,7 @@ class ActiveSaves:
                 "check whether PostgreSQL answers (`holdfast doctor`); sealed steps are then saved",
             )
         if oldest.key in self.pending and not jointly:
-            return STORAGE
+            return self._storage()
         if jointly and (oldest.key in self.pending or self.is_part(oldest)):
             return Awaited(
                 f"step {step} is waiting for other nodes: for their data, or for their shares of the files",

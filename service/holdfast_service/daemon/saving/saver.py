@@ -36,6 +36,7 @@ from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.stop_agreement import StopAgreement
 from holdfast_service.daemon.writing.disk_throughput import Probe
+from holdfast_service.observe import bucket_traffic
 
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
@@ -75,7 +76,7 @@ class Saver:
     ) -> None:
         """Ranks of a save may be on `others`; `probe` measures the disk."""
         self._control, self._node = control, node
-        self._active = active = ActiveSaves(jointly=not others.alone)
+        self._active = active = ActiveSaves(not others.alone, lambda: bucket_traffic.awaited(control.storage.traffic))
         self._lock, self.connected, self._given_up = active.lock, active.connected, active.given_up
         self._open, self._pending = active.open, active.pending
         self._entering: dict[str, threading.Lock] = {}

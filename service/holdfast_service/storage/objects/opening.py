@@ -45,7 +45,7 @@ class SharedCatalog(NamedTuple):
     intents: Callable[[], PutIntents]
 
 
-def open_bucket(
+def open_bucket(  # noqa: PLR0913 - each is one thing
     place: BucketAddress,
     node: str,
     state: Path,
@@ -53,17 +53,20 @@ def open_bucket(
     alone: bool = False,
     shared: SharedCatalog | None = None,
     storing: Storing = AS_USUAL,
+    traffic: Traffic | None = None,
 ) -> RootStorage:
     """A root in a bucket. `alone`: nothing else writes to a bucket that cannot keep two writers apart. `shared`: daemons of
     several nodes serve it; then call `RootStorage.shared` once the root is marked. `storing` is how new objects are stored.
+    `traffic` counts requests, by `checkpoint_of`; it is a new one if none is given.
 
     Raises `InvalidRequest` for such a bucket without either, `RootBusy` where another daemon has the lease.
     """
     with ExitStack() as stack:
-        traffic = Traffic(checkpoint_of(place))
+        traffic = traffic or Traffic(checkpoint_of(place))
         bucket = client.opened(place.label, traffic=traffic).using(storing=storing.headers(files=False))
         stack.callback(bucket.close)
         honours = probe(bucket)
+        traffic.forget_failures()  # which the probe had on purpose
         bucket = bucket.using(checksum=honours.checksum)
         arbiter = _arbiter(bucket.label, honours, alone, shared is not None)
         intents = shared.intents() if shared is not None and arbiter == "catalog" else None

@@ -33,6 +33,8 @@ TITLES = {
     "quota-nearly-full": "A quota is nearly used up",
     "saves-too-seldom": "Saves are too rare",
     "saves-too-often": "Saves are too frequent",
+    "bucket-refuses": "The bucket refuses requests",
+    "replica-lags": "A replica is behind",
     "replica-behind": "A replica is behind",
     "replica-failing": "Copying fails",
     "replica-damaged": "Damaged copies",

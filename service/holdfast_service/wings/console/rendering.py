@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.rest import lists
+from holdfast_formats.rest import lists, replica_lags
 from holdfast_formats.rest.operations import Job
 from holdfast_service.wings.console import formatting, run_status
 from holdfast_service.wings.console.static import address
@@ -116,6 +116,7 @@ def environment() -> Environment:
         "favicon": favicon,
         "bytes_text": formatting.bytes_text,
         "seconds_text": formatting.seconds_text,
+        "told_lag": replica_lags.told,
     }
     return made
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+from holdfast_formats.byte_sizes import human_bytes
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.alert_order import danger
 from holdfast_formats.rest.measurements import Acknowledgement, Alert, Attention, Overview, RunSummary
+from holdfast_formats.rest.replica_lags import BucketTraffic, ReplicaLag, told_lag
+from holdfast_formats.timestamps import seconds_of, span
 from holdfast_service.control.insight.acknowledgements import AlertKey
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.wings.notify.schedule import NO_RUN, NoticeKey, current
 
 PAGE_RUNS = 200
+LAGS_S = 3600.0  # as HoldfastReplicaLags in deploy/prometheus/alerts.yml
+REFUSES_S = 300.0  # as HoldfastBucketRefuses
 
 Alerting = Callable[[], Iterable[tuple[str, Attention]]]
 Item = TypeVar("Item", bound=Attention)
@@ -49,8 +55,10 @@ def of_runs(summaries: Sequence[RunSummary]) -> Iterator[Alert]:
 
 
 def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
-    """Lost nodes, and replicas that cannot be copied to, as nodes report them."""
+    """Lost nodes, buckets that refuse requests, and replicas that cannot be copied to or lag, as nodes report them."""
     for node in nodes:
+        yield from _of_bucket(node)
+        yield from _of_lags(node)
         if node.state == "lost":
             yield Alert(
                 level="warning",
@@ -61,16 +69,55 @@ def of_nodes(nodes: Sequence[bodies.Node]) -> Iterator[Alert]:
                 subject=node.name,
                 remedy="forget-node",
             )
-        for tier, problem in sorted(node.replicas.items()):
-            if problem is not None:
-                yield Alert(
-                    level="error",
-                    code="replica-lost",
-                    text=f"the replica {tier} cannot be reached: {problem}",
-                    hint="the root is safe, but nothing new is copied: repair that storage, then copy again",
-                    subject=tier,
-                    remedy="retry-replicas",
-                )
+
+
+def _of_bucket(node: bodies.Node) -> Iterator[Alert]:
+    """What the root's bucket refuses."""
+    refused = _refused(node.bucket)
+    if refused:
+        yield Alert(
+            level="error",
+            code="bucket-refuses",  # in the words of the rule for Prometheus
+            text=f"the bucket {refused}",
+            hint="saves wait for it: `holdfast doctor --root s3://…` says what to change",
+            subject=node.name,
+        )
+
+
+def _of_lags(node: bodies.Node) -> Iterator[Alert]:
+    lags = {one.replica: one for one in node.lags}
+    for name, unreached in sorted(node.replicas.items()):
+        lag = lags.get(name, ReplicaLag(replica=name, node=node.name))
+        behind = told_lag(lag.missing, lag.missing_bytes, lag.lag_s)
+        problem = unreached or (f"its bucket {refused}" if (refused := _refused(lag.bucket)) else None)
+        if problem is not None:
+            yield Alert(
+                level="error",
+                code="replica-lost",
+                text=f"the replica {name} cannot be reached: {problem}" + (f"; {behind}" if behind else ""),
+                hint="the root is safe, but nothing new is copied: repair that storage, then copy again",
+                subject=name,
+                since=lag.problem_since,
+                remedy="retry-replicas",
+            )
+        elif lag.missing_bytes and lag.lag_s is not None and lag.lag_s > LAGS_S:
+            yield Alert(
+                level="warning",
+                code="replica-lags",  # in the words of the rule for Prometheus
+                text=f"{human_bytes(lag.missing_bytes)} have yet to be copied to {name}, the oldest for {span(lag.lag_s)}",
+                hint="check that this storage is reachable and fast enough",
+                subject=name,
+                remedy="retry-replicas",
+            )
+
+
+def _refused(bucket: BucketTraffic | None) -> str:
+    """What a bucket has refused for long, and its newest answer; empty if there is nothing."""
+    for one in bucket.failing if bucket is not None else ():
+        lasts = time.time() - seconds_of(one.since)
+        if lasts > REFUSES_S:
+            return f"has not carried out a {one.kind} for {span(lasts)}: {one.answer}"
+    return ""
 
 
 def keyed(alert: Alert) -> AlertKey:
@@ -90,9 +137,9 @@ def place(alert: Alert) -> str:
 
 
 def without_what_follows(alerts: Sequence[Item]) -> list[Item]:
-    """Without alerts about copies in a lost replica, which has an alert of its own."""
-    lost = {one.subject for one in alerts if one.code == "replica-lost"}
-    return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in lost]
+    """Without alerts about copies of single runs in a replica that is lost or lags, which has an alert of its own."""
+    told = {one.subject for one in alerts if one.code in ("replica-lost", "replica-lags")}
+    return [one for one in alerts if one.code not in ("replica-behind", "replica-failing") or one.subject not in told]
 
 
 def overview(board: Sequence[RunSummary], others: Sequence[Alert]) -> Overview:

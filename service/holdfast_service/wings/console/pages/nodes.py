@@ -38,6 +38,7 @@ async def show_nodes(request: Request, api: Asked, first: Annotated[int, Query(g
         shown=listed[first : first + NODES_SHOWN],
         first=first,
         shown_at_once=NODES_SHOWN,
+        lags=[lag for node in listed for lag in node.lags],
         counts=Counter(node.state for node in listed),
         ready=ready,
         rounds=rounds.items,

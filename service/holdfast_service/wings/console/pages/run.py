@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Alert, RunSummary
+from holdfast_formats.rest.replica_lags import ReplicaLag, of_run
 from holdfast_formats.rest.retention import Preview
 from holdfast_formats.rest.runs import RunAbout
 from holdfast_service.wings.console import history, recipes, refreshed_parts, run_status
@@ -84,9 +85,16 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
         failed=[item for item in rounds.items if item.state in ("aborted", "dropped")][:FAILED_SHOWN],
         under_way=[item for item in rounds.items if item.state in ("open", "sealed")],
         saved_as=crc32(" ".join([*ends, *(f"{one.step} {one.state} {one.pinned}" for one in newest.items)]).encode()),
+        copies=_copies(run, summary.value, nodes.value),
         full_in=_full_in(summary.value, newest, rounds, preview.value),
         resume=_resume(summary.value, newest, nodes.value, about.value, request),
     )
+
+
+def _copies(run: str, summary: RunSummary | None, nodes: bodies.Page[bodies.Node] | None) -> list[ReplicaLag]:
+    """How far each replica is behind with this run."""
+    lags = [] if nodes is None else [lag for node in nodes.items for lag in node.lags]
+    return [] if summary is None else of_run(run, summary.copies, lags)
 
 
 @router.get("/runs/{run}/saves")
