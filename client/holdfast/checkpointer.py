@@ -315,7 +315,7 @@ class Checkpointer:
         check_choices(wait, existing)
         kept = asset_files.of_step(assets, self._launch.rank)
         left_out = exclusion.check(exclude, "exclude")
-        ticket = SaveTicket(self.run, check_step(step), 0, self._session.until)
+        ticket = SaveTicket(self.run, check_step(step), 0, self._session.until, self._session.copied)
         if every is not None:
             groups, note = self._rhythm.due(every, groups, self._contents.groups())
             ticket.notes = () if note is None else (note,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -20,19 +21,28 @@ from holdfast_formats.errors import (
     DeadlineExceeded,
     GenerationDropped,
     InvalidRequest,
+    NoSuchCheckpoint,
     StateMismatch,
+    Unavailable,
     from_problem,
 )
+from holdfast_formats.staging.messages import CopyAnswer
 from holdfast_formats.staging.wire import Outcome
 
 log = logging.getLogger(__name__)
 
 _END = "end"
+LOOK_S = 0.25  # between two questions whether a step is in a tier
 
 
 class Until(Protocol):
     def __call__(self, ended: Latch, timeout: float | None, awaits: int | None) -> bool:
         """Wait for an event of the daemon. This rank begins no save before the one that it `awaits` has ended."""
+
+
+class Copied(Protocol):
+    def __call__(self, step: int, tier: str) -> CopyAnswer:
+        """The daemon's answer whether a step is in a tier. `NoSuchResource` for a tier that there is not."""
 
 
 def _wait(ended: Latch, timeout: float | None, awaits: int | None) -> bool:
@@ -66,9 +76,9 @@ class SaveTicket:
         (True, False)
     """
 
-    def __init__(self, run: str, step: int, attempt: int, until: Until = _wait) -> None:
+    def __init__(self, run: str, step: int, attempt: int, until: Until = _wait, copied: Copied | None = None) -> None:
         self.run, self.step, self.attempt = run, step, attempt
-        self._until, self._saving = until, threading.current_thread()
+        self._until, self._copied, self._saving = until, copied, threading.current_thread()
         self.groups: tuple[str, ...] = ()  # once it has begun; without those that turned out to be missing, once it is done
         self.notes: tuple[str, ...] = ()  # what was left out, and why; once it has begun
         self.awaits = ""  # the call that must end before this save can begin: a signal handler interrupted it
@@ -122,31 +132,65 @@ class SaveTicket:
         """Why the save failed; None if it did not."""
         return self._error
 
-    def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the step is committed.
+    def result(self, timeout: float | None = None, *, tier: str | None = None) -> SaveResult:
+        """Wait until the step is committed; with `tier`, until it was also copied there and read back.
 
         Args:
             timeout: The limit in seconds; None waits without a limit.
+            tier: The name of a tier or replica of the daemon.
 
         Returns:
             Run, step and attempt of the checkpoint.
 
         Raises:
             CheckpointError: The error of the save.
+            NoSuchResource: At once, if the daemon has no such tier. It names those that it has.
+            NoSuchCheckpoint: If the step was removed before it was copied to the tier.
             DeadlineExceeded: After `timeout` seconds, or if the daemon is silent for 10 s; it may still commit the step
-                then.
+                then, and copy it.
+            DaemonGone: If the daemon ends while a copy is awaited.
 
         Example:
             >>> checkpointer.save(500).result(timeout=600)
             SaveResult(run='llama3-8b', step=500, attempt=1)
         """
         self._refuse_to_wait_for_oneself()
+        began = time.monotonic()
+        if tier is not None and not (self.done and self.error is not None):
+            self._ask(tier)
+        self._await_commit(timeout)
+        while tier is not None and not (found := self._ask(tier, committed=True)).copied:
+            if timeout is not None and time.monotonic() - began >= timeout:
+                raise DeadlineExceeded(
+                    f"after {timeout:.0f} s, {found.why}",
+                    hint="`holdfast nodes` shows how far each tier is behind; `holdfast wait --tier` goes on waiting",
+                )
+            time.sleep(LOOK_S)
+        return SaveResult(self.run, self.step, self.attempt)
+
+    def _ask(self, tier: str, committed: bool = False) -> CopyAnswer:
+        """The daemon's answer; until the step is committed, it need not exist."""
+        if self._copied is None:
+            raise InvalidRequest("only the ticket of a save that a daemon carries out waits for a tier")
+        try:
+            return self._copied(self.step, tier)
+        except NoSuchCheckpoint:
+            if committed:
+                raise
+        except DaemonGone as gone:
+            if committed:
+                gone.hint = f"`holdfast wait {self.run}@{self.step} --tier {tier}` waits for the next daemon"
+                raise
+        except Unavailable as away:  # as a catalog that does not answer
+            return CopyAnswer(copied=False, why=away.detail)
+        return CopyAnswer(copied=False)
+
+    def _await_commit(self, timeout: float | None) -> None:
         bare = timeout is None and threading.current_thread() is self._saving
         if not self._until(self._ended, timeout, self.step if bare else None):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
         if self.error is not None:
             raise self.error
-        return SaveResult(self.run, self.step, self.attempt)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until this rank's part is staged, or the save has failed.

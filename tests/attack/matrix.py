@@ -50,6 +50,7 @@ PUT    /v1/runs/{run}/checkpoints/{step}/labels/{label}          write path
 DELETE /v1/runs/{run}/checkpoints/{step}/labels/{label}          write path
 DELETE /v1/runs/{run}/checkpoints/{step}                         admin path
 GET    /v1/runs/{run}/checkpoints/{step}/replicas                read  path
+GET    /v1/runs/{run}/checkpoints/{step}/replicas/{tier}         read  path
 GET    /v1/runs/{run}/checkpoints/{step}/manifest                read  path
 GET    /v1/runs/{run}/checkpoints/{step}/tensors                 read  path
 GET    /v1/runs/{run}/checkpoints/{step}/files                   read  path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -13,7 +14,16 @@ from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
-from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, from_problem
+from holdfast_formats.errors import (
+    DaemonGone,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    NotFound,
+    Unavailable,
+    from_problem,
+)
 from holdfast_formats.rest import bodies
 
 LOOK_S = 0.25
@@ -61,6 +71,9 @@ class _Awaited:
     def wait(self, timeout: float, as_json: bool) -> None:
         """Return when it exists; raises its damage, or `DeadlineExceeded`."""
         began = time.monotonic()
+        if self._tier is not None:  # one that there is not is refused before anything is awaited
+            with suppress(NoSuchRun, NoSuchCheckpoint, Unavailable):
+                self._is_in(self._tier)
         while (checkpoint := self._look()) is None:
             if time.monotonic() - began >= timeout:
                 raise DeadlineExceeded(
@@ -97,14 +110,12 @@ class _Awaited:
     def _is_in(self, tier: str) -> bool:
         """Whether the tier has a copy that was read back."""
         try:
-            copies = {one.tier: one for one in replicas.of(self._api, self._run, self._step)}
-        except (NotFound, Unavailable) as away:
+            found = replicas.copied(self._api, self._run, self._step, tier)
+        except Unavailable as away:
             self._why = away.detail
             return False
-        found = copies.get(tier)
-        problem = (found.problem or {}).get("detail") if found is not None else None
-        self._why = f"{self._run}@{self._step} is not in the tier {tier} yet{f': {problem}' if problem else ''}"
-        return found is not None and found.state == "present"
+        self._why = found.why
+        return found.copied
 
 
 def _wait_idle(api: Api, timeout: float, as_json: bool) -> None:

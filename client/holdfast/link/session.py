@@ -52,7 +52,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.root_files import RootMark
 from holdfast_formats.staging import wire
-from holdfast_formats.staging.messages import CopyPlace
+from holdfast_formats.staging.messages import CopyAnswer, CopyPlace
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +181,13 @@ class Session:
         if link is None:
             raise DaemonGone("there is no connection to a daemon")
         return link.request(wire.Stopping(id=link.next_id(), passed=passed, step=step), wire.StopAt)
+
+    def copied(self, step: int, tier: str) -> CopyAnswer:
+        """Whether a step of the run is in a tier. Thread-safe; connects to no daemon."""
+        link = self._link
+        if link is None:
+            raise DaemonGone("there is no connection to a daemon")
+        return link.request(wire.CopyOf(id=link.next_id(), step=step, tier=tier), wire.CopyFound)
 
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before

@@ -66,6 +66,7 @@ class RemoteLink:
             wire.Choose: self._choose,
             wire.Ended: self._ended,
             wire.Stopping: self._stopping,
+            wire.CopyOf: self._copy_of,
             wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that is not shared
             wire.HeldElsewhere: lambda message: wire.HeldSlots(reply_to=message.id),
         }
@@ -219,6 +220,9 @@ class RemoteLink:
     def _stopping(self, message: wire.Stopping) -> wire.StopAt:
         answer = self._known().stopping(restate(message, messages.PassedStep))
         return restate(answer, wire.StopAt, reply_to=message.id)
+
+    def _copy_of(self, message: wire.CopyOf) -> wire.CopyFound:
+        return restate(self._known().copy_of(message), wire.CopyFound, reply_to=message.id)
 
     def _known(self) -> Uploader:
         if self._courier is None:

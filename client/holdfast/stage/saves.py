@@ -86,7 +86,7 @@ class Saves:
     def carry_out_last(self, step: int, metrics: Mapping[str, float], left_s: float) -> None:
         """Save the step after which training stops, within the remaining time."""
         rank = self._rank
-        ticket = SaveTicket(rank.run, step, 0, rank.session.until)
+        ticket = SaveTicket(rank.run, step, 0, rank.session.until, rank.session.copied)
         within_s = max(left_s, LAST_SAVE_S_MIN)
         try:
             self.carry_out(SaveRequest(ticket, None, metrics, "durable", False, "same", within_s=within_s))

@@ -128,6 +128,20 @@ class Waiting(Body):
     step: int | None = Field(default=None, ge=0, le=COUNT_MAX)
 
 
+class CopyQuestion(Body):
+    """Whether a step of the rank's run was copied to a tier or replica, and read back there."""
+
+    step: int = Field(ge=0, le=COUNT_MAX)
+    tier: str = Field(max_length=64)
+
+
+class CopyAnswer(Body):
+    """Whether it is there, and if it is not, why: it is asked again then."""
+
+    copied: bool
+    why: str = ""
+
+
 class PassedStep(Body):
     """The progress of a rank whose launch is to stop after a signal. `passed` is its last step (-1: none), and it
     passes no other before it knows where to stop; if it does, that is `step`.

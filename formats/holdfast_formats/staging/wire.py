@@ -268,6 +268,16 @@ class StopAt(Reply, messages.LastStep):
     type: Literal["stop-at"] = "stop-at"
 
 
+class CopyOf(Request, messages.CopyQuestion):
+    """The reply is `CopyFound`."""
+
+    type: Literal["copy-of"] = "copy-of"
+
+
+class CopyFound(Reply, messages.CopyAnswer):
+    type: Literal["copy-found"] = "copy-found"
+
+
 class RingAverage(Request):
     """This rank has sealed an update of its average, or will not. There is no reply."""
 
@@ -358,6 +368,7 @@ ToDaemon = Annotated[
     | Measured
     | Waits
     | Stopping
+    | CopyOf
     | Ping
     | DoJob
     | Farewell,
@@ -375,6 +386,7 @@ ToRank = Annotated[
     | Done
     | Failed
     | StopAt
+    | CopyFound
     | JobDone
     | JobProgress
     | Outcome

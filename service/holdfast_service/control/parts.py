@@ -13,6 +13,7 @@ from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.awaited_copies import AwaitedCopies
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.checkpoints.run_metadata import RunMetadata
@@ -84,6 +85,7 @@ class CheckpointParts(RecordParts):
         attempts, files = self.attempts, self.files
         self.readers = Readers(shared=nodes.holds)
         self.tiers = Tiers(catalog.database)
+        self.awaited_copies = AwaitedCopies(catalog.database, self.tiers, nodes, record_queue)
         self.rotation = rotation = Rotation(
             store,
             catalog,

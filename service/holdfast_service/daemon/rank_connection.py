@@ -85,6 +85,7 @@ class RankConnection:
             wire.Measured: self._measured,
             wire.Waits: lambda request: plane.saver.waits(self._known(), request.step),
             wire.Stopping: self._stopping,
+            wire.CopyOf: self._copy_of,
             wire.DoJob: self._do_job,
             wire.Ping: lambda request: wire.Done(reply_to=request.id),
             wire.Farewell: self._farewell,
@@ -285,6 +286,10 @@ class RankConnection:
 
     def _stopping(self, request: wire.Stopping) -> wire.Reply:
         return restate(self._plane.saver.stops.report(self._known(), request), wire.StopAt, reply_to=request.id)
+
+    def _copy_of(self, request: wire.CopyOf) -> wire.Reply:
+        found = self._plane.control.awaited_copies.of(self._known().run, request.step, request.tier)
+        return restate(found, wire.CopyFound, reply_to=request.id)
 
     def _do_job(self, request: wire.DoJob) -> wire.Reply:
         self._serving.check(request.root)

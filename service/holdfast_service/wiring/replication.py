@@ -303,6 +303,7 @@ class Replication:
                 is_mine=partial(_copies_here, control, name),
                 release=place.close if isinstance(place, ReachedBucket) else _nothing,
             )
+            control.tiers.add_replica(name)
             label = str(at.resolve()) if isinstance(at, Path) else at.label
             control.restores.copies.add(name, CopyPlace(name=f"{kind} {name}", at=label))
             log.info("%s %s: %s", kind, name, label)

@@ -57,8 +57,8 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
         for step in (3, 7):
             assert commands.call("wait", f"{RUN}@{step}", "--tier", "cloud", "--url", daemon.url).exit_code == 0
             assert state_in(api, step) == "present"
-        late = commands.call("wait", f"{RUN}@7", "--tier", "other", "--timeout", "0", "--url", daemon.url)
-        assert late.exit_code == 6 and f"{RUN}@7 is not in the tier other yet" in late.stderr
+        wrong = commands.call("wait", f"{RUN}@9", "--tier", "other", "--url", daemon.url)
+        assert wrong.exit_code == 4 and "no tier or replica 'other': it has cloud" in wrong.stderr
         assert naming.OWNER in {key.removeprefix("team/") for key in moto_bucket.sizes()}
         (node,) = api.nodes()
         assert node.replicas == {"cloud": None}

@@ -74,6 +74,7 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Stop: "over HTTP a rank hears it with the outcomes that it asks for",
     wire.Ping: "over HTTP GET /healthz",
     **dict.fromkeys((wire.DoJob, wire.JobDone, wire.JobProgress), "a command of the daemon's own user, which is not a rank"),
+    **dict.fromkeys((wire.CopyOf, wire.CopyFound), "over HTTP a route that people ask too"),
     wire.Measured: "over HTTP it goes with the seal",
     wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",
     **dict.fromkeys((wire.ReserveAverage, wire.AttachAverage, wire.RingAverage), "an average is in shared memory"),

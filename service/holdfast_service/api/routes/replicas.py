@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from holdfast_formats.errors import InUse, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
+from holdfast_formats.staging.messages import CopyAnswer
 from holdfast_service.api import problems
 from holdfast_service.api.access.authorization import needs
 from holdfast_service.api.content import open_checkpoints
@@ -26,6 +27,17 @@ def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
     """One page with one item per tier. Copies in progress and failed copies are included, with their problem."""
     checkpoint = open_checkpoints.find(services, run, step)
     return bodies.Page(items=replicas.listed(services.control.catalog.database, checkpoint.run, checkpoint.step))
+
+
+@router.get(
+    "/runs/{run}/checkpoints/{step}/replicas/{tier}",
+    tags=["replicas"],
+    dependencies=needs("read"),
+    summary="Whether a checkpoint was copied to a tier or replica, and read back there",
+)
+def get_copy(services: Wired, run: str, step: int, tier: str) -> CopyAnswer:
+    """`why` says what is missing. 404 if there is no such tier: the error names those that there are."""
+    return services.control.awaited_copies.of(run, step, tier)
 
 
 @router.post(

@@ -16,9 +16,15 @@ class Tiers:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.names: frozenset[str] = frozenset()
+        self.places: frozenset[str] = frozenset()  # with the replicas of this node
 
     def add(self, name: str) -> None:
         self.names |= {name}
+        self.places |= {name}
+
+    def add_replica(self, name: str) -> None:
+        """A place that is copied to, and for which the root keeps nothing."""
+        self.places |= {name}
 
     def awaited(self, run: str) -> dict[int, str]:
         """The sound checkpoints of a run that have yet to be copied, with the reason to keep each."""
