@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from holdfast_formats.disk.manifests import Manifest
     from holdfast_formats.rest import bodies
     from holdfast_formats.rest.measurements import SaveTimes
+    from holdfast_formats.rest.operations import Replica
     from holdfast_formats.rest.replica_lags import ReplicaLag
     from holdfast_formats.rest.runs import RunAbout
 
@@ -109,15 +111,11 @@ def _show(source: Source, metadata: RunAbout | None, as_json: bool) -> None:
         facts["compact"] = f"{console.human_age(small.at)}: it had {console.human_bytes(small.bytes)}; {coded.told(small)}"
         facts["usable for"] = SMALL_USABLE_FOR if small.lossy else EXACT_USABLE_FOR
     facts["checked"] = _checked(known)
-    if times is not None and times.requests:
-        facts["requests"] = _requests(times)
-    if copies:
-        facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
+    facts |= _costs(times, copies)
     for name, value in facts.items():
         out.print(Text(f"{name:<11} {value}"))
-    for lag in lags:
-        out.print(Text(f"{'copied to':<11} {lag.replica}: {told(lag)}"))
-    for line in drawn:
+    behind = [f"{'copied to':<11} {lag.replica}: {told(lag)}" for lag in lags]
+    for line in (*behind, *drawn):
         out.print(Text(line))
     _print_tables(manifest)
 
@@ -132,6 +130,16 @@ def _times(api: Api, known: bodies.CheckpointInfo) -> SaveTimes | None:
     return None if found is None else SaveTimes.model_validate(found.measured or {})
 
 
+def _costs(times: SaveTimes | None, copies: Sequence[Replica]) -> dict[str, str]:
+    """The copies, and what save, check and copies asked of buckets."""
+    from holdfast_files.objects import costs
+
+    asked = {"requests": "" if times is None else costs.of_save(times.model_dump())}
+    asked["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
+    asked |= {f"to {copy.tier}": costs.of_copy(copy.measured) for copy in copies}
+    return {name: said for name, said in asked.items() if said}
+
+
 def _lags(api: Api, run: str) -> list[ReplicaLag]:
     """How far each replica is behind with this run."""
     from holdfast.rest.summaries import summary
@@ -139,20 +147,6 @@ def _lags(api: Api, run: str) -> list[ReplicaLag]:
 
     copies = summary(api, run).copies
     return of_run(run, copies, [lag for node in api.nodes() for lag in node.lags]) if copies else []
-
-
-def _requests(times: SaveTimes) -> str:
-    """What the save asked of the bucket, and what that costs at one cloud."""
-    from holdfast_files.objects.traffic import AWS_USD_PER_READ, READS, WRITES, aws_usd
-
-    kinds = {kind: getattr(times, f"requests_{kind}", None) or 0 for kind in (*WRITES, *READS)}
-    writes, reads, checks = sum(kinds[one] for one in WRITES), sum(kinds[one] for one in READS), times.check_requests or 0
-    repeated = (times.retries or 0) + (times.check_retries or 0)
-    usd = aws_usd(kinds) + checks * AWS_USD_PER_READ
-    return (
-        f"{times.requests:.0f} to save it ({writes:.0f} writes and lists, {reads:.0f} reads), {checks:.0f} to verify it; "
-        f"{repeated:.0f} repeated; {usd:.5f} USD at AWS's prices"
-    )
 
 
 def _checked(known: bodies.CheckpointInfo | None) -> str:

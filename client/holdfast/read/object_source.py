@@ -10,12 +10,14 @@ list of the checkpoint's prefix.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from errno import ENOENT
 from typing import TYPE_CHECKING, Any
 
 from holdfast.read.sources import Source, read_part
 from holdfast_files.objects.object_files import read_commit_object
+from holdfast_files.objects.traffic import RequestCount, Traffic
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests
 from holdfast_formats.errors import (
@@ -48,7 +50,9 @@ class ObjectSource(Source):
     buffers_bytes_max = BUFFERS_BYTES_MAX
 
     def __init__(self, bucket: Bucket, run: str, step: int) -> None:
-        self._bucket, self.run, self.step = bucket, naming.check_run(run), naming.check_step(step)
+        self._traffic = Traffic()
+        self._bucket = bucket.using(traffic=self._traffic)
+        self.run, self.step = naming.check_run(run), naming.check_step(step)
         self._lock = threading.RLock()
         self._published: Published | None = None
         self._whole: dict[str, bytes] = {}
@@ -57,6 +61,9 @@ class ObjectSource(Source):
     @property
     def label(self) -> str:
         return f"{self._bucket.label}/{self.run}@{self.step}"
+
+    def requests(self) -> Mapping[str, RequestCount]:
+        return self._traffic.by_kind()
 
     def size(self, name: str) -> int | None:
         _check(name)

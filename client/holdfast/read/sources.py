@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from holdfast_formats.files import Files
 
 if TYPE_CHECKING:
     from holdfast.rest.api import Api
+    from holdfast_files.objects.traffic import RequestCount
 
 READ_AHEAD_BYTES_MIN = 2**20
 DIRECT_BYTES_MIN = 2**18  # what aligning a shorter read adds is not worth it
@@ -57,6 +58,10 @@ class Source(Files, Protocol):
     def past_cache(self) -> direct.Reader | None:
         """How it is read past the page cache, where it can be."""
         return None
+
+    def requests(self) -> Mapping[str, RequestCount]:
+        """The requests to object storage for this checkpoint so far, by kind."""
+        return {}
 
     def still_has(self, commit: bytes) -> bool:
         """Whether the checkpoint with this COMMIT still exists there, not another one, or none. True if unknown."""
@@ -154,6 +159,10 @@ class DirectorySource(Source):
                 raise self._failed(name, error) from error
             self._tells = False
             return None
+
+    def requests(self) -> Mapping[str, RequestCount]:
+        """The requests to object storage for this checkpoint so far, by kind."""
+        return {}
 
     def still_has(self, commit: bytes) -> bool:
         try:

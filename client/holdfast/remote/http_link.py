@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.remote.own_slots import OwnSave, OwnSegment, within
 from holdfast.remote.uploader import ROOM_TIMEOUT_S, Uploader
+from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast_formats import memory_bounds
 from holdfast_formats.errors import (
@@ -222,7 +223,9 @@ class RemoteLink:
         return restate(answer, wire.StopAt, reply_to=message.id)
 
     def _copy_of(self, message: wire.CopyOf) -> wire.CopyFound:
-        return restate(self._known().copy_of(message), wire.CopyFound, reply_to=message.id)
+        return restate(
+            replicas.copied(self._api, self._known().run, message.step, message.tier), wire.CopyFound, reply_to=message.id
+        )
 
     def _known(self) -> Uploader:
         if self._courier is None:

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 from holdfast.remote.chunks import ChunkSender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
-from holdfast.rest import replicas
 from holdfast.rest.api import Api, was_reached
 from holdfast.threads import own_threads
 from holdfast_formats.errors import (
@@ -216,10 +215,6 @@ class Uploader:
     def stopping(self, passed_step: messages.PassedStep) -> messages.LastStep:
         """Report how far this rank is, because its launch is to stop; repeated if the daemon does not answer."""
         return self._api.stopping(self._rank_id, passed_step, STOPPING_TIMEOUT_S)
-
-    def copy_of(self, asked: messages.CopyQuestion) -> messages.CopyAnswer:
-        """Whether a step was copied to a tier."""
-        return replicas.copied(self._api, self.run, asked.step, asked.tier)
 
     def waits(self, waiting: messages.Waiting) -> None:
         """Report that this rank begins no other save, once it has begun all of them there. The report may be lost."""

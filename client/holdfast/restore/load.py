@@ -32,6 +32,7 @@ from holdfast.tensors.leaves import Leaf, covers, is_ignored
 from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import LISTED_MAX
 from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
+from holdfast_files.objects.traffic import RequestCount
 from holdfast_formats.disk import coded, state_json
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CheckpointError
@@ -83,6 +84,8 @@ class RestoreReport(NamedTuple):
             `"peers"`, other nodes' memory; `"http"`, the daemon; `"tier NAME"` or `"replica NAME"`, a copy of the daemon's.
         bytes_read: Bytes of the checkpoint's files: whole extents, each counted once.
         bytes_by: The same, by where they came from.
+        requests: Requests of this rank to object storage, by kind: how many were sent, how many of them repeated one that
+            had failed, and bytes of their bodies and of the answers'. Empty if nothing was read from a bucket.
 
     Example:
         >>> checkpointer.restore(strict=False)
@@ -100,6 +103,7 @@ class RestoreReport(NamedTuple):
     source: Origin | str = "directory"
     bytes_read: int = 0
     bytes_by: Mapping[Origin | str, int] = MappingProxyType({})
+    requests: Mapping[str, RequestCount] = MappingProxyType({})
 
 
 class WantedPart(NamedTuple):
@@ -182,6 +186,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         source=max(origins, key=lambda origin: origins[origin]),
         bytes_read=filled.bytes_read,
         bytes_by=origins,
+        requests=reader.source.requests(),
     )
 
 

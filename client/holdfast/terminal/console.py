@@ -15,10 +15,10 @@ import typer
 from holdfast.rest.waiting_notice import silence_reported
 from holdfast.terminal.tables import Styled, Table
 from holdfast_formats import timestamps
-from holdfast_formats.byte_sizes import human_bytes as human_bytes
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_formats.printable import visible_json, visible_lines
 from holdfast_formats.rest.columns import CellPart, Listing, Row
+from holdfast_formats.rest.columns import human_bytes as human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

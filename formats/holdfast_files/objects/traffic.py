@@ -23,6 +23,10 @@ class RequestCount(NamedTuple):
     sent_bytes: int = 0
     received_bytes: int = 0
 
+    def less(self, before: RequestCount) -> RequestCount:
+        """What came since then; all of it if counting has begun again since."""
+        return self if self.sent < before.sent else RequestCount(*(a - b for a, b in zip(self, before, strict=True)))
+
 
 class Failing(NamedTuple):
     """A kind of request that fails: the newest answer, such as "503 SlowDown", since when and at last when, in seconds since
@@ -78,6 +82,11 @@ class Traffic:
         """The counts until now, by get, head, put, delete, list, copy, begin, part, complete, abort and uploads."""
         with self._lock:
             return dict(self._kinds)
+
+    def of(self, group: Hashable) -> Mapping[str, RequestCount]:
+        """The same of one group, since `take` was last called for it."""
+        with self._lock:
+            return dict(self._groups.get(group, {}))
 
     def take(self, group: Hashable) -> Mapping[str, RequestCount]:
         """The same of one group, since this was last asked."""

@@ -102,7 +102,10 @@ class CheckpointInfo(Body):
     metrics: dict[str, MetricValue]
     verified: bool = Field(description="read back after the commit; every byte matched its digest")
     checked: str | None = Field(default=None, description="time of the last check, whatever its result")
-    check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tested")
+    check: dict[str, Any] | None = Field(
+        default=None,
+        description="what the last check did: seconds, bytes, layouts tested, requests to a bucket (`check_requests`, …)",
+    )
     checking: Checking | None = Field(
         default=None, description="progress of several nodes verifying it together, while they do"
     )

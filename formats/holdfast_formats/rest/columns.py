@@ -97,6 +97,15 @@ def checkpoint(run: str, step: int | None = None, text: str | None = None) -> Ce
     return CellPart(f"{run}{at}" if text is None else text, "text", page)
 
 
+def human_bytes(size: float) -> str:
+    """1234567 -> 1.2 MB, in decimal units as Hugging Face counts."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} PB"
+
+
 def count(number: int, one: str, several: str = "") -> str:
     return f"{number} {one if number == 1 else several or f'{one}s'}"
 

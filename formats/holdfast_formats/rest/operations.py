@@ -119,6 +119,10 @@ class Replica(Body):
     since: str
     checked: str | None = Field(default=None, description="time of the last verification")
     problem: dict[str, Any] | None = None
+    measured: dict[str, float] | None = Field(
+        default=None,
+        description="`seconds` that copying it and reading it back took, and the requests to its bucket, as in `SaveTimes`",
+    )
 
 
 class TokenRequest(Body):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from holdfast_formats.body import Body
-from holdfast_formats.byte_sizes import human_bytes
+from holdfast_formats.rest.columns import human_bytes
 from holdfast_formats.rest.measurements import TierCopies
 from holdfast_formats.timestamps import span
 

@@ -59,6 +59,20 @@ def of_check(counts: Mapping[str, RequestCount]) -> dict[str, float]:
     return {f"check_{name}": whole[name] for name in ("requests", "retries", "received_bytes") if whole}
 
 
+class RequestsSince:
+    """The requests for a checkpoint from now on, which others may count as well; none of a directory."""
+
+    def __init__(self, traffic: Traffic | None, run: str, step: int) -> None:
+        self._traffic, self._of = traffic, OfCheckpoint(run, step)
+        self._before = {} if traffic is None else traffic.of(self._of)
+
+    def of_check(self) -> dict[str, float]:
+        """The members of `SaveTimes` for a check; less where others have taken the counts meanwhile."""
+        now = {} if self._traffic is None else self._traffic.of(self._of)
+        counts = {kind: count.less(self._before.get(kind, RequestCount())) for kind, count in now.items()}
+        return of_check({kind: count for kind, count in counts.items() if count.sent})
+
+
 def text(counts: Mapping[str, RequestCount]) -> str:
     """The counts for a log line."""
     kinds = ", ".join(f"{count.sent} {kind}" for kind, count in sorted(counts.items()))

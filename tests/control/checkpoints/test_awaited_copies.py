@@ -11,6 +11,7 @@ from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import (
+    CorruptExtent,
     Damaged,
     DeadlineExceeded,
     GenerationDropped,
@@ -88,7 +89,7 @@ def test_what_is_answered(tmp_path: Path) -> None:
             session.get_one(CheckpointRow, (RUN, 6)).verified = False
         assert asked.of(RUN, 6, "far").why == f"{RUN}@6 is not verified yet"
         with control.catalog.database.write() as session:
-            session.get_one(CheckpointRow, (RUN, 6)).damage = Damaged("flipped").problem()
+            session.get_one(CheckpointRow, (RUN, 6)).damage = CorruptExtent("flipped").problem()
         with pytest.raises(Damaged, match="flipped"):
             asked.of(RUN, 6, "far")
         with control.catalog.database.write() as session:

@@ -34,6 +34,17 @@ def test_made_anew_behind_the_back() -> None:
     assert makers[1] == "holdfast-remembered"
 
 
+def test_the_last_one_waits_for_none() -> None:
+    """None before the first is made, which the question starts; then however old it is."""
+    made = threading.Event()
+    remembered = CachedValue(lambda: made.wait(180), 0, 0)
+    assert remembered.last() is None
+    made.set()
+    while remembered.last() is None:
+        pass
+    assert remembered.last() is True
+
+
 def test_too_old_is_not_given() -> None:
     """Beyond its age whoever asks waits for a new one, and has the error if there is one."""
     answers = iter([1, 2])

@@ -64,31 +64,33 @@ def away(proxy: FaultProxy, how: How) -> Iterator[None]:
 
 
 class Trainer:
-    """Saves a small state again and again. `stalls` are the seconds that each call of `save()` took."""
+    """Trains and saves a small state again and again. `stalls` are the seconds that each call of `save()` took."""
 
-    def __init__(self, checkpointer: Checkpointer, model: torch.nn.Module) -> None:
-        self._checkpointer, self._model = checkpointer, model
+    def __init__(self, checkpointer: Checkpointer, model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        self._checkpointer, self._model, self._optimizer = checkpointer, model, optimizer
         self.step, self.stalls = 0, list[float]()
 
     def save(self) -> SaveTicket:
         self.step += 1
-        with torch.no_grad():
-            next(self._model.parameters()).add_(1.0)
+        self._optimizer.zero_grad()
+        self._model(torch.randn(4, self._model.in_features)).square().mean().backward()
+        self._optimizer.step()
         began = time.perf_counter()
         ticket = self._checkpointer.save(self.step)
         self.stalls.append(time.perf_counter() - began)
         return ticket
 
-    def told(self, what: str, since: int = 0) -> str:
-        taken = [1000 * one for one in self.stalls[since:]]
+    def told(self, what: str, of: slice) -> str:
+        taken = [1000 * one for one in self.stalls[of]]
         return f"{what}: {len(taken)} saves, stall median {statistics.median(taken):.2f} ms, longest {max(taken):.2f} ms"
 
 
 @contextmanager
 def training(socket: Path) -> Iterator[Trainer]:
-    model = torch.nn.Linear(2048, BYTES // 8192, bias=False)
-    with Checkpointer(RUN, {"model": model}, at=str(socket)) as checkpointer:
-        yield Trainer(checkpointer, model)
+    model = torch.nn.Linear(1024, BYTES // (3 * 4096), bias=False)  # of whose bytes the optimizer has two copies
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(RUN, {"model": model, "optimizer": optimizer}, at=str(socket)) as checkpointer:
+        yield Trainer(checkpointer, model, optimizer)
 
 
 def lag_of(api: Api) -> ReplicaLag:
@@ -121,17 +123,17 @@ def test_as_a_tier(
     checkpoints and bytes are missing and for how long; then the tier catches up.
     """
     away_s = float(pytestconfig.getoption("--away-s"))
-    pause_s = min(max(away_s / 200, 0.2), 3.0)
+    pause_s, before = min(max(away_s / 200, 0.2), 3.0), max(SAVES_BEFORE, int(away_s / 10))
     with faulty(seaweedfs_bucket.server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         with (
             tiered(tmp_path / "root", f"{seaweedfs_bucket.url}/{how.split()[0]}") as (daemon, api),
             training(daemon.socket) as trainer,
         ):
-            for _ in range(SAVES_BEFORE):
+            for _ in range(before):
                 trainer.save().result(180)
                 time.sleep(pause_s)
-            wait_until(lambda: state_in(api, SAVES_BEFORE) == "present")
+            wait_until(lambda: state_in(api, before) == "present")
             assert (bucket := lag_of(api).bucket) is not None and bucket.failing == []
             with away(proxy, how):
                 end, most, seen = time.monotonic() + away_s, lag_of(api), list[str]()
@@ -145,7 +147,7 @@ def test_as_a_tier(
                 most = max(most, lag_of(api), key=lambda one: one.missing_bytes or 0)
                 wait_until(lambda: metric(api, "holdfast_replica_missing_bytes") > 0)
                 assert metric(api, "holdfast_replica_lag_seconds") > 0
-                assert most.missing and most.missing_bytes and most.missing_bytes >= BYTES and most.lag_s
+                assert most.missing and most.missing_bytes and most.missing_bytes >= BYTES / 2 and most.lag_s
                 last = alerts(api, "replica-lost")
                 if away_s > REFUSES_S + SILENT_S:
                     assert "have yet to be copied there" in last[0] and "the oldest for" in last[0]
@@ -156,8 +158,8 @@ def test_as_a_tier(
             caught_up = time.monotonic() - back
             wait_until(lambda: lag_of(api).missing == 0)
             print(f"\n{how} for {away_s:.0f} s, as a tier")
-            print(" ", trainer.told("with the bucket", 1).replace(f"{len(trainer.stalls) - 1} saves", "all"))
-            print(" ", trainer.told("without it", SAVES_BEFORE))
+            print(" ", trainer.told("before", slice(1, before)))
+            print(" ", trainer.told("while it was away", slice(before, None)))
             print(f"  said at the end: {told(most)}")
             print(f"  alerts: first {seen[:1]}, last {last}")
             print(f"  {missing} checkpoints caught up in {caught_up:.1f} s")
@@ -173,7 +175,7 @@ def test_as_the_root(
     with its last answer. A save that fails says the same; what was committed before stays, and later saves are committed.
     """
     away_s = float(pytestconfig.getoption("--away-s"))
-    tickets: list[SaveTicket] = []
+    tickets, before = list[SaveTicket](), max(SAVES_BEFORE, int(away_s / 10))
     with faulty(seaweedfs_bucket.server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         with (
@@ -181,7 +183,7 @@ def test_as_the_root(
             Api(daemon.url) as api,
             training(daemon.socket) as trainer,
         ):
-            for _ in range(SAVES_BEFORE):
+            for _ in range(before):
                 trainer.save().result(180)
             assert _failing(api) == []
             with away(proxy, how):
@@ -196,12 +198,12 @@ def test_as_the_root(
                     assert last and "the bucket has not carried out a" in last[0]
             trainer.save().result(180)
             ended = [ticket for ticket in tickets if ticket.done]
-            assert sorted(one.step for one in api.checkpoints(RUN))[:SAVES_BEFORE] == [*range(1, SAVES_BEFORE + 1)]
+            assert sorted(one.step for one in api.checkpoints(RUN))[:before] == [*range(1, before + 1)]
     dropped = [ticket.error for ticket in ended if isinstance(ticket.error, GenerationDropped)]
     failed = [ticket.error for ticket in ended if isinstance(ticket.error, StorageFailed)]
     said = [one.detail for one in dropped if "the bucket fails" in one.detail]
     print(f"\n{how} for {away_s:.0f} s, as the root")
-    print(" ", trainer.told("without the bucket", SAVES_BEFORE))
+    print(" ", trainer.told("while it was away", slice(before, -1)))
     print(f"  {len(dropped)} dropped, {len(failed)} failed; the status: {failing}; the alert: {last}")
     print(f"  the last drop: {said[-1:]}; the last failure: {[str(one) for one in failed[-1:]]}")
     assert dropped

@@ -226,6 +226,17 @@ def test_requests_are_counted(moto_bucket: TestBucket, tmp_path: Path) -> None:
         assert times.check_received_bytes and times.check_received_bytes >= times.bytes
         shown = CliRunner().invoke(app, ["show", f"{RUN}@1", "--url", daemon.url])
         assert f"requests    {times.requests:.0f} to save it" in shown.stdout and "USD at AWS's prices" in shown.stdout
+        page = httpx.get(f"{daemon.url}/runs/{RUN}/checkpoints/1").text
+        assert "Requests to the bucket" in page and f"{times.requests:.0f} to save it" in page
+        job = {"kind": "verify", "run": RUN, "step": 1}
+        httpx.post(f"{daemon.url}/v1/jobs", json=job, headers={"Idempotency-Key": "1"}).raise_for_status()
+        wait_until(lambda: (api.checkpoint(RUN, 1).check or {}).get("check_requests", 0) > 0)
+        with Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer:
+            checkpointer.restore()
+            assert checkpointer.last_restore is not None
+            asked = checkpointer.last_restore.requests
+            if checkpointer.last_restore.source == "bucket":
+                assert asked["get"].sent and asked["get"].received_bytes >= checkpointer.last_restore.bytes
         (node,) = api.nodes()
         assert node.bucket is not None and node.bucket.requests["put"].sent >= times.requests_put
         assert 'holdfast_objects_requests_total{kind="put",tier=""}' in metrics(api)

@@ -58,10 +58,20 @@ def test_a_root_drains_to_a_bucket(moto_bucket: TestBucket, tmp_path: Path) -> N
             assert commands.call("wait", f"{RUN}@{step}", "--tier", "cloud", "--url", daemon.url).exit_code == 0
             assert state_in(api, step) == "present"
         wrong = commands.call("wait", f"{RUN}@9", "--tier", "other", "--url", daemon.url)
-        assert wrong.exit_code == 4 and "no tier or replica 'other': it has cloud" in wrong.stderr
+        assert wrong.exit_code == 3 and "no tier or replica 'other': it has cloud" in wrong.stderr
         assert naming.OWNER in {key.removeprefix("team/") for key in moto_bucket.sizes()}
         (node,) = api.nodes()
         assert node.replicas == {"cloud": None}
+        (copy,) = replicas.of(api, RUN, 7)
+        assert copy.measured is not None and copy.measured["requests_put"] and copy.measured["received_bytes"] >= copy.bytes
+        wait_until(lambda: api.nodes()[0].lags[0].missing == 0)
+        shown = commands.call("show", f"{RUN}@7", "--url", daemon.url).stdout
+        assert "copied to   cloud: has every checkpoint" in shown
+        assert f"to cloud    {copy.measured['requests']:.0f} requests (" in shown
+        assert "cloud" in commands.call("nodes", "--url", daemon.url).stdout
+        for page in ("/nodes", f"/runs/{RUN}", f"/runs/{RUN}/checkpoints/7"):
+            assert "cloud" in httpx.get(daemon.url + page).text, page
+        assert "writes and lists" in httpx.get(f"{daemon.url}/runs/{RUN}/checkpoints/7").text
     with holdfast.open(f"{url}/{RUN}@7") as checkpoint:
         assert torch.equal(torch.from_numpy(checkpoint.read("weight")), saved["model"].weight.detach())
     assert f"team/{naming.OWNER}" not in moto_bucket.sizes() and moto_bucket.uploads() == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from holdfast_formats import timestamps
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Acknowledgement, RunSummary
 from holdfast_service.control.insight.acknowledgements import AlertKey
@@ -29,6 +32,38 @@ def test_nodes_tell_of_themselves_and_of_replicas() -> None:
         ("node-lost", "n2", "forget-node"),
     ]
     assert "its disk is gone" in found[0].text and all(one.hint and one.run is None for one in found)
+
+
+def test_a_replica_that_is_behind_and_a_bucket_that_refuses() -> None:
+    """By the rules of Prometheus, and in their words: bytes that wait for over an hour, requests that fail for five minutes.
+    A lost replica says how far behind it is.
+    """
+    at = [timestamps.later(timestamps.utc_now(), -seconds) for seconds in (alerts.REFUSES_S - 60, alerts.REFUSES_S + 60)]
+    fresh, lasting = ({"requests": {}, "failing": [{"kind": "put", "answer": "503", "since": one}]} for one in at)
+    behind = {"replica": "far", "node": "n1", "missing": 2, "missing_bytes": 24_000_000, "lag_s": alerts.LAGS_S + 1}
+    for lag, bucket, expected in (
+        (behind, None, [("replica-lags", "far", "24.0 MB have yet to be copied to far, the oldest for 60 min")]),
+        (behind | {"lag_s": alerts.LAGS_S - 1, "bucket": fresh}, fresh, []),
+        (behind | {"missing_bytes": 0}, None, []),
+        (
+            behind | {"lag_s": 480.0, "bucket": lasting},
+            lasting,
+            [
+                ("bucket-refuses", "n1", "the bucket has not carried out a put for 6 min: 503"),
+                (
+                    "replica-lost",
+                    "far",
+                    "the replica far cannot be reached: its bucket has not carried out a put for 6 min: 503; "
+                    "2 checkpoints have yet to be copied there (24.0 MB, the oldest for 8 min)",
+                ),
+            ],
+        ),
+    ):
+        found = alerts.of_nodes([node(replicas={"far": None}, lags=[lag], bucket=bucket)])
+        assert [(one.code, one.subject, one.text) for one in found] == expected
+    rules = Path("deploy/prometheus/alerts.yml").read_text()
+    assert f"holdfast_replica_missing_bytes > 0 and holdfast_replica_lag_seconds > {alerts.LAGS_S:.0f}\n" in rules
+    assert f'holdfast_objects_failing_seconds{{tier=""}} > {alerts.REFUSES_S:.0f}\n' in rules
 
 
 def test_what_nobody_has_seen_comes_first() -> None:

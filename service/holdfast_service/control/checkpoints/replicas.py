@@ -7,7 +7,7 @@ it. One of a renamed run is removed only after there is one under the new name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
@@ -254,10 +254,11 @@ class ReplicaRecords:
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         self._set(name, CheckpointId(which.run, which.step), state="copying", bytes=which.bytes)
 
-    def present(self, name: str, which: CheckpointId, size: int) -> None:
-        """A copy exists and was read back. News are recorded as an event."""
+    def present(self, name: str, which: CheckpointId, size: int, measured: Mapping[str, float] | None = None) -> None:
+        """A copy exists and was read back. News are recorded as an event. `measured` is what making it cost."""
         now = self._now()
-        before = self._set(name, which, state="present", bytes=size, checked=now, problem=None)
+        cost = {"measured": dict(measured)} if measured is not None else {}
+        before = self._set(name, which, state="present", bytes=size, checked=now, problem=None, **cost)
         if before != "present":
             text = f"step {which[1]} was copied to replica {name} and verified"
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)

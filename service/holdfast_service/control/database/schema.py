@@ -235,6 +235,7 @@ class ReplicaRow(CatalogTable):
     since: Mapped[str] = mapped_column(TIME)
     checked: Mapped[str | None] = mapped_column(TIME)
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    measured: Mapped[dict[str, float] | None] = mapped_column(JsonText)
     heir: Mapped[str | None] = mapped_column(NAME)
     requested: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 

@@ -32,6 +32,7 @@ from holdfast_service.daemon.checking.health import Examination, examination, re
 from holdfast_service.daemon.checking.layout_trials import LayoutTrials
 from holdfast_service.daemon.checking.node_checks import ONE_NODE, CheckDistributor, WrittenSpan
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Heed, Passed, VerificationResult, examine
+from holdfast_service.observe.bucket_traffic import RequestsSince
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Checker:
         to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with a hold.
         If `fence` returns True, the results are void.
         """
-        began = time.monotonic()
+        began, asked = time.monotonic(), RequestsSince(self._control.storage.traffic, run, step)
         directory = naming.checkpoint_path(run, step)
 
         def record(error: Damaged) -> None:
@@ -119,6 +120,7 @@ class Checker:
                     self._give_up(run, step, [error], record)
                 raise
         check = told_of(manifest, time.monotonic() - began, tried, repaired)
+        check |= asked.of_check()
         self._control.findings.sound(run, step, check, tried.same_as, manifest, fence, proof)
         return check
 

@@ -30,6 +30,7 @@ from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, rea
 from holdfast_service.daemon.copying.copy_progress import CopyProgress
 from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
 from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.observe import bucket_traffic
 from holdfast_service.storage import RootStorage, Store
 from holdfast_service.storage.pacing import Pace
 
@@ -229,9 +230,12 @@ class Replicator:
                     return
                 self.check(run, step)
                 return
+            began = time.monotonic()
+            asked_for(replica, which)  # what was asked of it before is no part of this copy
             with self.progress.of(which, pair.manifest.bytes):
                 self._publisher.copy(replica, pair)
-            self._records.present(self.name, which, pair.manifest.bytes)
+            measured = {"seconds": round(time.monotonic() - began, 3), **asked_for(replica, which)}
+            self._records.present(self.name, which, pair.manifest.bytes, measured)
             log.info("copied %s@%s to replica %s: %d bytes", run, step, self.name, pair.manifest.bytes)
         except CheckpointError as error:
             if not self.is_mine():  # the node that has it now reports it
@@ -298,6 +302,11 @@ class Replicator:
             if self._news(WAIT_S) or self._again.is_set():
                 self._again.clear()
                 return
+
+
+def asked_for(replica: RootStorage, which: CheckpointId) -> Mapping[str, float]:
+    """The requests for a checkpoint's objects since this was last asked; none of a directory."""
+    return {} if replica.traffic is None else bucket_traffic.of_save(replica.traffic.take(which))
 
 
 def reached(replicators: Mapping[str, Replicator]) -> dict[str, RootStorage]:

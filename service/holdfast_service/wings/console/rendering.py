@@ -12,6 +12,7 @@ from fastapi import Request
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from holdfast_files.objects import costs
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest import lists, replica_lags
 from holdfast_formats.rest.operations import Job
@@ -117,6 +118,7 @@ def environment() -> Environment:
         "bytes_text": formatting.bytes_text,
         "seconds_text": formatting.seconds_text,
         "told_lag": replica_lags.told,
+        "copy_cost": costs.of_copy,
     }
     return made
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
-from holdfast_formats.byte_sizes import human_bytes
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.alert_order import danger
+from holdfast_formats.rest.columns import human_bytes
 from holdfast_formats.rest.measurements import Acknowledgement, Alert, Attention, Overview, RunSummary
 from holdfast_formats.rest.replica_lags import BucketTraffic, ReplicaLag, told_lag
 from holdfast_formats.timestamps import seconds_of, span

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
+from holdfast_files.objects import costs
 from holdfast_formats.disk.manifests import TensorEntry
 from holdfast_formats.disk.thinning import EXACT_USABLE_FOR, SMALL_USABLE_FOR, USABLE_FOR
 from holdfast_formats.dtypes import FLOATS
@@ -43,12 +44,13 @@ class DrawnTensor(NamedTuple):
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why: bool = False) -> Response:
     """Facts, checks, copies and actions."""
     checkpoint = await api.get(bodies.CheckpointInfo, at(run, step))
-    replicas, verdict, jobs, beside, instead = await asyncio.gather(
+    replicas, verdict, jobs, beside, instead, cost = await asyncio.gather(
         shown(api.page(Replica, at(run, checkpoint.step, "replicas"))),
         shown(_verdict(api, run, checkpoint.step, why)),
         shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
         _before(api, checkpoint),
         _instead(api, checkpoint),
+        _cost(api, checkpoint),
     )
     ancestry = await shown(_ancestry(api, checkpoint))  # it reads the checkpoint, which the verdict would say
     return page(
@@ -60,6 +62,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why
         small_usable_for=SMALL_USABLE_FOR,
         exact_usable_for=EXACT_USABLE_FOR,
         replicas=replicas,
+        cost=cost,
         verdict=verdict,
         jobs=[job for job in jobs.value.items if job.step == checkpoint.step] if jobs.value else None,
         before=beside,
@@ -68,6 +71,16 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str, why
         export_kinds=EXPORT_KINDS,
         export_dtypes=tuple(FLOATS.values()),
     )
+
+
+async def _cost(api: ViewerApi, checkpoint: bodies.CheckpointInfo) -> str:
+    """What its save and its check asked of the bucket; empty if nothing, or if that is not known any more."""
+    if not (checkpoint.check or {}).get("check_requests"):
+        return ""
+    run, step = checkpoint.run, checkpoint.step
+    saves = await shown(api.page(bodies.Round, "/v1/rounds", run=run, state="committed", step_min=step, step_max=step))
+    of = [one.measured for one in saves.value.items if one.attempt == checkpoint.attempt] if saves.value else []
+    return costs.of_save(dict(of[0])) if of and of[0] else ""
 
 
 @router.get("/runs/{run}/checkpoints/{step}/files")
