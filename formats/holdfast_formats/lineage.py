@@ -56,6 +56,18 @@ class Intent(NamedTuple):
 NO_INTENT = Intent()
 
 
+class Elsewhere(NamedTuple):
+    """What other roots have made of a run, as found in a tier: the attempts of their launches, and the way to the newest of
+    their lines.
+    """
+
+    attempts: frozenset[int] = frozenset()
+    way: Way = ()
+
+
+NOWHERE = Elsewhere()
+
+
 class PlacedCheckpoint(Protocol):
     """The fields of a checkpoint that place it among others."""
 
@@ -109,13 +121,26 @@ def others(placed_checkpoints: Sequence[PlacedCheckpoint], launch: Key, after: i
     return sorted(c.step for c in placed_checkpoints if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
-def went_on(placed_checkpoints: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
-    """The rewinds of this launch's saves, which continue from the `restored` step."""
-    living = way(placed_checkpoints)
+def went_on(
+    placed_checkpoints: Sequence[PlacedCheckpoint],
+    launch: Key,
+    restored: int | None,
+    again: int = 0,
+    elsewhere: Elsewhere = NOWHERE,
+) -> Way:
+    """The rewinds of this launch's saves, which continue from the `restored` step.
+
+    A launch that goes on from another root's checkpoint, or beside another root's line, begins a line of its own: the other
+    root may have newer checkpoints that were never copied here.
+    """
+    here = way(placed_checkpoints)
     if restored is None:
-        return living
+        return here
+    living = max(here, elsewhere.way, key=line)
     source = next((c for c in placed_checkpoints if c.step == restored), None)
-    if (source is None or is_on(living, source)) and not others(placed_checkpoints, launch, restored, again):
+    is_taken_over = line(elsewhere.way) > line(here) or (source is not None and source.attempt in elsewhere.attempts)
+    begins = is_taken_over and line(living) != launch
+    if not begins and (source is None or is_on(living, source)) and not others(placed_checkpoints, launch, restored, again):
         return living
     before = tuple(source.rewinds) if source is not None else tuple(r for r in living if r.step < restored)
     return (*before, Rewind(*launch, restored))

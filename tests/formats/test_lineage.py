@@ -108,3 +108,15 @@ def test_what_a_launch_has_replaced_is_its_own() -> None:
     assert lineage.others(there, (2, 3), 5, again=2) == [] and lineage.went_on(there, (2, 3), 5, again=2) == ()
     assert lineage.others(there, (2, 3), 5) == [6, 7], "it was restored in between"
     assert lineage.is_own(there[1], (2, 3), again=2) and not lineage.is_own(there[0], (2, 3), again=2)
+
+
+def test_a_launch_that_goes_on_from_another_root_begins_a_line() -> None:
+    """From its checkpoint, or beside a newer line of which nothing is here; its next saves stay on that line."""
+    ours, theirs = Saved(30, 1, 0), Saved(40, 2, 1, (Rewind(2, 1, 20),))
+    elsewhere = lineage.Elsewhere(frozenset({2}), theirs.rewinds)
+    assert lineage.went_on([ours, theirs], (3, 1), 40, 0, elsewhere) == (Rewind(2, 1, 20), Rewind(3, 1, 40))
+    assert lineage.went_on([ours], (3, 1), 30, 0, elsewhere) == (Rewind(3, 1, 30),)
+    begun = (Rewind(2, 1, 20), Rewind(3, 1, 40))
+    assert lineage.went_on([ours, theirs, Saved(50, 3, 1, begun)], (3, 1), 40, 0, elsewhere) == begun
+    assert lineage.went_on([ours], (1, 0), None, 0, elsewhere) == ()
+    assert lineage.abandoned([ours, theirs]) == {30}

@@ -133,7 +133,7 @@ def test_no_run_begins_before_a_tier_was_asked(tmp_path: Path, monkeypatch: pyte
         far = world.replicators["far"]
         tiers = RunsInTiers(world.replicators, world.records)
         tiers.await_known("new")
-        far.tier = TierRetention("far", None, world.catalog, world.control.files)
+        far.tier = TierRetention("far", None, world.catalog, world.control.files, world.records.lost)
         monkeypatch.setattr(replication, "ASK_S", 0.0)
         with pytest.raises(
             StorageFailed, match=r"'new' is new here, and the tier far may have checkpoints of it: its .* listed"

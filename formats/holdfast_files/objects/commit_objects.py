@@ -54,7 +54,13 @@ class CommitObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.checkpoint, *(one for one in self.replaced if one is not None))
 
 
-_decode = decoding.decoder(CommitObject)
+class _Stated(msgspec.Struct, frozen=True):
+    """What any version of a commit object states."""
+
+    format: int = FORMAT
+
+
+_decode, _stated = decoding.decoder(CommitObject), decoding.decoder(_Stated)
 
 
 def commit_object(checkpoint: Published, replaced: tuple[Published | None, ...] = ()) -> CommitObject:
@@ -99,15 +105,16 @@ def decode(data: bytes, run: str, step: int) -> CommitObject:
     if len(data) > COMMIT_OBJECT_BYTES_MAX:
         raise damaged(path, f"it has over {COMMIT_OBJECT_BYTES_MAX} bytes")
     try:
+        if (stated := _stated(data).format) != FORMAT:
+            raise CorruptManifest(
+                f"{path} has format {stated}, but this version reads format {FORMAT}",
+                hint="install the version of Holdfast that wrote it",
+                file=path,
+                format=stated,
+            )
         content = _decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise damaged(path, str(error) or "it is not a commit object") from error
-    if content.format != FORMAT:
-        raise CorruptManifest(
-            f"{path} has format {content.format}, but this version reads format {FORMAT}",
-            hint="install the version of Holdfast that wrote it",
-            file=path,
-        )
     if len(content.replaced) > REPLACED_MAX:
         raise damaged(path, f"it names {len(content.replaced)} replaced checkpoints, over {REPLACED_MAX}")
     for one in content.kept:

@@ -36,6 +36,7 @@ class LaunchRegistry:
         )
         self._retention_requests, self._recovery, self._restores = wishes, recovery, restores
         self.unknown: Signal[[str]] = Signal()  # a run that is new here; subscribers raise while it may be in a tier
+        self.known: Signal[[str]] = Signal()  # any other; subscribers wait a moment for what other machines have made of it
 
     def meet(self, run: str) -> None:
         """Return once it is known whether a run that is new to this root has checkpoints in a tier: if it has, its attempts
@@ -44,6 +45,8 @@ class LaunchRegistry:
         self._recovery.learn_attempts()
         if self._attempts.newest(run) == 0:  # as far as known here: a launch does not wait for a catalog
             self.unknown.publish(run)
+        else:
+            self.known.publish(run)
 
     def declare(  # noqa: PLR0913 - each is one thing that a rank says
         self,

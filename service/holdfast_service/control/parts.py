@@ -96,7 +96,14 @@ class CheckpointParts(RecordParts):
             self.tiers,
         )
         self.findings = Findings(catalog, events, record_queue, utc_now, rotation.due, rotation.probe)
-        self.lineage_index = lineage = LineageIndex(store, catalog, record_queue, self.findings, asks=storage.looks.at_files)
+        self.lineage_index = lineage = LineageIndex(
+            store,
+            catalog,
+            record_queue,
+            self.findings,
+            asks=storage.looks.at_files,
+            elsewhere=attempts.elsewhere,
+        )
         self.empty_runs = EmptyRuns(records, catalog, attempts, files, events)
         self.trash = trash = RunTrash(
             records, store, catalog, attempts, rotation, events, record_queue.enqueue, lineage.forget, trash_days

@@ -110,7 +110,7 @@ class RestoreRepair:
 
     def mend(self, run: str, step: int, error: Damaged | None) -> None:
         """Repair a checkpoint with this damage, or copy back a missing one."""
-        self._await_first_tries()
+        self._replication.await_first_tries()
         if error is None:
             with self._records.repairing(run, step):
                 outcome = self._replication.repairer.run(run, step)
@@ -127,7 +127,7 @@ class RestoreRepair:
 
     def add_copies(self, run: str, copies: dict[str, Collection[int]]) -> None:
         """Add the steps of a run in each reachable replica of this node, by replica."""
-        self._await_first_tries()
+        self._replication.await_first_tries()
         steps_by_tier: dict[str, list[int]] = {}
 
         def look() -> None:
@@ -144,7 +144,7 @@ class RestoreRepair:
 
     def add_manifest(self, run: str, step: int, manifests: list[Manifest]) -> None:
         """Add the manifest of a step in the first reachable replica of this node that has it."""
-        self._await_first_tries()
+        self._replication.await_first_tries()
 
         def look() -> None:
             for name, replica in reached(self._replication.replicators).items():
@@ -157,12 +157,6 @@ class RestoreRepair:
         looking = threading.Thread(target=look, name="holdfast-replicas-of-a-step", daemon=True)
         looking.start()
         looking.join(FIRST_TRY_S)
-
-    def _await_first_tries(self) -> None:
-        limit = time.monotonic() + FIRST_TRY_S
-        mine = [one for one in self._replication.replicators.values() if one.is_mine()]
-        while any(one.replica is None and one.problem is None for one in mine) and time.monotonic() < limit:
-            time.sleep(REACH_POLL_S)
 
 
 class RunsInTiers:
@@ -243,7 +237,9 @@ class ReachedBucket:
         """Its storage; the errors of `open_bucket` if it cannot be reached or used, `RootBusy` if another daemon has it."""
         if self._opened is not None and (lease := self._opened.lease) is not None and (why := lease.lost(busy=False)):
             self.close()
-            raise RootBusy(why, hint="give every daemon a prefix of its own, or stop the other daemon")
+            if not lease.vanished:
+                raise RootBusy(why, hint="give every daemon a prefix of its own, or stop the other daemon")
+            log.warning("%s: it is taken again", why)
         if self._opened is None:
             from holdfast_service.storage.objects.opening import open_bucket  # which needs the extra s3
 
@@ -282,7 +278,7 @@ class Replication:
     def __init__(self, config: Config, control: Control, lend: Lend) -> None:
         check_apart(config.root, (*config.replica, *config.tier))
         self.replicators: dict[str, Replicator] = {}
-        self.repairer = Repairer(control, lambda: reached(self.replicators), lend)
+        self.repairer = Repairer(control, self._reached, lend)
         self._places: list[Reached | ReachedBucket] = []
         self.traffic: dict[str, Traffic] = {}  # to the buckets among them
         rates = {"replica": config.replica_bytes_per_second, "tier": config.tier_bytes_per_second}
@@ -304,11 +300,15 @@ class Replication:
                 release=place.close if isinstance(place, ReachedBucket) else _nothing,
             )
             control.tiers.add_replica(name)
+            if kind == "tier":
+                control.tiers.add(name, self.replicators[name].standing.look)
             label = str(at.resolve()) if isinstance(at, Path) else at.label
             control.restores.copies.add(name, CopyPlace(name=f"{kind} {name}", at=label))
             log.info("%s %s: %s", kind, name, label)
         if config.tier:  # what the root has kept for a copy may go
             control.replicas.copied.subscribe(control.rotation.due)
+        if config.tier:
+            control.launches.known.subscribe(lambda run: self.await_first_tries())
         control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
         self.lags = CopyLags(control.catalog.database, self.replicators)
         self.lag_reports = LagReports(config.node, self.replicators, self.traffic, self.lags)
@@ -316,8 +316,19 @@ class Replication:
 
     @staticmethod
     def _tier(config: Config, control: Control, name: str) -> TierRetention:
-        control.tiers.add(name)
-        return TierRetention(name, config.tier_keep, control.catalog, control.files, control.readers)
+        lost, readers = control.replicas.lost, control.readers
+        return TierRetention(name, config.tier_keep, control.catalog, control.files, lost, readers)
+
+    def _reached(self) -> dict[str, RootStorage]:
+        self.await_first_tries()  # a repair soon after the start is not told that there is no other copy
+        return reached(self.replicators)
+
+    def await_first_tries(self) -> None:
+        """Wait a moment for replicas of this node that were not tried to be reached yet, or do not answer."""
+        limit = time.monotonic() + FIRST_TRY_S
+        mine = [one for one in self.replicators.values() if one.is_mine()]
+        while any(one.replica is None and one.problem is None for one in mine) and time.monotonic() < limit:
+            time.sleep(REACH_POLL_S)
 
     def start(self) -> None:
         """Copy, and repair what a start found damaged, until `close`."""

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, StaleAttempt
+from holdfast_formats.lineage import Elsewhere, Rewind
 from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.storage import MemoryTier
 
@@ -95,3 +96,16 @@ def test_launches_are_named_by_text_that_a_person_could_read(tier: MemoryTier, l
     with pytest.raises(InvalidRequest):
         Attempts(tier).declare("run", launch, nothing)
     assert Attempts(tier).newest("run") == 0
+
+
+def test_attempts_of_other_roots_are_exceeded(tier: MemoryTier) -> None:
+    """A launch that is at work goes on, and later ones have greater numbers, also after a restart; the newest way stays."""
+    attempts = Attempts(tier)
+    assert attempts.declare("run", "a", nothing) == (1, True)
+    assert attempts.saw_elsewhere("run", {2, 5}, (Rewind(5, 1, 20),))
+    assert not attempts.saw_elsewhere("run", {2}, (Rewind(2, 1, 10),))
+    attempts.refuse_older("run", 1)
+    again = Attempts(tier)
+    assert again.elsewhere("run") == Elsewhere(frozenset({2, 5}), (Rewind(5, 1, 20),))
+    assert again.declare("run", "b", nothing) == (6, True)
+    assert [again.is_own("run", attempt) for attempt in (1, 2, 5, 6)] == [True, False, False, True]

@@ -23,8 +23,9 @@ def far(tmp_path: Path, step: int) -> Path:
 
 def tiered(world: CopiesWorld, keep: int | None = None) -> None:
     """The replica `far` as a tier."""
-    world.control.tiers.add("far")
-    world.replicators["far"].tier = TierRetention("far", keep, world.catalog, world.control.files, world.control.readers)
+    world.control.tiers.add("far", world.replicators["far"].standing.look)
+    parts = (world.catalog, world.control.files, world.records.lost, world.control.readers)
+    world.replicators["far"].tier = TierRetention("far", keep, *parts)
     world.records.copied.subscribe(world.control.rotation.due)
 
 
@@ -98,3 +99,73 @@ def test_a_tier_has_a_retention_of_its_own(world: CopiesWorld, tmp_path: Path) -
     world.copy()
     assert [far(tmp_path, step).exists() for step in STEPS] == [False, False, True]
     assert world.records.due("far") == []
+
+
+def test_a_copy_that_is_gone_justifies_no_removal(world: CopiesWorld, tmp_path: Path) -> None:
+    """The catalog says that it is in the tier; the root keeps the checkpoint until it is there again."""
+    tiered(world)
+    world.copy()
+    shutil.rmtree(far(tmp_path, 5))
+    world.keep(last=1)
+    assert world.control.store.steps(RUN) == [5, 15] and world.states(5) == {}
+    (told,) = world.control.events.after(0, 100, kind="copies-gone")
+    assert (told.level, told.detail) == ("warning", {"tier": "far", "copies": 1, "lost": 0})
+    assert told.text == (
+        "copies in replica far are gone, removed by something other than Holdfast: step 5; those of checkpoints in the root "
+        "are made again"
+    )
+    (verdict,) = world.control.rotation.verdicts.preview(RUN, step=5).verdicts
+    assert verdict.keep and verdict.reasons == ["it has yet to be copied to the tier far"]
+    world.copy()
+    assert far(tmp_path, 5).exists()
+    assert world.control.rotation.wait_until_applied() and world.control.store.steps(RUN) == [15]
+
+
+def test_a_copy_that_was_cut_justifies_no_removal(world: CopiesWorld, tmp_path: Path) -> None:
+    """It is repaired from the root first."""
+    tiered(world)
+    world.copy()
+    cut = next(far(tmp_path, 10).glob("model*.safetensors"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    world.keep(last=1)
+    assert world.control.store.steps(RUN) == [10, 15] and world.states(10) == {"far": "damaged"}
+    world.copy()
+    assert world.states(10) == {"far": "present"}
+    assert world.control.rotation.wait_until_applied() and world.control.store.steps(RUN) == [15]
+
+
+def test_a_tier_that_cannot_be_looked_at_keeps_all(world: CopiesWorld) -> None:
+    """What was copied stays in the root while the copies cannot be seen; a save that needs the room takes it, and an event
+    tells which checkpoint was not seen.
+    """
+    tiered(world)
+    world.copy()
+    copied, world.replicators["far"]._opened = world.replicators["far"]._opened, None
+    world.keep(last=1)
+    assert world.control.store.steps(RUN) == list(STEPS)
+    (verdict,) = world.control.rotation.verdicts.preview(RUN, step=5).verdicts
+    assert verdict.reasons == ["its copy in the tier far cannot be looked at now"]
+    incoming = Candidate(20, 0.0, True, groups=frozenset(("model", "optim")))
+    assert world.control.rotation.make_room(RUN, incoming) == 5
+    (told,) = world.control.events.after(0, 100, kind="checkpoint-removed")
+    assert told.level == "warning" and "its copy in the tier far cannot be looked at now" in told.text
+    world.replicators["far"]._opened = copied
+    world.control.rotation.apply(RUN)
+    assert world.control.store.steps(RUN) == [15]
+
+
+def test_only_copies_that_are_there_count_in_a_tier(world: CopiesWorld, tmp_path: Path) -> None:
+    """A copy that was removed by hand is none of the newest ones that the tier keeps."""
+    tiered(world, keep=2)
+    world.copy()
+    world.control.rotation.mark(RUN, 5, lambda file: pinned(file, 5))
+    world.keep(last=1)
+    assert world.control.rotation.wait_until_applied() and world.control.store.steps(RUN) == [5, 15]
+    world.copy()  # its manifests are known from now on
+    world.control.rotation.unmark(RUN, lambda file: unpinned(file, 5))
+    assert world.control.rotation.wait_until_applied() and world.control.store.steps(RUN) == [15]
+    shutil.rmtree(far(tmp_path, 10))
+    world.copy()
+    assert [far(tmp_path, step).exists() for step in STEPS] == [True, False, True]
+    (told,) = world.control.events.after(0, 100, kind="copies-gone")
+    assert told.level == "error" and told.text.endswith("step 10; the root does not have step 10 either")

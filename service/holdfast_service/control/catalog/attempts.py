@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
+from holdfast_formats.lineage import Elsewhere, Rewind, Way, line
 from holdfast_formats.rest.measurements import Life
 from holdfast_service.control.catalog.stored_life import StoredLife
 from holdfast_service.storage import Records
@@ -23,12 +24,13 @@ from holdfast_service.storage import Records
 log = logging.getLogger(__name__)
 
 LAUNCH_LENGTH_MAX = 256
-LAUNCHES_MAX, ANSWERS_MAX = 1000, 64  # of a run; the oldest are forgotten
+LAUNCHES_MAX, ANSWERS_MAX, OTHERS_MAX = 1000, 64, 1000  # of a run; the oldest are forgotten
 SPOKEN_ATTEMPTS_MAX = 4  # attempts of a run whose speakers are kept
 FILE_BYTES_MAX = 2**28
 _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attempt.rank
 _Attempt = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+_Step = Annotated[int, Field(strict=True, ge=-1, le=2**63 - 1)]
 
 Ask = Callable[[Callable[[], "int | None"]], "int | None"]  # runs a query, and may give up
 
@@ -39,7 +41,8 @@ class RunAttempts(BaseModel):
 
     `owed` are the steps, by attempt, that older attempts had sealed completely when the newest was declared: those are
     saved. `speakers` are, by `attempt.rank`, the checkpointer that speaks for a rank; `worlds`, by attempt, the number of
-    ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they finished or died.
+    ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they finished or died. `others` are
+    the attempts of other roots' launches, and `other_way` the rewinds to the newest of their lines, as found in tiers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,6 +55,18 @@ class RunAttempts(BaseModel):
     worlds: dict[_Attempt, _Number] = {}
     life: StoredLife | None = None
     since: str | None = None
+    others: tuple[_Number, ...] = ()
+    other_way: tuple[tuple[_Number, _Number, _Step], ...] = ()
+
+    @property
+    def elsewhere(self) -> Elsewhere:
+        return Elsewhere(frozenset(self.others), tuple(Rewind(*one) for one in self.other_way))
+
+    def found_elsewhere(self, attempts: Collection[int], way: Way) -> RunAttempts:
+        """With these attempts of other roots' launches, and the newer one of both ways."""
+        others = tuple(sorted({*self.others, *attempts})[-OTHERS_MAX:])
+        newer = max(self.elsewhere.way, way, key=line)
+        return self.model_copy(update={"others": others, "other_way": tuple(tuple(one) for one in newer)})
 
     def attempt_of(self, launch: str, member: Member) -> int | None:
         """The attempt in which this member speaks for its rank, or may because its rank has no speaker; None where it needs
@@ -105,6 +120,8 @@ class RunAttempts(BaseModel):
             worlds={**other.worlds, **self.worlds},
             life=self.life,
             since=self.since,
+            others=self.others,
+            other_way=self.other_way,
         )
 
 
@@ -205,7 +222,7 @@ class Attempts:
                     hint="try again when it responds; later launches start without it",
                 )
             before = self._of(run)
-            attempt = before.attempt + 1
+            attempt = max(before.attempt, *before.others) + 1 if before.others else before.attempt + 1
             self._store({run: before.launched(launch, attempt, complete()).spoken(attempt, member)})
             return attempt, True
 
@@ -245,6 +262,28 @@ class Attempts:
         with self._writing:
             before = self._of(run)
             self._store({run: before.model_copy(update={"attempt": max(before.attempt, attempt)})})
+
+    def saw_elsewhere(self, run: str, attempts: Collection[int], way: Way) -> bool:
+        """Note attempts of other roots' launches, found in a tier, and the way to their line: later launches exceed them,
+        and a launch that is at work here goes on. False if all that is known.
+        """
+        with self._writing:
+            before = self._of(run)
+            after = before.found_elsewhere(attempts, way)
+            if after == before:
+                return False
+            self._store({run: after})
+            return True
+
+    def elsewhere(self, run: str) -> Elsewhere:
+        """What other roots have made of a run, as far as it was found in a tier."""
+        with self._lock:
+            return self._runs.get(run, RunAttempts()).elsewhere
+
+    def is_own(self, run: str, attempt: int) -> bool:
+        """Whether a launch of this root has this attempt, as far as launches are remembered."""
+        with self._lock:
+            return attempt in self._runs.get(run, RunAttempts()).launches.values()
 
     def became(self, run: str, attempt: int, life: Life, at: str) -> bool:
         """Record the state of a run's ranks, durably; False where it is known, or a newer attempt has begun."""

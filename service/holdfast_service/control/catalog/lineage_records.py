@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats import lineage
 from holdfast_formats.errors import AlreadyCommitted
-from holdfast_formats.lineage import Intent, Lineage, Rewind
+from holdfast_formats.lineage import NOWHERE, Elsewhere, Intent, Lineage, Rewind
 from holdfast_service.control.database.schema import REWOUND, CheckpointRow
 
 
@@ -32,15 +32,22 @@ class SavePlace(NamedTuple):
     over: bool
 
 
-def place(listed_checkpoints: Sequence[ListedCheckpoint], run: str, save: tuple[int, int], intent: Intent) -> SavePlace:
-    """The place of a save, of a step and an attempt, among the checkpoints `listed_checkpoints`.
+def place(
+    listed_checkpoints: Sequence[ListedCheckpoint],
+    run: str,
+    save: tuple[int, int],
+    intent: Intent,
+    elsewhere: Elsewhere = NOWHERE,
+) -> SavePlace:
+    """The place of a save, of a step and an attempt, among the checkpoints `listed_checkpoints`, and beside those of other
+    roots.
 
     Raises `AlreadyCommitted` for a step that is a checkpoint on the way to this save, unless that is damaged, unhealthy and
     of another turn, or to be replaced; and for a launch that has restored none of the run's checkpoints, below it or above
     it.
     """
     step, attempt = save
-    rewinds = lineage.went_on(listed_checkpoints, (attempt, intent.turn), intent.restored, intent.again)
+    rewinds = lineage.went_on(listed_checkpoints, (attempt, intent.turn), intent.restored, intent.again, elsewhere)
     standing = next((c for c in listed_checkpoints if c.step == step), None)
     if (
         intent.restored is None

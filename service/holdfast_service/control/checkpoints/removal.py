@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterable
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifests import Manifest
@@ -10,6 +11,8 @@ from holdfast_formats.errors import CheckpointError, CorruptManifest
 from holdfast_formats.files import Files
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Records, Store
+
+log = logging.getLogger(__name__)
 
 _FILES = (naming.LAUNCHES_FILE, naming.RUN_FILE)  # run.json last: it makes the directory a run
 _OWN_FILES = (*_FILES, naming.DELETED_FILE, naming.RENAMED_FILE)
@@ -37,6 +40,14 @@ def unlink(store: Store, removed: str) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
+
+
+def free(store: Store, removed: Iterable[str]) -> None:
+    """`unlink` all of these, and log what is left to the next start."""
+    for path in removed:
+        left = unlink(store, path)
+        if left is not None:
+            log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 
 
 def foreign_files(tier: Files, manifest: Manifest) -> list[str]:

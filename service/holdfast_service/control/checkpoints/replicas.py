@@ -18,7 +18,15 @@ from sqlalchemy.orm import Session, aliased
 from holdfast_files.opened import read_bounded
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound, StateMismatch
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    Damaged,
+    NoSuchCheckpoint,
+    NotFound,
+    StateMismatch,
+)
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
@@ -28,6 +36,8 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.record_queue import RecordQueue
 from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.checkpoints.lost_copies import COUNTED, LostCopies
+from holdfast_service.control.checkpoints.other_roots import OtherRoots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
@@ -41,6 +51,7 @@ from holdfast_service.storage import Records, RootStorage, Store
 log = logging.getLogger(__name__)
 
 DUE_MAX = 100  # of one look; the next look finds the others
+_NOT_OURS = (AlreadyCommitted.code, StateMismatch.code)  # problems of copies that this root has not made
 _SETTLED = ("present", "damaged", "gone")
 
 
@@ -55,22 +66,35 @@ class ReplicaRecords:
         self._attempts, self._readers = attempts, readers or Readers()
         self._events = events
         self._probe = StorageProbe(root)
+        self.lost = LostCopies(catalog.database, events)
+        self.others = OtherRoots(catalog.database, attempts, events)
         self._kept: set[tuple[str, str, int]] = set()  # copies whose refused removal was reported
         self.copied: Signal[[str]] = Signal()  # a run, of which there is a new copy
 
     def opened(self, name: str, replica: RootStorage, begun: Collection[Place] = (), *, begins: bool = False) -> None:
         """A replica became reachable: sweep what earlier copies left, except those that are `begun`, and update the catalog
-        from it. `begins`: the root begins with those runs of the replica that it has never had.
+        from it, as `look` does.
         """
         store = replica.store
         store.put_back(lambda run: nullcontext())
         for path in store.sweep(begun):
             log.info("swept %s of replica %s", path, name)
+        self.look(name, replica, begins)
+
+    def look(self, name: str, replica: RootStorage, begins: bool = False) -> None:
+        """Update the catalog from the lists of a replica: copies that are gone are due again. `begins`: the root begins with
+        those runs of the replica that it has never had.
+        """
+        store = replica.store
         held = {run: list(store.stamps(run)) for run in roots.runs(replica.records)}
         if begins:
+            self.others.tiers.add(name)
             for run, steps in held.items():
                 self._begin_with(name, replica, run, steps)
         present = {(run, step) for run, steps in held.items() for step in steps}
+        for run, steps in self.counted(name).items():
+            if missing := [step for step in steps if (run, step) not in present]:
+                self.lost.gone(name, run, missing)
         with self._database.write() as session:
             for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
                 which = (row.run, row.step)
@@ -79,8 +103,22 @@ class ReplicaRecords:
                 else:
                     session.delete(row)
             known = {(run, step) for run, step in session.execute(select(CheckpointRow.run, CheckpointRow.step))}
+        found: dict[str, list[Manifest]] = {}
         for run, step in sorted(present - known):  # the worker looks at the others itself: they are due
-            self._found(name, store.files, run, step)
+            manifest = self._found(name, store.files, run, step)
+            if manifest is not None:
+                found.setdefault(run, []).append(manifest)
+        for run, manifests in found.items():
+            self.others.found(name, run, manifests)
+
+    def counted(self, name: str) -> dict[str, list[int]]:
+        """The copies that are expected to be in a replica, by run."""
+        rows = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state.in_(COUNTED))
+        found: dict[str, list[int]] = {}
+        with self._database.read() as session:
+            for run, step in session.execute(rows):
+                found.setdefault(run, []).append(step)
+        return found
 
     def _begin_with(self, name: str, replica: RootStorage, run: str, steps: Sequence[int]) -> None:
         """Know a run of a replica as if it had been launched here: its attempts, which later launches exceed (I6), and its
@@ -90,15 +128,17 @@ class ReplicaRecords:
             known = session.get(RunRow, run) is not None
         if known or self._attempts.newest(run) or not steps:
             return
-        attempt = 0
+        manifests = []
         for step in steps:
             with suppress(Damaged, NoSuchCheckpoint):
-                attempt = max(attempt, roots.load_manifest(replica.store.files, run, step).attempt)
+                manifests.append(roots.load_manifest(replica.store.files, run, step))
+        attempt = max((manifest.attempt for manifest in manifests), default=0)
         path = f"{run}/{naming.RUN_FILE}"
         data = read_bounded(replica.records, path, RUN_FILE_BYTES_MAX)
         if data is not None:
             self._root.put_first(path, data)
         self._attempts.saw(run, max(attempt, 1))
+        self._attempts.saw_elsewhere(run, {manifest.attempt for manifest in manifests}, lineage.way(manifests))
         self._catalog.note_attempts(self._attempts.known([run]))
         text = f"{run} is known from replica {name}, which has {len(steps)} of its checkpoints"
         self._events.add("run-found", text, run, tier=name, attempt=attempt)
@@ -287,7 +327,7 @@ class ReplicaRecords:
         self.failed(name, which, error, damaged=True)
         self._set(name, which, checked=None)
 
-    def _found(self, name: str, files: Files, run: str, step: int) -> None:
+    def _found(self, name: str, files: Files, run: str, step: int) -> Manifest | None:
         """A copy without a checkpoint in the root; when it was last read back is unknown. In a bucket it can be listed while
         its files are gone.
         """
@@ -295,8 +335,9 @@ class ReplicaRecords:
             manifest = roots.load_manifest(files, run, step)
         except (Damaged, NoSuchCheckpoint) as error:
             self.failed(name, CheckpointId(run, step), error, damaged=True)
-        else:
-            self._set(name, CheckpointId(run, step), state="present", bytes=manifest.bytes)
+            return None
+        self._set(name, CheckpointId(run, step), state="present", bytes=manifest.bytes)
+        return manifest
 
     def _set(self, name: str, which: CheckpointId, **values: Any) -> str | None:
         """Change or insert a row; returns its previous state. Rows of removed copies stay as they are."""
@@ -427,10 +468,16 @@ def listed(database: Database, run: str, step: int) -> list[Replica]:
 def removed(
     database: Database, run: str, step: int, requested: bool = False, kept_in: Collection[str] = frozenset()
 ) -> None:
-    """A checkpoint was removed: mark its copies for removal when their replicas are reachable, but those `kept_in` tiers."""
-    gone = update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.tier.not_in(kept_in))
+    """A checkpoint was removed: mark its copies for removal when their replicas are reachable, but those `kept_in` tiers,
+    and another root's checkpoints of this step.
+    """
+    wanted = select(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.tier.not_in(kept_in))
     with database.write() as session:
-        session.execute(gone.values(state="gone", requested=requested))
+        for row in session.scalars(wanted):
+            if row.state == "copying" and (row.problem or {}).get("code") in _NOT_OURS:
+                session.delete(row)
+            else:
+                row.state, row.requested = "gone", requested
 
 
 def returned(database: Database, run: str, steps: Sequence[int]) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
-from holdfast_formats.lineage import Intent, Key, Way
+from holdfast_formats.lineage import NOWHERE, Elsewhere, Intent, Key, Way
 from holdfast_service.control.catalog import lineage_records
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.lineage_records import ListedCheckpoint
@@ -33,10 +33,19 @@ class LineageIndex:
     """The lineage of all runs of one root. Thread-safe."""
 
     def __init__(
-        self, store: Store, catalog: Catalog, record_queue: RecordQueue, findings: Findings, *, asks: bool = True
+        self,
+        store: Store,
+        catalog: Catalog,
+        record_queue: RecordQueue,
+        findings: Findings,
+        *,
+        asks: bool = True,
+        elsewhere: Callable[[str], Elsewhere] = lambda run: NOWHERE,
     ) -> None:
-        """Unless it `asks`, a save of a new step does not wait for the storage, which may be far away: publishing asks."""
-        self._asks = asks
+        """Unless it `asks`, a save of a new step does not wait for the storage, which may be far away: publishing asks.
+        `elsewhere` returns what other roots have made of a run.
+        """
+        self._asks, self._other_roots = asks, elsewhere
         self._store, self._catalog, self._record_queue, self._findings = store, catalog, record_queue, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
@@ -122,12 +131,12 @@ class LineageIndex:
         if at is not None and not roots.stands(self._store.files, run, step):
             steps[at] = steps[at]._replace(sound=False)
         try:
-            return lineage_records.place(steps, run, (step, attempt), intent)
+            return lineage_records.place(steps, run, (step, attempt), intent, self._other_roots(run))
         except AlreadyCommitted:  # unless an existing one is damaged or unhealthy: only this needs SQL
             if at is None:
                 raise
             steps[at] = self._judged(run, steps[at])
-            return lineage_records.place(steps, run, (step, attempt), intent)
+            return lineage_records.place(steps, run, (step, attempt), intent, self._other_roots(run))
 
     def _elsewhere(
         self, run: str, attempt: int, restored: int | None, steps: Sequence[ListedCheckpoint]

@@ -8,6 +8,7 @@ from sqlalchemy import select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointsMissing
+from holdfast_formats.lineage import Rewind
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.findings import missing
@@ -59,6 +60,19 @@ class LostCheckpoints:
         return CheckpointsMissing(
             f"a replica has step {step} of {run}, of an attempt that this root does not know: the root is from before it",
             hint=f"stop the daemon and run `holdfast import` on the replica's checkpoint; or {AFRESH.format(run=run)}",
+            run=run,
+            steps=[step],
+        )
+
+    def left_behind(self, run: str, step: int, rewind: Rewind) -> CheckpointsMissing:
+        """The refusal of a restore where another machine's line has left this root's newest step behind, and no checkpoint
+        of that line could be copied back.
+        """
+        return CheckpointsMissing(
+            f"another machine has trained {run} on from step {rewind.step}, as attempt {rewind.attempt}: step {step} of "
+            "this root is not on its line, and no newer step of that line can be read from a tier",
+            hint=f"`restore(step={step})` goes on from this root's step, as a line of its own. To follow the other machine, "
+            f"remove this root's steps after {rewind.step} (`holdfast rm {run}@{step} --force newest-verified`)",
             run=run,
             steps=[step],
         )

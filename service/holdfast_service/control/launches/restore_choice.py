@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NoSuchRun, StateMismatch
+from holdfast_formats.lineage import line
 from holdfast_formats.restore_refusals import lacking
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
@@ -260,6 +261,9 @@ class RestoreSelector:
                 if found.attempt > self._attempts.newest(run):
                     raise self.lost.of_another_root(run, step)
                 return step, None
+        elsewhere = self._attempts.elsewhere(run).way
+        if line(elsewhere) > line(self._lineage_index.rewinds(run)) and newest > elsewhere[-1].step:
+            raise self.lost.left_behind(run, newest, elsewhere[-1])
         return None
 
     def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.checkpoints.storage_probe import StorageProbe
 from holdfast_service.control.checkpoints.tiers import Tiers
 from holdfast_service.control.retention import protecting_links
+from holdfast_service.control.retention.copy_looks import CopyLooks
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.proven_decisions import RemovalProbe
 from holdfast_service.control.retention.removal_guards import RemovalGuards
@@ -50,6 +51,7 @@ Elsewhere = Callable[[str, bool], AbstractContextManager[Callable[[], None]]]
 
 WHY_REMOVED = ("retention", "request", "space", "replaced")
 AWAY_RETRY_S = 5.0  # while the catalog is away
+UNSEEN_RETRY_S = 60.0  # of what stays because its copy in a tier was not seen
 
 
 class Rotation:
@@ -65,8 +67,8 @@ class Rotation:
         elsewhere: Elsewhere | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """`elsewhere` locks a run against the daemons of other nodes, if any. What has yet to be copied to the `tiers`
-        stays, unless a save needs the room.
+        """`elsewhere` locks a run against the daemons of other nodes, if any. What is not seen in the `tiers` stays, unless
+        a save needs the room.
         """
         self._store, self._catalog = store, catalog
         self._tiers = tiers or Tiers(catalog.database)
@@ -76,6 +78,7 @@ class Rotation:
         self.replaced = ReplacedCheckpoints(store, catalog, self.proofs, readers)
         self.verdicts = Verdicts(catalog, files, readers, self.proofs, self.replaced, self._tiers)
         self.guards = RemovalGuards(store, files, readers, self.replaced)
+        self._looks = CopyLooks(self._tiers, self.verdicts)
         self._waiting: set[str] = set()  # runs whose blocked removals were reported
         self._local = threading.Lock()
         self._elsewhere = elsewhere or _alone
@@ -98,15 +101,12 @@ class Rotation:
         with self._local, ExitStack() as stack:
             try:
                 self._still_deciding = stack.enter_context(self._elsewhere(run, without))
-                stack.callback(self._decided)
+                stack.callback(setattr, self, "_still_deciding", _nothing)
             except CatalogUnavailable as away:
                 if not without:
                     raise
                 log.info("%s: deciding without the other nodes: %s", run, away.detail)
             yield
-
-    def _decided(self) -> None:
-        self._still_deciding = _nothing
 
     def due(self, run: str, after_s: float = 0.0) -> None:
         """Apply the run's policy soon, or after so many seconds; returns at once."""
@@ -142,16 +142,20 @@ class Rotation:
 
     def apply(self, run: str) -> list[int]:
         """Apply the run's policy now, and return the removed steps; their bytes are free. For one caller at a time."""
-        with self._turn:
-            with self.deciding(run), self._telling_why_not(run):
-                file, candidates = self.verdicts.looked_at(run)
-                candidates, decisions = self.verdicts.proven(run, candidates, file.in_force)
-                gone = [d for d in reversed(decisions) if not d.keep]
-                trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
-                if (after_s := self.verdicts.readers_left_s(run, candidates, file)) is not None:
-                    self.due(run, after_s)
-                freed = [*trashed.values(), *self._settle_replaced(run)]
-            self._free(freed)
+        with self._telling_why_not(run):
+            copies = self._looks.before_removal(run)
+            if copies.unseen:
+                self.due(run, UNSEEN_RETRY_S)
+            with self._turn:
+                with self.deciding(run):
+                    file, candidates = self.verdicts.looked_at(run)
+                    candidates, decisions = self.verdicts.proven(run, candidates, file.in_force)
+                    gone = [d for d in reversed(decisions) if not d.keep and copies.allow(d.step)]
+                    trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
+                    if (after_s := self.verdicts.readers_left_s(run, candidates, file)) is not None:
+                        self.due(run, after_s)
+                    freed = [*trashed.values(), *self._settle_replaced(run)]
+                removal.free(self._store, freed)
         self.applied.publish(run)
         for decision in gone:
             if decision.step in trashed:
@@ -170,15 +174,16 @@ class Rotation:
 
     def make_room(self, run: str, incoming: Candidate) -> int | None:
         """Remove the oldest superseded checkpoint that the policy does not keep once `incoming` is verified; its step, or
-        None. Those that have yet to be copied to a tier are the last to go.
+        None. Those that are not seen in a tier are the last to go.
         """
+        self._looks.before_room(run, incoming)
         with self._turn:
             with self.deciding(run):
                 trashed: dict[int, str] = {}
                 for step, reasons in self.verdicts.for_room(run, incoming).items():
                     if trashed := self._discard(run, {step: reasons}, "space"):
                         break
-            self._free(trashed.values())
+            removal.free(self._store, trashed.values())
         for step in trashed:
             log.warning("removed %s@%s early, to make room for step %s", run, step, incoming.step)
             return step
@@ -237,7 +242,7 @@ class Rotation:
             trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
         if trashed:
             with self._turn:
-                self._free(trashed.values())
+                removal.free(self._store, trashed.values())
         return checkpoint
 
     @contextmanager
@@ -341,12 +346,6 @@ class Rotation:
         if settled.again_s is not None:
             self.due(run, settled.again_s)
         return settled.freed
-
-    def _free(self, removed: Iterable[str]) -> None:
-        for path in removed:
-            left = removal.unlink(self._store, path)
-            if left is not None:
-                log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 
     def _next_due(self) -> str | None:
         now = time.monotonic()

@@ -19,25 +19,35 @@ from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.timestamps import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.lost_copies import LostCopies
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.retention.policy import Candidate, decide
+from holdfast_service.storage import Store
 
 
 class TierRetention:
     """What one tier keeps of its copies: of each run the newest `keep`, None for all, and what is marked or in the root."""
 
     def __init__(
-        self, name: str, keep: int | None, catalog: Catalog, files: RunFiles, readers: Readers | None = None
+        self,
+        name: str,
+        keep: int | None,
+        catalog: Catalog,
+        files: RunFiles,
+        lost: LostCopies,
+        readers: Readers | None = None,
     ) -> None:
         """What the `readers` read stays: a launch may restore it from here."""
-        self._name, self._keep, self._catalog, self._files = name, keep, catalog, files
+        self._name, self._keep, self._catalog, self._files, self._lost = name, keep, catalog, files, lost
         self._readers = readers or Readers()
         self._manifests: dict[tuple[str, int], Manifest] = {}
 
-    def let_go(self, copies: Files) -> None:
-        """Mark the copies that no rule keeps for removal, by the same rules as those of a root."""
+    def let_go(self, store: Store) -> None:
+        """Mark the copies that no rule keeps for removal, by the same rules as those of a root. Only copies that are there
+        count.
+        """
         if self._keep is None:
             return
         row = (ReplicaRow.tier == self._name, ReplicaRow.state == "present")
@@ -47,7 +57,12 @@ class TierRetention:
         for run in crowded:
             with self._catalog.database.read() as session:
                 steps = set(session.scalars(select(ReplicaRow.step).where(*row, ReplicaRow.run == run)))
-            gone = self._superseded(copies, run, steps)
+            if not self._superseded(store.files, run, steps):
+                continue
+            there = steps & store.stamps(run).keys()
+            if there < steps:
+                self._lost.gone(self._name, run, steps - there)
+            gone = self._superseded(store.files, run, there)
             if gone:
                 with self._catalog.database.write() as session:
                     session.execute(

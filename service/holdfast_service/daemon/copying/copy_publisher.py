@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint, read_commit
 from holdfast_formats import naming
 from holdfast_formats.disk import manifests, thinning, verification
+from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch, StorageFailed
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
@@ -86,19 +88,47 @@ class CopyPublisher:
             raise
         del self._begun[which]
 
-    def publish(self, replica: RootStorage, pair: CommittedManifest, stage: Callable[[StagedCheckpoint], None]) -> None:
-        """Publish the files that `stage` stages, as this checkpoint."""
+    def copy_again(self, replica: RootStorage, which: CheckpointId) -> Manifest | None:
+        """Put a new copy in place of one that this root has made and that cannot be repaired, as where its files are gone;
+        its manifest. None, and nothing is changed, if the source has no sound one, or there may be another checkpoint.
+        """
+        directory = naming.checkpoint_path(*which)
+        try:
+            pair = open_checkpoint(self._source, directory)
+        except (Damaged, NotFound):
+            return None
+        try:
+            if read_commit(replica.store.files, directory) != pair.commit:
+                return None
+        except Damaged as error:
+            if "format" in error.members:  # a newer version has written it
+                return None
+        try:
+            self.publish(replica, pair, partial(self._stage, pair.manifest), over=True)
+        except Damaged:  # the source itself
+            return None
+        self.settle(replica.store, (which.run,))
+        self._records.lost.made_again(self._name, which)
+        return pair.manifest
+
+    def _stage(self, manifest: Manifest, staged: StagedCheckpoint) -> None:
+        carry(self._source, naming.checkpoint_path(manifest.run, manifest.step), staged, manifest, self._going())
+
+    def publish(
+        self, replica: RootStorage, pair: CommittedManifest, stage: Callable[[StagedCheckpoint], None], over: bool = False
+    ) -> None:
+        """Publish the files that `stage` stages, as this checkpoint; `over` in place of what is there."""
         place = Place(pair.manifest.run, pair.manifest.step, naming.NO_ATTEMPT)
         try:
             stage(replica.store.begin(place))
-            self._put(replica, place, pair)
+            self._put(replica, place, pair, over)
         except BaseException:
             self._give_up(replica.store, place)
             raise
 
-    def _put(self, replica: RootStorage, place: Place, pair: CommittedManifest) -> None:
+    def _put(self, replica: RootStorage, place: Place, pair: CommittedManifest, over: bool = False) -> None:
         self._check_mine()
-        self._records.publish(replica, place, pair.encoded, pair.commit)
+        self._records.publish(replica, place, pair.encoded, pair.commit, over)
 
     def _give_up(self, store: Store, place: Place) -> None:
         with suppress(CheckpointError):  # the next start sweeps what stays
@@ -168,6 +198,7 @@ class CopyPublisher:
         if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
             return True
         if other.encoded != pair.encoded:
+            self._records.others.found(self._name, manifest.run, [other.manifest])
             raise AlreadyCommitted(
                 f"replica {self._name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
                 "in this root",

@@ -113,7 +113,7 @@ class Repairer:
         others: dict[str, Files] = {} if name is None else {PRIMARY: self._control.records}
         others |= {f"replica {other}": one.records for other, one in self._replicas().items() if other != name}
         with self._lock, self._control.readers.reading(*which):
-            if name is None and not target.files.list(naming.checkpoint_path(*which)):
+            if name is None and not (target.stamps(*which) or target.files.list(naming.checkpoint_path(*which))):
                 return bring_back(target, which, others, self._records)
             outcome = mend(target, which, error, RepairCandidates(others, self._held, self._records.known(*which)))
         where = {} if name is None else {"replica": name}
@@ -133,7 +133,11 @@ def mend(store: Store, which: CheckpointId, error: CheckpointError | None, elsew
     Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.
     """
     directory = naming.checkpoint_path(*which)
-    if not store.files.list(directory):
+    try:
+        there = store.files.list(directory)
+    except Damaged as unreadable:  # the commit object in a bucket
+        return RepairOutcome((), unreadable)
+    if not there:
         raise NoSuchCheckpoint(
             f"{which[0]} has no checkpoint of step {which[1]}", hint=f"`holdfast ls {which[0]}` lists its checkpoints"
         )

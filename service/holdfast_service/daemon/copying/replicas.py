@@ -29,6 +29,7 @@ from holdfast_service.daemon.copying import renamed_copies
 from holdfast_service.daemon.copying.copies import CopyControl, CopyStopped, read_back
 from holdfast_service.daemon.copying.copy_progress import CopyProgress
 from holdfast_service.daemon.copying.copy_publisher import CopyPublisher
+from holdfast_service.daemon.copying.standing_copies import StandingCopies
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.observe import bucket_traffic
 from holdfast_service.storage import RootStorage, Store
@@ -42,6 +43,7 @@ LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 CHECK_AGAIN_S = 7 * 86_400.0
+LIST_AGAIN_S = 600.0  # for copies that something else has removed; less often where a list costs more
 
 Mend = Callable[[str, str, int, CheckpointError], object]
 
@@ -74,11 +76,13 @@ class Replicator:
         self._news, self._mend = news, mend
         self._pace = pace
         self._opened: RootStorage | None = None
+        self._listed, self._is_marked = 0.0, False  # when it was listed, by time.monotonic()
         self._closed, self._again = threading.Event(), threading.Event()
         self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
         self.problem_since: str | None = None
         self.progress = CopyProgress()
+        self.standing = StandingCopies(name, source, lambda: self._opened, records)
         self._publisher = CopyPublisher(name, source, records, is_mine, self._going)
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
 
@@ -128,20 +132,43 @@ class Replicator:
             begun = self._publisher.find_begun(replica.store, self._records.wanted(self.name))
             self._records.opened(self.name, replica, begun, begins=self.tier is not None)
             self._publisher.settle(replica.store, filter(naming.is_run_name, replica.records.list("")))
-            self._opened = replica
+            self._opened, self._listed = replica, time.monotonic()
+            self._is_marked = self._has_mark(replica)
         if self._rename(replica):
             return True
         if self.tier is not None:
-            self.tier.let_go(replica.store.files)
+            self.tier.let_go(replica.store)
         done = self._remove(replica.store)
         now = time.monotonic()
         if self._publisher.has_begun:
             self._publisher.keep_begun(replica.store, self._records.wanted(self.name))
         due = [c for c in self._records.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
+        if due and self._is_marked and not self._has_mark(replica):
+            self._reopen()  # it was emptied: mark and lease come first
+            return True
         if due:
             self._copy(replica, due[0])
             return True
-        return done or self._check_oldest()
+        return done or self._check_oldest() or self._list_again(replica)
+
+    @staticmethod
+    def _has_mark(replica: RootStorage) -> bool:
+        """Whether a bucket is marked as one to which a root was copied."""
+        return replica.tier is None and replica.records.size(naming.ROOT_FILE) is not None
+
+    def _reopen(self) -> None:
+        log.error("replica %s has lost its mark, so it was emptied: what it lacks is copied again", self.name)
+        self._opened = None
+        self._release()
+
+    def _list_again(self, replica: RootStorage) -> bool:
+        """Look for copies that are gone, if the last list is old."""
+        runs = len(self._records.counted(self.name))
+        if time.monotonic() - self._listed < max(LIST_AGAIN_S, replica.looks.every_s(runs)):
+            return False
+        self._records.look(self.name, replica, self.tier is not None)
+        self._listed = time.monotonic()
+        return True
 
     def _reached(self) -> RootStorage:
         try:
@@ -163,21 +190,26 @@ class Replicator:
         except Damaged as error:
             log.error("%s@%s in replica %s is damaged: %s", run, step, self.name, error.detail)
             self._records.failed(self.name, which, error, damaged=True)
-            return self._mended(files, which, error)
+            return self._mended(self._opened, which, error)
         self._records.present(self.name, which, manifest.bytes)
         return None
 
-    def _mended(self, files: Files, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
+    def _mended(self, replica: RootStorage, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
         if self._mend is None:
             return error
         with suppress(NoSuchCheckpoint):  # of a lost primary, say, nothing can be had
             self._mend(self.name, *which, error)
-        directory = naming.checkpoint_path(*which)
+        files, directory = replica.store.files, naming.checkpoint_path(*which)
         try:
             manifest = open_checkpoint(files, directory).manifest
             read_back(files, directory, manifest, self._going())
         except Damaged as left:
-            return left
+            if not self._records.lost.was_made(self.name, which):
+                return left
+            again = self._publisher.copy_again(replica, which)
+            if again is None:
+                return left
+            manifest = again
         self._records.present(self.name, which, manifest.bytes)
         return None
 
@@ -222,8 +254,9 @@ class Replicator:
         directory = naming.checkpoint_path(run, step)
         self._records.copying(self.name, checkpoint)
         try:
+            self._records.others.refuse_left(checkpoint)
             pair = open_checkpoint(self._source, directory)
-            if replica.store.files.list(directory):
+            if replica.store.stamps(run, step) or replica.store.files.list(directory):
                 another = self._publisher.refuse_another(replica.store.files, pair)
                 if another and not self._publisher.follow(replica, pair):
                     self._skip(which)

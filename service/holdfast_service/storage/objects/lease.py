@@ -60,6 +60,7 @@ class BucketLease:
     def __init__(self, bucket: Bucket, own: OwnerFile, etag: str) -> None:
         self._bucket, self._own, self._etag = bucket, own, etag
         self._busy, self._lost, self._held_at = True, "", _now_s()
+        self.vanished = False  # lost, since something removed its object: nothing else is known to serve the bucket
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
@@ -169,6 +170,7 @@ class BucketLease:
             self._own, self._etag = own, written.etag
             return ""
         found = _read(self._bucket)
+        self.vanished = found is None
         if found is not None and found[0] in (data, encode(self._own)):
             self._own, self._etag = own if found[0] == data else self._own, found[1]
             return ""

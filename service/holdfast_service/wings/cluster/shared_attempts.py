@@ -26,6 +26,7 @@ from holdfast_formats.errors import (
     RunBusy,
     StaleAttempt,
 )
+from holdfast_formats.lineage import Way
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog.attempts import (
     LAUNCH_LENGTH_MAX,
@@ -131,6 +132,11 @@ class SharedAttempts(Attempts):
                 time.sleep(SEEN_POLL_S)
             except msgspec.DecodeError as error:
                 raise CorruptManifest(f"{path} cannot be read: {error}", hint="start the launch again") from error
+
+    def saw_elsewhere(self, run: str, attempts: Collection[int], way: Way) -> bool:
+        """Later launches exceed them. Lines stay as the nodes of this root have them: all must place a save alike."""
+        self.saw(run, max(attempts, default=0))
+        return False
 
     def has(self, run: str) -> bool:
         """As `Attempts.has`; another node may have deleted the run, so the catalog is asked. Raises `CatalogUnavailable`."""
