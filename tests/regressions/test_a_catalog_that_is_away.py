@@ -5,6 +5,7 @@ Each with a real PostgreSQL that is killed or stopped, and a SQLite file that so
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import StaleAttempt
+from holdfast_formats.errors import CatalogUnavailable, CheckpointsMissing, StaleAttempt
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import Postgres
 
@@ -81,6 +82,34 @@ def trainer(daemon: RunningDaemon, value: float) -> tuple[Checkpointer, torch.Te
 
 def committed(place: Place) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (place.root / "run" / naming.CHECKPOINTS).iterdir())
+
+
+def test_nothing_begins_at_zero_while_the_catalog_is_away(place: Place) -> None:
+    """A run whose checkpoints were removed by hand is refused, by their steps once the catalog is back. A new run begins."""
+    with serving(place) as daemon:
+        first, weight = trainer(daemon, 0.0)
+        assert first.restore() == 0
+        first.save(1).result(180)
+        with Api(daemon.url) as api:
+            wait_until(lambda: [made.verified for made in api.checkpoints("run")] == [True])
+        first.close()
+        place.away()
+        shutil.rmtree(place.root / "run" / naming.CHECKPOINTS)
+        second, _ = trainer(daemon, -1.0)
+        with pytest.raises(CatalogUnavailable, match="attempt 2") as caught:
+            second.restore()
+        assert "another run name" in (caught.value.hint or "")
+        second.close()
+        with Checkpointer("new", {"w": weight}, at=daemon.socket) as another:
+            assert another.restore() == 0
+        place.back()
+        if not place.url.startswith("sqlite"):  # daemons of several machines wait 90 s for names that a file system may hide
+            return
+        wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=180).json()["status"] == "ok")
+        third, _ = trainer(daemon, -1.0)
+        with pytest.raises(CheckpointsMissing, match="step 1"):
+            third.restore()
+        third.close()
 
 
 def test_training_goes_on_while_the_catalog_is_away(place: Place) -> None:

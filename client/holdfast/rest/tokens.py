@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
@@ -47,7 +48,7 @@ class ServiceTokens(NamedTuple):
 class RootTokens(NamedTuple):
     """The tokens of a root, served or not, changed by the service's tool, so a user with write access can make the first."""
 
-    root: str  # as `--root` takes it
+    root: str | Path  # as `--root` takes it
     catalog: str | None = None
 
     def create(self, wanted: TokenRequest) -> NewToken:
@@ -68,4 +69,4 @@ class RootTokens(NamedTuple):
                 "changing a root's tokens needs the service's dependencies",
                 hint=install("service"),
             )
-        return service_jobs.offline(TokenWork(root=self.root, catalog=self.catalog, **work))
+        return service_jobs.offline(TokenWork(root=str(self.root), catalog=self.catalog, **work))

@@ -131,8 +131,8 @@ class RootWatch:
             for problem in roots.list_run(self._store, self._catalog, run, self._absences):
                 log.error("cannot read %s@%s: %s", run, problem.step, problem.error.detail)
             after = set(self._catalog.stamps(run))
-        for step in sorted(before - after):
-            log.error("%s: %s", run, missing.tell(self._events, run, step))
+            for step in sorted(before - after):  # before another thread decides about the run
+                log.error("%s: %s", run, missing.tell(self._events, run, step))
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
             self.unread.publish(new)
 

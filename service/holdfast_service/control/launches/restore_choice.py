@@ -174,12 +174,31 @@ class RestoreSelector:
 
     def _from_root(self, asked: RestoreQuestion) -> int | None:
         try:
-            return self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
+            found = self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
         except CatalogUnavailable as away:
             if asked.healthy:
                 raise
             log.warning("attempt %s of %s restores from the directory listing: %s", asked.attempt, asked.run, away.detail)
-            return self._in_directories(asked)
+            found = self._in_directories(asked)
+        if found is None and asked.attempt > 1:
+            self._confirm_none(asked)
+        return found
+
+    def _confirm_none(self, asked: RestoreQuestion) -> None:
+        """Raise unless the catalog, up to date, says that nothing of a run with earlier launches is missing: it alone knows
+        what was there, and what is gone is delisted before that is recorded.
+        """
+        try:
+            if not self._record_queue.recorded(ANSWER_S):
+                raise CatalogUnavailable("the catalog is not up to date")
+            self._record_queue.query(lambda: self._relist(asked.run), ANSWER_S)  # after another thread that does so
+            self._record_queue.query(lambda: self._listed(asked), ANSWER_S)
+        except CatalogUnavailable as away:
+            raise CatalogUnavailable(
+                f"{asked.run}, which is at attempt {asked.attempt}, has no checkpoint in the root, and the catalog does not "
+                f"say whether some are missing: {away.detail}",
+                hint="start again once the catalog answers (`holdfast nodes` says so); another run name begins at once",
+            ) from away
 
     def _await_seen(self, asked: RestoreQuestion) -> None:
         """Wait until checkpoints that other nodes have published are visible here, or have been missing for long enough: the
