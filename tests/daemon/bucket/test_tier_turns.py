@@ -132,3 +132,28 @@ def test_a_step_that_was_left_behind_is_taken_by_its_name_alone(
             assert [one[2] for one in rewinds] == [30] and rewinds[0][0] == 3
         after = committed(bucket)
     assert {step: after[step] for step in before} == before and set(after) == {10, 20, 30, 40}
+
+
+def test_a_line_that_went_back_is_followed_in_the_tier_too(bucket: TestBucket, tmp_path: Path, proxy: FaultProxy) -> None:
+    """Steps that are saved again replace those of the line that was left, also where the root has removed these. An empty
+    machine begins with the newest step of the new line, although the tier has a newer one of the old line.
+    """
+    url, left, state = bucket.url, state_of(1), state_of(2)
+    with tiered(tmp_path / "first", url, "--keep", "2") as (daemon, api):
+        with Checkpointer(RUN, left, at=str(daemon.socket)) as checkpointer:
+            checkpointer.restore()
+            train(left, checkpointer, 2, 4, 6, 8, 10)
+            wait_until(lambda: {state_in(api, step) for step in (8, 10)} == {"present"})
+        with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
+            assert checkpointer.restore(step=4) == 4
+            train(state, checkpointer, 6, 8)
+            wait_until(lambda: {state_in(api, step) for step in (6, 8)} == {"present"})
+        wait_until_read_back(daemon, RUN, 8)
+    assert set(committed(bucket)) == {2, 4, 6, 8, 10}
+    begun = state_of(3)
+    with (
+        tiered(tmp_path / "second", url) as (daemon, _),
+        Checkpointer(RUN, begun, at=str(daemon.socket)) as checkpointer,
+    ):
+        assert checkpointer.restore() == 8
+        assert same(begun, state)

@@ -116,8 +116,10 @@ class LineageIndex:
         return lineage.abandoned(self._there(run))
 
     def leaves(self, manifest: Manifest) -> bool:
-        """Whether this checkpoint, which is elsewhere, does not lead to the present state."""
-        return manifest.step in lineage.abandoned([*self._there(manifest.run), manifest])
+        """Whether this checkpoint, which is elsewhere, does not lead to the present state, here or of another root."""
+        here = lineage.way([*self._there(manifest.run), manifest])
+        living = max(here, self._other_roots(manifest.run).way, key=lineage.line)
+        return bool(living) and not lineage.is_on(living, manifest)
 
     def rewinds(self, run: str) -> Way:
         """The rewinds to the live line."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint, read_commit
-from holdfast_formats import naming
+from holdfast_formats import lineage, naming
 from holdfast_formats.disk import manifests, thinning, verification
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch, StorageFailed
@@ -185,19 +185,22 @@ class CopyPublisher:
             return stands
         return False
 
-    def refuse_another(self, files: Files, pair: CommittedManifest) -> bool:
-        """`AlreadyCommitted` if the published copy is sound, and another checkpoint; returns whether it is this one before
-        thinning or compaction.
+    def settle_another(self, replica: RootStorage, pair: CommittedManifest) -> bool:
+        """Where the published copy is sound, and another checkpoint: replace it if this one's line has left it behind, as
+        saves do in the root, else raise `AlreadyCommitted`. Returns whether it is this one before thinning or compaction.
         """
         manifest = pair.manifest
         try:
-            other = open_checkpoint(files, naming.checkpoint_path(manifest.run, manifest.step))
+            other = open_checkpoint(replica.store.files, naming.checkpoint_path(manifest.run, manifest.step))
         except Damaged:
             return False  # the repair shows what it is
         origins = [thinning.origin_sha256(one.manifest, manifests.stated_sha256(one.commit)) for one in (pair, other)]
         if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
             return True
-        if other.encoded != pair.encoded:
+        if other.encoded != pair.encoded and _has_left(manifest, other.manifest):
+            self.publish(replica, pair, partial(self._stage, manifest), over=True)
+            self.settle(replica.store, (manifest.run,))
+        elif other.encoded != pair.encoded:
             self._records.others.found(self._name, manifest.run, [other.manifest])
             raise AlreadyCommitted(
                 f"replica {self._name} has another checkpoint of {manifest.run}@{manifest.step}, which no longer exists "
@@ -205,3 +208,9 @@ class CopyPublisher:
                 hint="the replica's copy is kept: remove it if you do not need it, or train under another run name",
             )
         return False
+
+
+def _has_left(manifest: Manifest, other: Manifest) -> bool:
+    """Whether the line of a checkpoint began later than another one's, before it."""
+    rewinds = manifest.rewinds
+    return lineage.line(rewinds) > lineage.line(other.rewinds) and not lineage.is_on(tuple(rewinds), other)

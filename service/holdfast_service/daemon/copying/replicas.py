@@ -257,7 +257,7 @@ class Replicator:
             self._records.others.refuse_left(checkpoint)
             pair = open_checkpoint(self._source, directory)
             if replica.store.stamps(run, step) or replica.store.files.list(directory):
-                another = self._publisher.refuse_another(replica.store.files, pair)
+                another = self._publisher.settle_another(replica, pair)
                 if another and not self._publisher.follow(replica, pair):
                     self._skip(which)
                     return
