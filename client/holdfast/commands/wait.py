@@ -51,6 +51,8 @@ def wait(  # noqa: PLR0913 - each is an option
     again until the time is over. Exit status 6 if the time is over first, 5 if the checkpoint turns out damaged.
     """
     with console.reporting(as_json):
+        if tier == "":
+            raise InvalidRequest("the tier has no name", hint="`holdfast nodes` lists the tiers of each daemon")
         if idle == (target is not None) or (idle and (committed or tier)) or (committed and tier):
             raise InvalidRequest(
                 "wait for either RUN@STEP (alone, or with --committed or --tier) or --idle",

@@ -47,6 +47,7 @@ def test_nobody_there_and_nothing_asked() -> None:
     assert call("--idle", "--url", "http://127.0.0.1:9").exit_code == 0
     assert call().exit_code == 2
     assert call("--idle", "--tier", "far").exit_code == 2
+    assert call("r@1", "--tier", "").exit_code == 2
     assert call("llama@1", "--idle").exit_code == 2 and call("--idle", "--committed").exit_code == 2
     assert call("llama", "--timeout", "0").exit_code == 2 and call("llama@latest", "--timeout", "0").exit_code == 2
 

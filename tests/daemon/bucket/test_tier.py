@@ -210,6 +210,25 @@ def test_a_newer_damaged_copy_is_named_in_the_report(moto_bucket: TestBucket, tm
         assert note.endswith("restored step 3 instead") and note in checkpointer.notices
 
 
+def test_a_step_in_a_tier_that_does_not_answer_is_refused_by_its_name(
+    moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint exists: what is wrong is that the tier cannot be read."""
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        with tiered(tmp_path / "root", moto_bucket.url, "--keep", "1") as (daemon, api):
+            state = state_of(1)
+            with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
+                for step in (1, 2, 3):
+                    checkpointer.save(step).result(120)
+                    wait_until(lambda step=step: state_in(api, step) == "present")
+                wait_until(lambda: 1 not in {made.step for made in api.checkpoints(RUN)})
+                proxy.choose = lambda request: SLOW_DOWN
+                with pytest.raises(CheckpointsMissing, match=r"step 1 of \w+ is not in the root.*cloud"):
+                    checkpointer.restore(step=1)
+            proxy.clear()
+
+
 @pytest.mark.objects
 @pytest.mark.parametrize("fault", [SLOW_DOWN, Stall()], ids=["refuses", "hangs"])
 def test_saves_know_nothing_of_a_tier_that_is_away(

@@ -50,6 +50,18 @@ class LostCheckpoints:
         """The steps of which a replica has a copy, as far as the catalog knows; no storage is asked."""
         return {step for _, step, state in self._rows(run) if state == "present"}
 
+    def unread(self, run: str, step: int) -> CheckpointsMissing | None:
+        """The refusal of a restore of a step that the root lacks and no replica lets be read; None where none has it."""
+        holders = sorted({name for name, there, state in self._rows(run) if there == step and state == "present"})
+        if not holders:
+            return None
+        return CheckpointsMissing(
+            f"step {step} of {run} is not in the root, and could not be read from {', '.join(holders)}, which has it",
+            hint="`holdfast nodes` says what is wrong there; try again once it answers",
+            run=run,
+            steps=[step],
+        )
+
     def _rows(self, run: str) -> list[tuple[str, int, str]]:
         columns = select(ReplicaRow.tier, ReplicaRow.step, ReplicaRow.state)
         with self._catalog.database.read() as session:

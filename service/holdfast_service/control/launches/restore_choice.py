@@ -305,7 +305,10 @@ class RestoreSelector:
         except NoSuchRun as behind:
             raise CatalogUnavailable(f"the run {run!r} is not in the catalog yet", hint="try again") from behind
         if step is not None:
-            self._catalog.checkpoint(run, step)
+            try:
+                self._catalog.checkpoint(run, step)
+            except NoSuchCheckpoint as error:
+                raise self.lost.unread(run, step) or error from None
             return step
         found = self._health.newest(run, asked.groups) if asked.healthy else self._catalog.newest(run, asked.groups)
         if found is None:
