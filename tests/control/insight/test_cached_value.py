@@ -95,3 +95,20 @@ def test_renewed_while_it_is_made() -> None:
     assert [remembered.get() for _ in range(3)] == [1, 2, 2]
     remembered.renew()
     assert remembered.get() == 3
+
+
+def test_an_old_one_is_waited_for() -> None:
+    """The first question after a long time gets what is so now, and what was so before if that takes too long."""
+    go, made = threading.Event(), [0]
+
+    def make() -> int:
+        if made[0]:
+            go.wait(180)
+        made[0] += 1
+        return made[0]
+
+    remembered = CachedValue(make, 0, 1000)
+    assert remembered.get() == 1
+    assert remembered.last(0.01) == 1
+    go.set()
+    assert remembered.last(180) >= 2

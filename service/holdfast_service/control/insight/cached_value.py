@@ -37,9 +37,13 @@ class CachedValue(Generic[Value]):
         self._freshen()
         return known[1]
 
-    def last(self) -> Value | None:
-        """The last value, however old, without waiting; None before there was one. An old one is computed again."""
+    def last(self, wait_s: float = 0.0) -> Value | None:
+        """The last value, however old; None before there was one. An old one is computed again, which is waited for this
+        long.
+        """
         self._freshen()
+        if wait_s and self._recent(self._fresh_s) is None and self._making.acquire(timeout=wait_s):
+            self._making.release()
         return None if self._known is None else self._known[1]
 
     def renew(self) -> None:

@@ -15,6 +15,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow
 from holdfast_service.control.insight.cached_value import CachedValue
 
+MOMENT_S = 0.5  # without it, the first look after hours would get what was hours ago
 FRESH_S, OLD_S = 15.0, 300.0  # a pass over all checkpoints is too slow for each look at a page
 
 
@@ -51,8 +52,8 @@ class CopyLags:
         return _totals(self._looked.get())
 
     def seen(self) -> Mapping[str, CopyLag]:
-        """By replica, as last seen, without waiting for the catalog; empty before the first look has ended."""
-        return _totals(self._looked.last() or {})
+        """By replica, as last seen: the catalog is waited for only a moment. Empty before the first look has ended."""
+        return _totals(self._looked.last(MOMENT_S) or {})
 
     def seen_of(self, run: str) -> Mapping[str, CopyLag]:
         """The same of one run."""

@@ -12,7 +12,7 @@ from holdfast_service.observe import bucket_traffic
 
 
 class LagReports:
-    """Of the replicas that this node copies to. Waits for neither catalog nor storage."""
+    """Of the replicas that this node copies to. Waits for no storage, and a moment for the catalog."""
 
     def __init__(
         self, node: str, replicators: Mapping[str, Replicator], traffic: Mapping[str, Traffic], lags: CopyLags
