@@ -160,6 +160,17 @@ def test_what_is_removed_while_no_daemon_looks_is_missed(tmp_path: Path) -> None
         assert {event.step for event in missed} == {1, 2}
 
 
+def test_what_a_rebuilt_catalog_does_not_list_is_missed(tmp_path: Path) -> None:
+    """The comparison that a person asks for finds that they are gone, and the next launch is told."""
+    place = Place(tmp_path, replica=False)
+    with place.served() as daemon:
+        place.save(daemon, 1, 2)
+    remove(place, "checkpoints")
+    assert call("catalog", "rebuild", "--root", str(place.root)).exit_code == 0
+    with place.served() as daemon, pytest.raises(CheckpointsMissing, match="steps 2, 1"):
+        restored(daemon.socket)
+
+
 def test_what_holdfast_removes_is_gone(tmp_path: Path) -> None:
     """The last checkpoint was removed through Holdfast: the run begins at 0, whatever the replica still has."""
     place = Place(tmp_path, replica=True)

@@ -77,20 +77,18 @@ class Recovery:
 
     def _returned(self) -> None:
         """The catalog answers for the first time or again: it may be an older one, another one, or an empty one."""
-        before = missing.living(self._catalog)
-        self._follow()
-        try:
-            self._renaming.recover()
-            self._trash.recover()
-        except CatalogUnavailable:
-            raise
-        except CheckpointError as error:  # the next start tries again
-            log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
-        for run in roots.runs(self._store.files):
-            if self._store.replaced(run):  # an earlier daemon has not come to let go of it
-                self._rotation.due(run)
-        for run, step in missing.lost_since(self._catalog, before):
-            log.error("%s: %s", run, missing.tell(self._events, run, step))
+        with missing.told(self._catalog, self._events):
+            self._follow()
+            try:
+                self._renaming.recover()
+                self._trash.recover()
+            except CatalogUnavailable:
+                raise
+            except CheckpointError as error:  # the next start tries again
+                log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
+            for run in roots.runs(self._store.files):
+                if self._store.replaced(run):  # an earlier daemon has not come to let go of it
+                    self._rotation.due(run)
 
     def _follow(self) -> None:
         database, rebuilt = self._catalog.database, None

@@ -24,6 +24,7 @@ from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.control import Control
+from holdfast_service.control.findings import missing
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.offline.opened_root import opened, whereabouts
@@ -90,9 +91,10 @@ def _decided(place: RootPlace, listed: bool) -> Iterator[tuple[Control, Catalog]
             settle(storage.records, whereabouts(place))
         catalog = Catalog.open(f"sqlite:///{place.directory / naming.CATALOG}")
         try:
-            if listed:
-                roots.reconcile(storage.store, catalog)
             control = Control(storage, catalog)
+            if listed:
+                with missing.told(catalog, control.events):
+                    roots.reconcile(storage.store, catalog)
             yield control, catalog
             control.close()
         finally:

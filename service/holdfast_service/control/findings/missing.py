@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import aliased
@@ -11,6 +13,8 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, EventRow, RunRow
+
+log = logging.getLogger(__name__)
 
 KIND = "checkpoint-missing"
 
@@ -63,3 +67,12 @@ def lost_since(catalog: Catalog, before: Mapping[str, set[int]]) -> list[tuple[s
         for step in sorted(steps - now.get(run, set()))
         if step > max(now.get(run, set()), default=-1)
     ]
+
+
+@contextmanager
+def told(catalog: Catalog, events: Events) -> Iterator[None]:
+    """Record what a comparison with the directories in this block finds to be gone: afterwards nothing else knows of it."""
+    before = living(catalog)
+    yield
+    for run, step in lost_since(catalog, before):
+        log.error("%s: %s", run, tell(events, run, step))

@@ -12,6 +12,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import span, utc_now
 from holdfast_service.control.checkpoints import removal, replicas, roots
 from holdfast_service.control.control import Control
+from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.nodes import deciding
 from holdfast_service.control.recovery import sweep
@@ -82,8 +83,9 @@ class RootMaintenance:
         """
         disagreed = {run for run in runs if not roots.agrees(self._store, self._catalog, run)}
         if disagreed & self._disagreed:
-            for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self._absences):
-                log.error("cannot read %s@%s: %s", run, step, problem.detail)
+            with missing.told(self._catalog, self._events):
+                for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self._absences):
+                    log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self._disagreed = disagreed
 
     def _end_saves(self) -> None:
