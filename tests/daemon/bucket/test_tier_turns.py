@@ -143,7 +143,8 @@ def test_a_line_that_went_back_is_followed_in_the_tier_too(bucket: TestBucket, t
         with Checkpointer(RUN, left, at=str(daemon.socket)) as checkpointer:
             checkpointer.restore()
             train(left, checkpointer, 2, 4, 6, 8, 10)
-            wait_until(lambda: {state_in(api, step) for step in (2, 4, 6, 8, 10)} == {"present"})
+            wait_until(lambda: set(committed(bucket)) == {2, 4, 6, 8, 10})
+            wait_until(lambda: {state_in(api, step) for step in (8, 10)} == {"present"})
         with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
             assert checkpointer.restore(step=4) == 4
             train(state, checkpointer, 6, 8)
