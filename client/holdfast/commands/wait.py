@@ -87,7 +87,8 @@ class _Awaited:
             seconds = round(time.monotonic() - began, 3)
             console.print_json({"run": self._run, "step": self._step, "state": checkpoint.state, "seconds": seconds})
         else:
-            console.out().print(f"{self._run}@{self._step} is {checkpoint.state}", markup=False, highlight=False)
+            copied = "" if self._tier is None else f", and was copied to {self._tier}"
+            console.out().print(f"{self._run}@{self._step} is {checkpoint.state}{copied}", markup=False, highlight=False)
 
     def _look(self) -> bodies.CheckpointInfo | None:
         """The checkpoint if it is the awaited one. An abandoned one is not: its step is saved again."""

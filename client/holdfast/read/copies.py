@@ -85,18 +85,26 @@ class Copies:
         if copy.name == self.name:
             return self.nearest
         with self._lock:
+            if copy.name in self._away:  # another thread has tried, while this one waited
+                raise self._problems[copy.name]
             if copy.name not in self._opened:
-                self._away.add(copy.name)  # unless it can be opened
-                source = copy.open()
                 try:
-                    if opened.read_commit(source) != self._commit:
-                        raise NoSuchCheckpoint(f"{source.label} is not a copy of {self.nearest.label}")
-                except BaseException:
-                    source.close()
+                    self._opened[copy.name] = self._open(copy)
+                except CheckpointError as error:
+                    self._problems.setdefault(copy.name, error)
+                    self._away.add(copy.name)
                     raise
-                self._away.discard(copy.name)
-                self._opened[copy.name] = source
             return self._opened[copy.name]
+
+    def _open(self, copy: CheckpointCopy) -> Source:
+        source = copy.open()
+        try:
+            if opened.read_commit(source) != self._commit:
+                raise NoSuchCheckpoint(f"{source.label} is not a copy of {self.nearest.label}")
+        except BaseException:
+            source.close()
+            raise
+        return source
 
     def _pass_over(self, name: str, error: CheckpointError) -> None:
         with self._lock:

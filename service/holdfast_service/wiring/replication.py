@@ -307,7 +307,6 @@ class Replication:
             log.info("%s %s: %s", kind, name, label)
         if config.tier:  # what the root has kept for a copy may go
             control.replicas.copied.subscribe(control.rotation.due)
-        if config.tier:
             control.launches.known.subscribe(lambda run: self.await_first_tries())
         control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
         self.lags = CopyLags(control.catalog.database, self.replicators)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.root_directory import CheckpointIdentity, open_nearest
 from holdfast.read.sources import DirectorySource, Source
+from holdfast_files import opened
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, CorruptExtent, Denied, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.region import whole
@@ -187,3 +190,33 @@ def test_a_copy_that_cannot_be_read_is_tried_once() -> None:
         with pytest.raises(CorruptExtent):
             copies.read(act)
     assert tried == ["away"] and isinstance(problems["tier cloud"], Denied)
+
+
+def test_threads_wait_for_a_copy_that_another_one_opens(tmp_path: Path) -> None:
+    """None of them takes it for one that cannot be read."""
+    world, meeting = World(tmp_path), threading.Barrier(2)
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly() -> Source:
+        begun.set()
+        assert go.wait(180)
+        return world.copy("near").open()
+
+    nearest = world.copy("").open()
+    others = OtherCopies("", (CheckpointCopy("near", slowly),), world.problems)
+    copies = Copies(nearest, opened.read_commit(nearest), others)
+
+    def act(source: Source) -> Source:
+        if source is nearest:
+            meeting.wait(180)
+            raise CorruptExtent("a flipped bit")
+        return source
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(copies.read, act) for _ in range(2)]
+        assert begun.wait(180)
+        threading.Timer(0.2, go.set).start()
+        assert found[0].result(180) is found[1].result(180)
+    assert world.opened == ["", "near"]
+    copies.close()
+    nearest.close()

@@ -616,3 +616,28 @@ def test_a_newer_copy_is_restored_first(world: CopiesWorld, tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LineageIndex, "_there", lambda index, run: [newest, rewound])
         assert restores._mendable(asked, ()) is None, "training went back to step 10, and on from there"
+
+
+def test_a_copy_of_an_unknown_line_is_not_taken_where_training_went_back(world: CopiesWorld, tmp_path: Path) -> None:
+    """The root lacks all, and the newest copy cannot be read now: it may be of the line that was left. Once it can be read
+    and is of that line, the newest one of the other line is taken.
+    """
+    world.copy()
+    for step in (5, 10, 15):
+        shutil.rmtree(world.path(step))
+    world.control.watch.relist(RUN)
+    away, far = {15}, PosixTier(tmp_path / "far")
+    living = (Rewind(2, 1, 5),)
+
+    def find(run: str, step: int, found: list[Manifest]) -> None:
+        if step not in away:
+            manifest = load_manifest(far, run, step)
+            found.append(msgspec.structs.replace(manifest, attempt=2, turn=1, rewinds=living) if step == 10 else manifest)
+
+    world.control.lineage_index.copy_wanted.subscribe(find)
+    restores, asked = world.control.restores, RestoreQuestion(RUN, 3, 0, None)
+    assert restores._mendable(asked, ()) == (15, None), "no line but one is known"
+    world.control.attempts.saw_elsewhere(RUN, {2}, living)
+    assert restores._mendable(asked, ()) is None
+    away.clear()
+    assert restores._mendable(asked, ()) == (10, None)

@@ -222,7 +222,7 @@ class Attempts:
                     hint="try again when it responds; later launches start without it",
                 )
             before = self._of(run)
-            attempt = max(before.attempt, *before.others) + 1 if before.others else before.attempt + 1
+            attempt = max((before.attempt, *before.others)) + 1
             self._store({run: before.launched(launch, attempt, complete()).spoken(attempt, member)})
             return attempt, True
 

@@ -64,17 +64,18 @@ class LostCopies:
         self._events.add("checkpoint-repaired", text, *which, "warning", file="all files", source="primary", replica=name)
 
     def _tell(self, name: str, run: str, missing: Collection[int], lost: Collection[int]) -> None:
-        text = f"copies in replica {name} are gone, removed by something other than Holdfast: {_steps(missing)}"
+        text = f"copies in replica {name} are gone, removed by something other than Holdfast: {shown(missing)}"
         if len(lost) < len(missing):
             text += "; those of checkpoints in the root are made again"
         if lost:
-            text += f"; the root does not have {_steps(lost)} either"
+            text += f"; the root does not have {shown(lost)} either"
         log.error("%s: %s", run, text)
         level: Level = "error" if lost else "warning"
         self._events.add("copies-gone", text, run, None, level, tier=name, copies=len(missing), lost=len(lost))
 
 
-def _steps(steps: Collection[int]) -> str:
-    shown = sorted(steps, reverse=True)[:SHOWN_MAX]
-    more = f" and {len(steps) - len(shown)} older ones" if len(steps) > len(shown) else ""
-    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, shown))}{more}"
+def shown(steps: Collection[int]) -> str:
+    """These steps in a message, the newest first."""
+    named = sorted(steps, reverse=True)[:SHOWN_MAX]
+    more = f" and {len(steps) - len(named)} older ones" if len(steps) > len(named) else ""
+    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, named))}{more}"

@@ -10,10 +10,10 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointsMissing
 from holdfast_formats.lineage import Rewind
 from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.lost_copies import SHOWN_MAX, shown
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.findings import missing
 
-SHOWN_MAX = 10  # steps that a message names
 AFRESH = "to train from the beginning, delete the run (`holdfast rm {run}`), or use another run name"
 
 
@@ -99,15 +99,13 @@ class LostCheckpoints:
         if not gone and not copies and not damaged:
             return
         steps = sorted({*gone, *damaged, *(step for held in copies.values() for step in held)}, reverse=True)
-        text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {_steps(steps)} "
+        text = f"no checkpoint of {run} is left in {run}/{naming.CHECKPOINTS} of the root: {shown(steps)} "
         text += "was there" if len(steps) == 1 else "were there"
         text += ", and they were not removed by Holdfast" if gone else ", although replicas have copies"
         if damaged:
-            text += f"; the copies of {_steps(sorted(damaged, reverse=True))} are damaged"
+            text += f"; the copies of {shown(damaged)} are damaged"
         if copies:
-            text += (
-                f"; {'; '.join(f'replica {name} has {_steps(sorted(held, reverse=True))}' for name, held in copies.items())}"
-            )
+            text += f"; {'; '.join(f'replica {name} has {shown(held)}' for name, held in copies.items())}"
             newest = max(step for held in copies.values() for step in held)
             hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
             if max(damaged, default=newest) > newest:  # an older one instead would be chosen in silence
@@ -115,9 +113,3 @@ class LostCheckpoints:
         else:
             hint = "put the directory back (mount its disk, or copy it from a backup): it is found within seconds"
         raise CheckpointsMissing(text, hint=f"{hint}; {AFRESH.format(run=run)}", run=run, steps=steps[:SHOWN_MAX])
-
-
-def _steps(steps: Collection[int]) -> str:
-    shown = list(steps)[:SHOWN_MAX]
-    more = f" and {len(steps) - len(shown)} older ones" if len(steps) > len(shown) else ""
-    return f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, shown))}{more}"

@@ -264,15 +264,22 @@ class RestoreSelector:
         if listed:
             return self._newer_copy(run, max(made.step for made in listed), tried)
         copies = set() if tried else {step for held in self.lost.copies(run).values() for step in held}
-        found = next((step for step in sorted(copies, reverse=True) if self._leads(run, step)), None)
+        found = self._newest_leading(run, copies)
         if found is None or max(self.lost.damaged(run), default=-1) > found:
             return None  # an older one instead would be chosen in silence
         return found, None
 
-    def _leads(self, run: str, step: int) -> bool:
-        """Whether a step that only replicas have leads to the present state, or cannot be read now, which is told later."""
-        found = self._lineage_index.copy(run, step)
-        return found is None or not self._lineage_index.leaves(found)
+    def _newest_leading(self, run: str, copies: Collection[int]) -> int | None:
+        """The newest of these steps, which only replicas have, that leads to the present state. None also where a newer one
+        cannot be read now, so that its line is not known: it may be one that training has left.
+        """
+        for step in sorted(copies, reverse=True):
+            found = self._lineage_index.copy(run, step)
+            if found is None:
+                return None if self._attempts.elsewhere(run).way else step
+            if not self._lineage_index.leaves(found):
+                return step
+        return None
 
     def _newer_copy(self, run: str, newest: int, tried: Collection[int]) -> tuple[int, None] | None:
         """The newest step after `newest` that only a replica has and that leads to the present state. `CheckpointsMissing`
