@@ -1,9 +1,9 @@
 """Saves into a bucket, and restores from it, beside obstore and botocore: `python -m benchmarks.objects [--quick]`.
 
 One checkpoint of a few files is uploaded from memory until it is durable, and downloaded into memory, by each client in
-turn. Holdfast uploads as its daemon does, with three threads that hand over windows, until the commit object is there; and
-once more without checksums of bodies, which the others do not compute either. It restores as a rank does, and checks every
-byte. obstore signs no body here. botocore copies each part, for it refuses a memoryview.
+turn. Holdfast uploads as its daemon does: three threads hand over windows of two files at a time, until the commit object is
+there. It does so once more without checksums of bodies, which the others do not compute either. It restores as a rank does,
+and checks every byte. obstore signs no body here. botocore copies each part, for it refuses a memoryview.
 
 The servers are SeaweedFS and, where it is installed, radosgw, which this starts, or the one at AWS_ENDPOINT_URL_S3 with a
 bucket in HOLDFAST_BENCH_BUCKET. Before each download the server's files leave the page cache, where this runs as root;
@@ -23,8 +23,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,10 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
-from holdfast_service.daemon.writing.writer import WORKERS
+from holdfast_service.daemon.writing.writer import FILES_MAX, WORKERS
 from holdfast_service.storage.objects import ConditionalPuts, ObjectStore, Uploads
 from holdfast_service.storage.store import CommitContents
+from holdfast_service.storage.tier import FileWriter
 from holdfast_service.wiring import gc_tuning
 from tests.checkpoints import build
 from tests.kit.objects import fresh_bucket, running_seaweedfs
@@ -167,15 +169,16 @@ class Saver:
         self._step += 1
         place = Place(RUN, self._step, 1)  # of a daemon alone
         staged = self._store.begin(place)
-        created = {name: staged.create(name, data.nbytes) for name, data in self._stored.files.items()}
-        windows = [
-            (created[name], start, data[start : start + WINDOW_BYTES])
-            for name, data in self._stored.files.items()
-            for start in range(0, data.nbytes, WINDOW_BYTES)
-        ]
-        list(self._pool.map(lambda window: window[0].write(window[1], [window[2]]), windows))
-        for file in created.values():
-            file.finish()
+        running: deque[tuple[FileWriter, list[Future[None]]]] = deque()
+        for name, data in self._stored.files.items():
+            file = staged.create(name, data.nbytes)
+            starts = range(0, data.nbytes, WINDOW_BYTES)
+            windows = [self._pool.submit(file.write, at, [data[at : at + WINDOW_BYTES]]) for at in starts]
+            running.append((file, windows))
+            if len(running) == FILES_MAX:
+                _finish(running)
+        while running:
+            _finish(running)
         sizes = {name: data.nbytes for name, data in self._stored.files.items()}
         contents = CommitContents(sizes, dict(self._stored.small), self._stored.manifest, self._stored.commit)
         assert self._store.commit(place, contents).outcome == "published"
@@ -197,6 +200,14 @@ class Saver:
     def received(self) -> int:
         """The bytes of all answers until now."""
         return sum(one.received_bytes for one in self._traffic.by_kind().values())
+
+
+def _finish(running: deque[tuple[FileWriter, list[Future[None]]]]) -> None:
+    """The file that was begun first."""
+    file, windows = running.popleft()
+    for window in windows:
+        window.result()
+    file.finish()
 
 
 def by_botocore(name: str, stored: Stored, pool: ThreadPoolExecutor) -> Way:

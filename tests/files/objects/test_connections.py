@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import socket
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,3 +134,43 @@ def test_a_forked_process_opens_its_own(s3_settings: pytest.MonkeyPatch) -> None
         assert bucket.read("key") == DATA
         bucket.close()
         assert server.connections == 2
+
+
+@contextmanager
+def slow_to_continue(requests: int) -> Iterator[tuple[str, list[float]]]:
+    """A server that sends the head of each answer by itself, and for how many seconds each head was not acknowledged."""
+    waits: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(requests):
+                    while b"\r\n\r\n" not in connection.recv(65536):
+                        pass
+                    connection.sendall(f"HTTP/1.1 200 OK\r\n{ETAG}Content-Length: 1\r\n\r\n".encode())
+                    waits.append(_until_acknowledged(connection))
+                    connection.sendall(b"1")
+
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", waits
+        serving.join()
+
+
+def _until_acknowledged(connection: socket.socket) -> float:
+    began, left = time.monotonic(), array.array("i", [1])
+    while left[0]:
+        fcntl.ioctl(connection, termios.TIOCOUTQ, left)
+    return time.monotonic() - began
+
+
+def test_the_head_of_an_answer_is_acknowledged_at_once(s3_settings: pytest.MonkeyPatch) -> None:
+    """A server with Nagle's algorithm sends the body only then. By itself the kernel acknowledges after 40 ms."""
+    with slow_to_continue(requests := 40) as (url, waits):
+        s3_settings.setenv("AWS_ENDPOINT_URL_S3", url)
+        bucket = client.opened("s3://bucket/p")
+        assert [bucket.read("key", 0, 1) for _ in range(requests)] == [b"1"] * requests
+        bucket.close()
+    assert min(waits[20:]) < 0.02  # the kernel does so by itself while a connection is new
