@@ -252,7 +252,7 @@ def by_obstore(name: str, stored: Stored, pool: ThreadPoolExecutor) -> Way:
     from obstore.store import S3Store
 
     endpoint = os.environ["AWS_ENDPOINT_URL_S3"]
-    options = {"allow_http": urlsplit(endpoint).scheme == "http"}
+    options: Any = {"allow_http": urlsplit(endpoint).scheme == "http"}
     store = S3Store(name, prefix="obstore", endpoint=endpoint, unsigned_payload=True, client_options=options)
 
     def put(file: str) -> None:
