@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 
 import msgspec
@@ -12,6 +13,7 @@ from .region import Box, Shape, byte_box, check_box
 
 NAME_BYTES_MAX = 1024
 DIMENSIONS_MAX = 64
+RESERVED = "__metadata__"
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -28,19 +30,40 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Refuse what no file could hold."""
-        plain = self.name.isascii()
-        if not self.name or (len(self.name) if plain else len(self.name.encode(errors="surrogatepass"))) > NAME_BYTES_MAX:
-            raise LimitExceeded(f"tensor name {self.name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
-        if self.name == "__metadata__":
-            raise InvalidRequest("a tensor cannot be named '__metadata__': safetensors reserves that name")
-        if not plain:
-            try:
-                self.name.encode()
-            except UnicodeEncodeError:
-                raise InvalidRequest(f"tensor name {self.name!r} is not valid Unicode") from None
-        if len(self.shape) > DIMENSIONS_MAX or any(n < 0 for n in self.shape):
-            raise InvalidRequest(f"tensor {self.name!r}: shape {list(self.shape)} is not a shape")
-        _ = self.nbytes  # refuses an unknown dtype, and sub-byte elements that do not end at a byte
+        check_name(self.name)
+        check_form(self.name, self.dtype, self.shape)
+
+
+def check_names(names: Collection[str]) -> None:
+    """`check_name` of many, all at once as long as they are plain."""
+    lengths = list(map(len, names))
+    plain = min(lengths, default=1) and max(lengths, default=1) <= NAME_BYTES_MAX and "".join(names).isascii()
+    if not plain or RESERVED in names:
+        for name in names:
+            check_name(name)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no file could hold."""
+    plain = name.isascii()
+    if not name or (len(name) if plain else len(name.encode(errors="surrogatepass"))) > NAME_BYTES_MAX:
+        raise LimitExceeded(f"tensor name {name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
+    if name == RESERVED:
+        raise InvalidRequest(f"a tensor cannot be named {RESERVED!r}: safetensors reserves that name")
+    if not plain:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"tensor name {name!r} is not valid Unicode") from None
+
+
+def check_form(name: str, dtype: str, shape: Shape) -> int:
+    """The bytes of a tensor; refuses an impossible shape, an unknown dtype, and sub-byte elements that do not end at a
+    byte.
+    """
+    if len(shape) > DIMENSIONS_MAX or any(n < 0 for n in shape):
+        raise InvalidRequest(f"tensor {name!r}: shape {list(shape)} is not a shape")
+    return dtypes.nbytes(dtype, prod(shape), name)
 
 
 class StagedFragment(msgspec.Struct, frozen=True, array_like=True):

@@ -5,28 +5,24 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from math import isfinite, prod
-from operator import itemgetter
 from pathlib import PurePath
 
 import msgspec
 
 from holdfast_formats import decoding, dtypes, lineage, metric_values, naming
-from holdfast_formats.digest import check_digest, check_digests
-from holdfast_formats.disk import compacted
+from holdfast_formats.digest import check_digest
+from holdfast_formats.disk import compacted, tiling
 from holdfast_formats.disk.compacted import Compacted
+from holdfast_formats.disk.tiling import REPAIR, broken
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
 from holdfast_formats.lineage import Lineage, Rewind
-from holdfast_formats.tensors import TensorSpec
 
 FORMAT = 1
-EXTENT_BYTES_MAX = 16 * 2**20
+EXTENT_BYTES_MAX = tiling.EXTENT_BYTES_MAX
 COMMIT_BYTES_MAX = 2**16
 MANIFEST_BYTES_MAX = 2**29  # a million tensors with five hundred bytes each
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_REPAIR = "this checkpoint can no longer be verified; restore another step"
-_Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -187,7 +183,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     try:
         manifest = _decode(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
     validate(manifest)
     _check_counts(commit, commit_bytes, manifest.files)
     return manifest
@@ -199,7 +195,7 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
     try:
         return _decode_place(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
 
 
 def check_directory(manifest_bytes: bytes, commit_bytes: bytes, directory: str) -> None:
@@ -231,7 +227,7 @@ def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
     try:
         files = _decode_files(manifest_bytes).files
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
     _check_counts(commit, commit_bytes, files)
 
 
@@ -239,7 +235,7 @@ def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
     commit = _read_commit(commit_bytes)
     if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
         raise CorruptManifest(
-            f"the digest of {naming.MANIFEST} differs from the one in {naming.COMMIT}", hint=_REPAIR, file=naming.MANIFEST
+            f"the digest of {naming.MANIFEST} differs from the one in {naming.COMMIT}", hint=REPAIR, file=naming.MANIFEST
         )
     return commit
 
@@ -250,7 +246,7 @@ def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry
         raise CorruptManifest(
             f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not formatted as it "
             f"was written; the manifest has {len(files)} files of {size} bytes",
-            hint=_REPAIR,
+            hint=REPAIR,
             file=naming.COMMIT,
         )
 
@@ -269,7 +265,7 @@ def _read_commit(commit_bytes: bytes) -> Commit:
     try:
         commit = _decode_commit(commit_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise NotCommitted(f"cannot read {naming.COMMIT}: {error}", hint=_REPAIR, file=naming.COMMIT) from error
+        raise NotCommitted(f"cannot read {naming.COMMIT}: {error}", hint=REPAIR, file=naming.COMMIT) from error
     if commit.format != FORMAT:
         raise NotCommitted(
             f"{naming.COMMIT} has format {commit.format}, but this version reads format {FORMAT}",
@@ -286,60 +282,50 @@ def validate(manifest: Manifest) -> None:
     except CorruptManifest:
         raise
     except CheckpointError as error:
-        raise CorruptManifest(f"manifest: {error.detail}", hint=_REPAIR) from error
+        raise CorruptManifest(f"manifest: {error.detail}", hint=REPAIR) from error
 
 
 def _validate(manifest: Manifest) -> None:
     if manifest.format != FORMAT:
-        raise _broken(f"format {manifest.format} is not {FORMAT}")
+        raise broken(f"format {manifest.format} is not {FORMAT}")
     naming.check_run(manifest.run)
     naming.check_step(manifest.step)
     check_metrics(manifest.metrics, manifest.nonfinite_metrics)
     if manifest.attempt < 0 or manifest.world < 1:
-        raise _broken(f"attempt {manifest.attempt} and world size {manifest.world} are not valid")
+        raise broken(f"attempt {manifest.attempt} and world size {manifest.world} are not valid")
     lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
     if manifest.thinned is not None:
         _check_thinned(manifest.thinned, manifest)
     if manifest.compacted is not None:
         compacted.check(manifest.compacted, manifest.tensors, manifest.bytes)
-    files = _checked_files(manifest.files)
-    inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
-    for group, tensors in manifest.tensors.items():
+    for group in manifest.tensors:
         naming.check_group(group)
-        for name, tensor in tensors.items():
-            if tensor.file not in inside:
-                raise _broken(f"tensor {name!r} is in {tensor.file!r}, which is not a listed shard file")
-            TensorSpec(group, name, tensor.dtype, tensor.shape).check()
-            size = tensor.nbytes  # once: this is the main cost for 100 000 tensors
-            _check_extents(name, tensor, size)
-            inside[tensor.file].append((tensor.start, size, name))
-    for file_name, placed in inside.items():
-        _check_file(files[file_name], sorted(placed, key=itemgetter(0, 1)))
+    tiling.check(_checked_files(manifest.files), manifest.tensors)
     for group, aliases in manifest.aliases.items():
         for alias, target in aliases.items():
             held = manifest.tensors.get(group, {})
             if alias in held or target not in held:
-                raise _broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
+                raise broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
 
 
 def _check_thinned(thinned: Thinned, manifest: Manifest) -> None:
     for group in thinned.groups:
         naming.check_group(group)
         if group in manifest.tensors:
-            raise _broken(f"group {group!r} is listed although it was removed")
+            raise broken(f"group {group!r} is listed although it was removed")
     if not thinned.groups or thinned.bytes < manifest.bytes or not _SHA256.fullmatch(thinned.manifest_sha256):
-        raise _broken("it does not list what was removed")
+        raise broken("it does not list what was removed")
 
 
 def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
     files = {file.name: file for file in listed}
     if len(files) != len(listed):
-        raise _broken("a file is listed twice")
+        raise broken("a file is listed twice")
     for file in listed:
         check_digest(file.digest)
         reserved = file.name in (naming.COMMIT, naming.MANIFEST)
         if reserved or not naming.is_file_name(file.name) or not 0 <= file.header_bytes <= file.bytes:
-            raise _broken(f"file {file.name!r} has an impossible name or header length")
+            raise broken(f"file {file.name!r} has an impossible name or header length")
     return files
 
 
@@ -349,41 +335,3 @@ def check_metrics(metrics: Mapping[str, float], nonfinite: Mapping[str, metric_v
     for name, value in metrics.items():
         if not isfinite(value):
             raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="state it as not finite")
-
-
-def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:
-    itemsize = max(dtypes.bits(tensor.dtype) // 8, 1)
-    extents = tensor.extents
-    check_digests([extent.digest for extent in extents])  # all at once: a checkpoint has some 65 536 of them
-    lengths = [extent.length for extent in extents]
-    edges = list(accumulate(lengths, initial=0))
-    if edges[-1] == size and [extent.offset for extent in extents] == edges[:-1] and _fit(lengths, itemsize):
-        return
-    end = 0
-    for extent in extents:
-        if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES_MAX or extent.length % itemsize:
-            raise _broken(f"tensor {name!r}: extent {extent.offset}+{extent.length} does not follow {end}")
-        end += extent.length
-    if end != size:
-        raise _broken(f"tensor {name!r}: extents cover {end} of {size} bytes")
-
-
-def _fit(lengths: Sequence[int], itemsize: int) -> bool:
-    sound = not lengths or (min(lengths) > 0 and max(lengths) <= EXTENT_BYTES_MAX)
-    return sound and (itemsize == 1 or not any(length % itemsize for length in set(lengths)))
-
-
-def _check_file(file: FileEntry, placed: Sequence[_Placed]) -> None:
-    if len({name for *_, name in placed}) != len(placed):
-        raise _broken(f"file {file.name!r} has two tensors of the same name")
-    end = file.header_bytes
-    for start, size, name in placed:
-        if start != end:
-            raise _broken(f"file {file.name!r}: tensor {name!r} begins at {start}, the one before it ends at {end}")
-        end += size
-    if end != file.bytes:
-        raise _broken(f"file {file.name!r} has {file.bytes} bytes, its tensors end at {end}")
-
-
-def _broken(what: str) -> CorruptManifest:
-    return CorruptManifest(f"manifest: {what}", hint=_REPAIR, file=naming.MANIFEST)
