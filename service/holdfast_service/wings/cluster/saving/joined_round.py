@@ -69,11 +69,10 @@ class JoinedRound:
         """Whether it is sealed, and this node's share is not being written."""
         return self.seen is not None and self.writing is None and self.ended is None
 
-    def follows(self, other: JoinedRound) -> bool:
-        """Whether its share is written after the other round has ended: of one launch, that of an earlier step."""
+    def is_after(self, other: JoinedRound) -> bool:
+        """Whether the other round is an earlier step of the same launch."""
         mine, its = self.current.key, other.current.key
-        same = (mine.run, mine.attempt) == (its.run, its.attempt)
-        return same and its.step < mine.step and other.writing is not None and other.ended is None
+        return (mine.run, mine.attempt) == (its.run, its.attempt) and its.step < mine.step
 
     def begin_helping(self, helping: Future[None]) -> None:
         """Another node's share is being written from here."""

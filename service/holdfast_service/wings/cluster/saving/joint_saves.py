@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -57,14 +57,7 @@ class JointSaves:
     """The thread that coordinates with other nodes. Thread-safe."""
 
     def __init__(
-        self,
-        party: JointParty,
-        control: Control,
-        node: str,
-        writer: ShareWriter,
-        *,
-        host: Host,
-        history: SaveHistory,
+        self, party: JointParty, control: Control, node: str, writer: ShareWriter, *, host: Host, history: SaveHistory
     ) -> None:
         self._party, self._control, self._node, self._writer = party, control, node, writer
         self._host, self._history = host, history
@@ -166,7 +159,7 @@ class JointSaves:
             if key not in self._joints or self._joints[key].ranks != ranks:
                 self._arrive(current, ranks)
         changed, self._changed = self._changed, False
-        for joint in list(self._joints.values()):
+        for joint in _in_order(self._joints.values()):
             if joint.ended is not None:
                 self._finish(joint)
             elif changed or time.monotonic() >= joint.look_at or joint.news or joint.waits:
@@ -251,13 +244,24 @@ class JointSaves:
             if not self._host.sealed(joint.current):
                 del self._joints[joint.current.key]
                 return
-        if any(joint.follows(other) for other in self._joints.values()) or not self._host.writes(joint.current):
+        if self._is_behind(joint) or not self._host.writes(joint.current):
             return  # it is, or was, dropped for a newer one while it waits
         self._party.exchange.offer(joint.id, joint.slots)
         assert joint.seen is not None
         writing = self._pool.submit(self._writer.write, joint.seen, state, joint.slots, joint.finished.is_set)
         joint.begin_writing(writing)
         writing.add_done_callback(lambda done: self._wake.set())
+
+    def _is_behind(self, joint: JoinedRound) -> bool:
+        """Whether an earlier round of its launch is written first, as on all nodes: two that write in different orders wait
+        for each other's bytes. Nodes bring parts in the order of steps: if an earlier round was open at the last look, it is
+        complete by now.
+        """
+        earlier = _in_order(other for other in self._joints.values() if joint.is_after(other))
+        for other in earlier:
+            if other.seen is None:
+                self._go_on_or_end(other)
+        return any(other.writing is not None and other.ended is None for other in earlier)
 
     def _help(self, joint: JoinedRound, node: str) -> Future[None]:
         assert joint.seen is not None
@@ -343,6 +347,11 @@ class JointSaves:
         if error is not None and self._party.rendezvous.abort(joint.id, error.problem()):
             del self._joints[joint.current.key]
             self._host.given_up(joint.current, error)
+
+
+def _in_order(joints: Iterable[JoinedRound]) -> list[JoinedRound]:
+    """Sorted by their steps."""
+    return sorted(joints, key=lambda one: one.current.key.step)
 
 
 def _stopped(node: str) -> RoundAborted:
