@@ -17,6 +17,7 @@ MESSAGE_CHARS_MAX = 200
 TRANSIENT_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "RequestTimeTooSlow")
 ENDED_KEYS = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
+DENIALS = ("AccessDenied", "AllAccessDisabled", "SignatureDoesNotMatch")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded")
 _SECRET = re.compile(r"signature|credential|authorization|security-token|secret", re.IGNORECASE)
 _BY_STATUS = {401: "AccessDenied", 403: "AccessDenied", 507: "InsufficientStorage"}  # an answer to HEAD has no code
@@ -58,6 +59,10 @@ class Refusal(NamedTuple):
     @property
     def is_transient(self) -> bool:
         return self.status in TRANSIENT_STATUSES or self.code in TRANSIENT_CODES
+
+    @property
+    def is_full(self) -> bool:
+        return self.status == 507 or self.code in _FULL
 
     @property
     def is_usual(self) -> bool:
@@ -118,7 +123,7 @@ def error(refusal: Refusal, asked: Attempted) -> CheckpointError:
         return NoSuchResource(f"{place}: the upload does not exist any more", answer=refusal.shown)
     if refusal.status == 404 and code in ("NoSuchKey", "NoSuchVersion", "NotFound"):
         return NoSuchResource(f"{place} does not exist", answer=refusal.shown)
-    if refusal.status == 507 or code in _FULL:
+    if refusal.is_full:
         hint = "free space in the bucket, or ask for a larger quota"
         return NoSpace(f"{place}: the bucket is full, or its quota is reached", hint=hint, answer=refusal.shown)
     if refusal.status in (301, 307, 308) or code == "AuthorizationHeaderMalformed":

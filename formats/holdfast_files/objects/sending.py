@@ -23,6 +23,7 @@ from holdfast_formats.timestamps import write
 
 PAUSE_FIRST_S = 0.2
 PAUSE_MAX_S = 10.0
+OF_SAVES = ("put", "begin", "part", "complete", "copy", "head")
 _UNESCAPED = "~-._"  # what a query has as it is, and a path beside its slashes: signatures want all else escaped
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class Sender:
         self.settings, self.keys, self._bucket = settings, keys, bucket
         self._connections = Connections(settings.endpoint)
         self._closed = Event()
-        self._accepted = Event()  # these keys did something here once, so that others are waited for when they end
+        self._carried_out = set[str]()  # kinds of requests: what they lack later is waited for
         self.bare_tags = Event()  # set where the server knows tags in conditions without their quotes only
 
     def close(self) -> None:
@@ -101,15 +102,13 @@ class Sender:
                 failed, failure = None, self._unreachable(cut, request, label)
             else:
                 if not isinstance(answer, Refusal):
-                    self._accepted.set()
+                    self._carried_out.add(request.kind)
                     _settle(patience, request)
                     return answer
                 _settle(patience, request, "" if answer.is_usual else answer.shown, answer.is_transient)
                 if once and answer.is_unsettled:
                     raise Unsettled(answer.shown)
-                has_ended = answer.code in refusals.ENDED_KEYS
-                may_pass = answer.is_transient or (has_ended and (self.keys.reload() or self._accepted.is_set()))
-                if not may_pass:
+                if not answer.is_transient and not self._may_come_back(answer, request.kind):
                     return answer
                 failed, failure = answer, refusals.error(answer, self.asked(request, label))
             tries += 1
@@ -118,6 +117,17 @@ class Sender:
 
     def asked(self, request: ObjectRequest, label: str) -> Attempted:
         return Attempted(label, self._bucket, request.kind, self.settings.region, time.time())
+
+    def _may_come_back(self, answer: Refusal, kind: str) -> bool:
+        """Whether it is refused for keys, a permission or room that there was before. What only reads is not waited for."""
+        if answer.code in refusals.ENDED_KEYS:
+            return self.keys.reload() or bool(self._carried_out)
+        if kind not in OF_SAVES or kind not in self._carried_out:
+            return False
+        if answer.code in refusals.DENIALS:
+            self.keys.reload()
+            return True
+        return answer.is_full
 
     def _paused(self, tries: int, answer: Refusal | None, end: float) -> bool:
         """Pause at random, for longer each time; False where patience would end meanwhile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -80,6 +81,40 @@ def test_patience_ends(s3_settings: pytest.MonkeyPatch) -> None:
         _bucket(server, s3_settings, retry_s=0.2).read("key")
     assert failed.value.members["answer"] == "503 SlowDown" and "more requests than it takes" in failed.value.hint
     assert len(server.requests) > 1
+
+
+ENDED = {
+    "denied": refused(403, "AccessDenied"),
+    "another secret": refused(403, "SignatureDoesNotMatch"),
+    "quota": refused(403, "QuotaExceeded"),
+    "disk": Said(answer(507)),
+}
+
+
+@pytest.mark.parametrize("said", ENDED.values(), ids=ENDED)
+def test_what_was_allowed_before_is_waited_for(said: Said, s3_settings: pytest.MonkeyPatch) -> None:
+    """A permission, keys or room that end in a save: what lacks them is sent again, and then refused by its name."""
+    with scripted(DONE, said, said, DONE, said, said, DONE, said) as server:
+        bucket = _bucket(server, s3_settings).using(traffic=Traffic())
+        bucket.put("key", b"1")
+        assert bucket.put("key", b"2").outcome == bucket.put("key", b"3", if_absent=True).outcome == "done"
+        with pytest.raises((NoSpace, StorageFailed), match="fails put requests since") as failed:
+            bucket.using(retry_s=0.2).put("key", b"4")
+    assert failed.value.members["answer"].split()[0] in ("403", "507") and failed.value.hint
+    assert len(server.requests) > 8
+
+
+@pytest.mark.parametrize("said", ENDED.values(), ids=ENDED)
+def test_what_was_never_allowed_is_refused_at_once(said: Said, s3_settings: pytest.MonkeyPatch) -> None:
+    """As by a start with wrong keys, or with keys that may only read; and a reader is refused at once at any time."""
+    with scripted(said, READ, said) as server:
+        bucket = _bucket(server, s3_settings)
+        for ask in (lambda: bucket.put("key", b"1"), lambda: bucket.read("key"), lambda: bucket.put("key", b"1")):
+            with suppress(NoSpace, StorageFailed):
+                ask()
+        with pytest.raises((NoSpace, StorageFailed)):
+            bucket.read("key")
+    assert len(server.requests) == 4
 
 
 def test_closing_ends_the_wait(s3_settings: pytest.MonkeyPatch) -> None:

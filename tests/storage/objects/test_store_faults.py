@@ -28,9 +28,13 @@ from holdfast_service.wings.cluster.catalog_put_intents import CatalogPutIntents
 from tests.databases import Postgres
 from tests.kit.objects import TestBucket
 from tests.kit.objects_proxy import (
+    ACCESS_DENIED,
     CONFLICT,
+    FULL,
     INTERNAL_ERROR,
+    QUOTA,
     SLOW_DOWN,
+    Answer,
     Conditions,
     CutAnswer,
     CutRequest,
@@ -207,16 +211,42 @@ def test_thousands_of_faults_without_conditions(seaweedfs_bucket: TestBucket, co
 
 def test_a_storm_of_refusals_is_waited_out(seaweedfs_bucket: TestBucket) -> None:
     """Of writes with a condition, too: a save that has sent all of its parts is not lost for a bucket that is busy."""
-    place, made_of = Place(RUN, STEP, 1, 5), sample(1, (PART_BYTES + 10,))
     with site(seaweedfs_bucket, count=1) as made:
         (proxy,), (store,) = made.proxies, made.stores
         rules = [proxy.on(SLOW_DOWN, kind, times=6) for kind in ("begin", "part")]
         rules += [proxy.on(INTERNAL_ERROR, "put", key, times=6) for key in (naming.MANIFEST, f"{naming.COMMITS}/")]
-        staged = store.begin(place)
-        for name, data in made_of.files.items():
-            fill(staged.create(name, len(data)), data)
-        assert store.commit(place, made_of.contents()) == Publication("published")
+        assert write_and_commit(store, Place(RUN, STEP, 1, 5)) == Publication("published")
         assert [rule.hits for rule in rules] == [6] * 4
+
+
+@pytest.mark.parametrize("fault", [ACCESS_DENIED, QUOTA, FULL], ids=str)
+def test_a_bucket_that_takes_nothing_in_mid_save(seaweedfs_bucket: TestBucket, fault: Answer) -> None:
+    """A permission that ends, or room: the save waits. One that waits in vain is refused by that name, and what was
+    committed before it stands.
+    """
+    first, second = Place(RUN, STEP, 1, 5), Place(RUN, STEP + 1, 1, 6)
+    with site(seaweedfs_bucket, count=1) as made:
+        (proxy,), (store,) = made.proxies, made.stores
+        kinds = {"begin": "", "part": "", "complete": "", "head": "", "put": f"{naming.COMMITS}/"}
+        rules = [proxy.on(fault, kind, key, times=3) for kind, key in kinds.items()]
+        assert write_and_commit(store, first) == Publication("published")
+        assert [rule.hits for rule in rules] == [3] * len(rules)
+        proxy.on(fault, "part", times=None)
+        store._uploads.patient = store._uploads.bucket.using(retry_s=1.0)
+        with pytest.raises(CheckpointError, match=f"full|{fault.code}") as failed:
+            write_and_commit(store, second)
+        assert failed.value.members["answer"] == f"{fault.status} {fault.code}"
+        proxy.clear()
+        assert made.sound.steps(RUN) == [STEP]
+        made.sound.sweep()
+        made.check_nothing_is_left()
+
+
+def write_and_commit(store: ObjectStore, place: Place) -> Publication:
+    made_of, staged = sample(1, (PART_BYTES + 10,)), store.begin(place)
+    for name, data in made_of.files.items():
+        fill(staged.create(name, len(data)), data)
+    return store.commit(place, made_of.contents())
 
 
 def race(made: Site, number: int, faults: bool) -> None:

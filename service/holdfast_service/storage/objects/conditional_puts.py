@@ -44,13 +44,15 @@ class ConditionalPuts:
             )
         self._bucket, self._honours, self._alone, self._intents = bucket, honours, alone, intents
 
-    def first(self, key: str, data: bytes) -> Settled:
-        """Write an object that does not exist yet."""
-        return self._put(key, data, None)
+    def first(self, key: str, data: bytes, retry_s: float | None = None) -> Settled:
+        """Write an object that does not exist yet. With `retry_s`, what is safe to repeat is repeated for so long, where the
+        bucket arbitrates: another arbiter waits for the usual time.
+        """
+        return self._put(key, data, None, retry_s)
 
-    def replace(self, key: str, data: bytes, etag: str) -> Settled:
-        """Replace an object that still has this tag."""
-        return self._put(key, data, etag)
+    def replace(self, key: str, data: bytes, etag: str, retry_s: float | None = None) -> Settled:
+        """Replace an object that still has this tag; `retry_s` as above."""
+        return self._put(key, data, etag, retry_s)
 
     def always(self, key: str, data: bytes, retry_s: float) -> None:
         """Write an object that others would write alike, without a condition; it is tried for `retry_s`."""
@@ -61,12 +63,13 @@ class ConditionalPuts:
         if self._intents is not None:
             put_intents.settle(self._bucket, self._intents, key)
 
-    def _put(self, key: str, data: bytes, etag: str | None) -> Settled:
+    def _put(self, key: str, data: bytes, etag: str | None, retry_s: float | None) -> Settled:
         writer, condition = secrets.token_hex(8), self._honours.if_absent if etag is None else self._honours.if_match
         if condition == "honoured":
+            bucket = self._bucket.using(retry_s=retry_s)
             return self._settled(
                 _Wanted(key, etag, writer),
-                lambda: self._bucket.put(key, data, if_absent=etag is None, if_match=etag, writer=writer),
+                lambda: bucket.put(key, data, if_absent=etag is None, if_match=etag, writer=writer),
             )
         if self._intents is not None:
             return put_intents.put(self._bucket, self._intents, key, PutIntent(data, etag, writer))

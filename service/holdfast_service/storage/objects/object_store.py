@@ -69,7 +69,7 @@ from .staged_objects import StagedObjects, StoredObjects
 from .step_commits import Standing, StepCommits, data_of
 from .trashed_runs import Confirm, TrashedRuns
 from .unfinished_uploads import erase_staged
-from .uploads import Uploads
+from .uploads import RETRY_S, Uploads
 
 REPLACEMENTS_MAX = 4  # tries, each after another writer has changed the commit object
 HEADS_AT_ONCE = 16
@@ -305,7 +305,7 @@ class ObjectStore:
             if not place.round_id or naming.is_job_place(place):  # one writer
                 self._patient.put(key, data)
                 continue
-            done = self._puts.first(key, data)
+            done = self._puts.first(key, data, RETRY_S)
             if done.outcome == "unknown":
                 raise StorageFailed(f"{key} may not be written: {done.detail}", path=key)
             if done.outcome == "exists" and self._bucket.read(key, 0, len(data) + 1) != data:

@@ -118,7 +118,10 @@ class StepCommits:
     def put(self, which: CheckpointId, content: CommitObject, standing: Standing | None) -> Settled:
         """Write the commit object where there is none, or in place of the standing one."""
         path, data = naming.commit_object_path(*which), commit_objects.encode(content, *which)
-        done = self._puts.first(path, data) if standing is None else self._puts.replace(path, data, standing.etag)
+        if standing is None:
+            done = self._puts.first(path, data, RETRY_S)
+        else:
+            done = self._puts.replace(path, data, standing.etag, RETRY_S)
         with self._lock:
             if done.outcome != "done":
                 self._replacing.pop(which.run, None)
