@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_files.objects import client
 from holdfast_files.objects.client import Bucket, WriteOutcome
 from holdfast_formats import naming
 from holdfast_formats.errors import RootBusy
@@ -19,6 +20,9 @@ from holdfast_service.storage.objects import HONOURED, ConditionalPuts, ObjectSt
 from holdfast_service.storage.objects.lease import BucketLease, OwnerFile
 from tests.daemons import wait_until
 from tests.kit.memory_bucket import MemoryBucket
+from tests.kit.objects import TestBucket
+from tests.kit.objects_proxy import Stall, faulty
+from tests.storage.objects import reaching
 from tests.suites.store_suite import ALONE, ENTRY, FIRST, RUN, STEP, save
 
 TICK_S = 0.05
@@ -183,3 +187,35 @@ def test_lost_answers_are_read_back(bucket: MemoryBucket, tmp_path: Path, monkey
         time.sleep(TICK_S)
     assert held.lost(busy=True) == ""
     held.close()
+
+
+def test_a_lost_renewal_with_another_interval_is_its_own(
+    seaweedfs_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket stands still: it carries out a renewal and does not answer, nor to the question what stands. Meanwhile the
+    ranks end, so that the next renewal states another interval.
+    """
+    monkeypatch.setattr(client, "SILENCE_S", 1.0)
+    with (
+        faulty(seaweedfs_bucket.server.endpoint) as proxy,
+        reaching.opened(seaweedfs_bucket, monkeypatch, proxy.endpoint) as opened,
+    ):
+        held = take(opened.using(retry_s=0.0), tmp_path / "one")
+        lost, unread = proxy.on(Stall(done=True), "put", naming.OWNER), proxy.on(Stall(), "get", naming.OWNER)
+        wait_until(lambda: unread.hits == 1)
+        assert held.lost(busy=False) == "" and lost.hits == 1
+        wait_until(lambda: held.lost(busy=False) or ((found := owner(opened)) and found.renews_s == lease.IDLE_S))
+        assert held.lost(busy=False) == ""
+        held.close()
+    assert seaweedfs_bucket.sizes() == {}
+
+
+def test_a_lost_renewal_is_given_back(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another machine need not wait."""
+    monkeypatch.setattr(lease, "BUSY_S", 3600.0)  # no renewal while this test runs
+    held = take(bucket, tmp_path / "one")
+    own = owner(bucket)
+    assert own is not None
+    bucket.put(naming.OWNER, encode(own.model_copy(update={"renews_s": lease.IDLE_S, "count": own.count + 1})))
+    held.close()
+    assert bucket.head(naming.OWNER) is None

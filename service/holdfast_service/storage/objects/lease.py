@@ -144,7 +144,7 @@ class BucketLease:
         self._thread.join()
         try:
             found = _read(self._bucket)
-            if found is not None and found[0] == encode(self._own):
+            if found is not None and self._written(found[0]) is not None:
                 self._bucket.delete([naming.OWNER])
         except CheckpointError as error:
             log.warning("the lease on %s could not be given back: %s", self._bucket.label, error.detail)
@@ -164,18 +164,27 @@ class BucketLease:
 
     def _renewed(self, own: OwnerFile) -> str:
         """Why the lease is lost; empty if it is held."""
-        data = encode(own)
-        written = self._bucket.put(naming.OWNER, data, if_match=self._etag)
+        written = self._bucket.put(naming.OWNER, encode(own), if_match=self._etag)
         if written.outcome == "done":
             self._own, self._etag = own, written.etag
             return ""
         found = _read(self._bucket)
         self.vanished = found is None
-        if found is not None and found[0] in (data, encode(self._own)):
-            self._own, self._etag = own if found[0] == data else self._own, found[1]
+        mine = None if found is None else self._written(found[0])
+        if found is not None and mine is not None:
+            self._own, self._etag = mine, found[1]
             return ""
         other = None if found is None else decode(OwnerFile, found[0])
         return f"{other.node} serves {self._bucket.label} now" if other else f"the lease on {self._bucket.label} is gone"
+
+    def _written(self, data: bytes) -> OwnerFile | None:
+        """What this lease has written, if that is what stands: as it was last known, or by a renewal whose answer was lost,
+        which may have stated another interval than the next one.
+        """
+        found, own = decode(OwnerFile, data), self._own
+        if found is None or found.count - own.count not in (0, 1):
+            return None
+        return found if found == own.model_copy(update={"renews_s": found.renews_s, "count": found.count}) else None
 
 
 def _now_s() -> float:
