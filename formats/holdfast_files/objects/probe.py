@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from holdfast_files.objects.checksums import Checksum
@@ -10,6 +11,7 @@ from holdfast_files.objects.client import Bucket
 from holdfast_formats.errors import CheckpointError, StorageFailed
 
 PROBES = ".holdfast.probe"
+LEFT_S = 3600.0  # after which nothing goes on with what a probe has written: it was killed
 _FIRST, _SECOND, _WRITER = b"first", b"second", "probe"
 
 Condition = Literal["honoured", "refused", "ignored"]
@@ -41,6 +43,7 @@ def probe(bucket: Bucket) -> Honours:
     """Write, read and remove a few bytes at a new key. Raises `StorageFailed` for a bucket that says it stores what it does
     not, and what the client raises, such as for a missing permission.
     """
+    _end_left(bucket)
     key = f"{PROBES}/{uuid.uuid4().hex}"
     if bucket.head(key) is not None:
         raise _lies(bucket, "an object that was never written exists")
@@ -59,6 +62,19 @@ def probe(bucket: Bucket) -> Honours:
     if bucket.head(key) is not None:
         raise _lies(bucket, "an object exists after it was deleted")
     return Honours(if_absent, if_match, checksum)
+
+
+def _end_left(bucket: Bucket) -> None:
+    """Remove what probes have left that were killed. Ages are differences of the store's own times (I17)."""
+    now = 0.0
+    for page in bucket.pages(f"{PROBES}/"):
+        now, left = page.now, [one.key for one in page.objects if page.now - one.modified >= LEFT_S]
+        if left:
+            bucket.delete(left)
+    with suppress(CheckpointError):  # such as without the permission to list them
+        for one in bucket.uploads(f"{PROBES}/"):
+            if now - one.begun >= LEFT_S:
+                bucket.abort(one.key, one.id)
 
 
 def _if_match(bucket: Bucket, key: str) -> Condition:

@@ -10,11 +10,12 @@ import pytest
 
 from holdfast_files.objects.checksums import Checksum
 from holdfast_files.objects.client import Found, WriteOutcome
+from holdfast_files.objects.probe import LEFT_S, PROBES
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed
 from holdfast_service.storage.objects import HONOURED, ConditionalPuts, Honours, probe
 from tests.kit.memory_bucket import MemoryBucket
 from tests.kit.objects import TestBucket
-from tests.kit.objects_proxy import Answer, faulty
+from tests.kit.objects_proxy import ACCESS_DENIED, Answer, faulty
 from tests.storage.objects import reaching
 
 
@@ -150,3 +151,22 @@ def test_a_server_that_wants_all_sums_once_more(seaweedfs_bucket: TestBucket, mo
         with reaching.opened(seaweedfs_bucket, monkeypatch, proxy.endpoint) as opened:
             assert probe(opened).checksum == "md5" and refused.hits == 1
     assert seaweedfs_bucket.sizes() == {} and seaweedfs_bucket.uploads() == []
+
+
+def test_what_a_killed_probe_has_left(seaweedfs_bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next probe ends it when it is an hour old, by the server's clock; a probe that goes on is left alone."""
+    with (
+        faulty(seaweedfs_bucket.server.endpoint) as proxy,
+        reaching.opened(seaweedfs_bucket, monkeypatch, proxy.endpoint) as opened,
+    ):
+        opened.put(f"{PROBES}/left", b"first")
+        opened.begin_upload(f"{PROBES}/left")
+        opened.put("foreign", b"object")
+        probe(opened)
+        assert len(seaweedfs_bucket.sizes()) == 2 and len(seaweedfs_bucket.uploads()) == 1
+        proxy.skew_s = LEFT_S + 60.0
+        proxy.on(ACCESS_DENIED, "uploads")
+        probe(opened)
+        assert [*seaweedfs_bucket.sizes()] == ["foreign"] and len(seaweedfs_bucket.uploads()) == 1
+        probe(opened)
+    assert [*seaweedfs_bucket.sizes()] == ["foreign"] and seaweedfs_bucket.uploads() == []
