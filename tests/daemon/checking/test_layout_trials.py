@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
@@ -98,3 +99,35 @@ def test_what_passes_while_a_checkpoint_is_read_back_is_not_read_again(tmp_path:
         trials = LayoutTrials(tier, str(step))
         found = examine(tier, str(step), passed=trials.passed)
         assert found.manifest is not None and trials.result(found.manifest) == (tried.layouts, 0)
+
+
+def test_of_many_tensors_some_layers_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers, other ones in other steps, always with what is in no layer; and names that are of no layer at all."""
+    monkeypatch.setattr(layout_trials, "TENSORS_MAX", 9)
+    rng = np.random.default_rng(3)
+    shapes = {"attention": (8, 8), "up": (16, 8), "down": (8, 16)}
+    names = {f"layers.{layer}.{kind}.weight": shape for layer in range(6) for kind, shape in shapes.items()}
+    plain = {name: rng.standard_normal(shape, np.float32) for name, shape in {**names, "embed.weight": (32, 8)}.items()}
+    looked: set[str] = set()
+    for step in STEPS[:8]:
+        made = build(tmp_path / str(step), {"model": plain}, step=step, aliases={}).manifest
+        trials = LayoutTrials(PosixTier(tmp_path), str(step))
+        assert len(trials.result(made).layouts) == TRIED
+        held = set(trials._entries)
+        layers = {name.partition(".")[2].partition(".")[0] for name in held - {"embed.weight"}}
+        assert "embed.weight" in held and len(held) == 7 and len(layers) == 2
+        looked |= layers
+    assert len(looked) == 6
+    flat = {f"{number}": np.zeros(4, np.float32) for number in range(30)} | {".": np.ones(4, np.float32)}
+    made = build(tmp_path / "flat", {"model": flat}, aliases={}).manifest
+    assert len(LayoutTrials(PosixTier(tmp_path), "flat").result(made).layouts) == TRIED
+
+
+def test_a_layer_of_more_tensors_is_tried_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules look at a layer's tensors together: none is left out."""
+    monkeypatch.setattr(layout_trials, "TENSORS_MAX", 2)
+    flat = {f"layers.0.mlp.experts.{number}.up_proj.weight": np.zeros((4, 4), np.float32) for number in range(8)}
+    made = build(tmp_path / "c", {"model": flat}, aliases={}).manifest
+    trials = LayoutTrials(PosixTier(tmp_path), "c")
+    trials.result(made)
+    assert len(trials._entries) == 8

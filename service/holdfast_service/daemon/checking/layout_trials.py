@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from holdfast_formats import region, transfer
@@ -30,6 +31,7 @@ from holdfast_formats.layout import language, parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import ShardFile, Strip
+from holdfast_formats.rest.statistics import layer_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_formats.transfer import Direction, Elements
 
@@ -45,7 +47,7 @@ LAYOUTS = (
 TRIED = 2  # layouts a checkpoint
 WINDOWS = 4  # places a layout
 WINDOW_BYTES = 2**18
-TENSORS_MAX = 20_000  # of a group, up to which every rank of a layout is computed; with more, one rank alone
+TENSORS_MAX = 2_000  # of a group with more, some layers are tested
 COVERED = 500  # tensors whose parts are combined over all ranks
 CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**20
@@ -112,9 +114,10 @@ class LayoutTrials:
         group = next((group for group in ("model", *manifest.groups) if manifest.tensors.get(group)), None)
         if group is None:
             return
-        self._group, self._entries = group, manifest.tensors[group]
+        tested = _some_layers(manifest, group)
+        self._group, self._entries = group, tested.tensors[group]
         try:
-            self._choose_layouts(manifest, group)
+            self._choose_layouts(tested, group)
         except CorruptManifest as error:
             self._failure = error
         left = KEPT_BYTES_MAX
@@ -213,6 +216,28 @@ class LayoutTrials:
         return np.frombuffer(self._tier.read(path, entry.start + start, stop - start), np.uint8)
 
 
+def _some_layers(manifest: Manifest, group: str) -> Manifest:
+    """The manifest with `TENSORS_MAX` tensors of a larger group: those in no layer, and as many layers as there is room
+    for. At least one layer is whole, because rules look at its tensors together.
+    """
+    tensors = manifest.tensors[group]
+    if len(tensors) <= TENSORS_MAX:
+        return manifest
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        layers.setdefault(layer_of(name), []).append(name)
+    order = list(layers)
+    random.Random(f"{manifest.run}@{manifest.step}").shuffle(order)
+    order.sort(key=lambda layer: layer[-1:].isdigit())
+    chosen: set[str] = set()
+    for layer in order:
+        if not chosen or len(chosen) + len(layers[layer]) <= TENSORS_MAX:
+            chosen.update(layers[layer])
+    kept = {name: entry for name, entry in tensors.items() if name in chosen}
+    aliases = {alias: name for alias, name in manifest.aliases.get(group, {}).items() if name in chosen}
+    return msgspec.structs.replace(manifest, tensors={group: kept}, aliases={group: aliases})
+
+
 def _within(entry: TensorEntry, start: int, stop: int) -> Sequence[Extent]:
     """The extents of a tensor that have any of its bytes [start, stop)."""
     first = bisect_right(entry.extents, start, key=lambda extent: extent.offset) - 1
@@ -232,8 +257,6 @@ def _check_coverage(manifest: Manifest, group: str, held: LayoutHoldings, rank: 
             if any((one.name, extent.offset) not in brought for extent in entry.extents[first:stop]):
                 raise CorruptManifest(f"{where}: the read plan misses a part of tensor {one.name!r}", tensor=one.name)
     entries = manifest.tensors[group]
-    if len(entries) > TENSORS_MAX:
-        return
     names = set(random.Random(manifest.step).sample(sorted(entries), min(len(entries), COVERED)))
     names = {name for name in names if not name.startswith("ranks/")}  # of one rank alone, whatever the layout
     boxes: dict[str, dict[region.Box, None]] = {name: {} for name in names}
