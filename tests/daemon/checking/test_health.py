@@ -145,7 +145,7 @@ def test_a_failure_is_no_statistics(
 ) -> None:
     """Whatever goes wrong while bytes pass: the check goes on to its end, and says once what it was."""
     two = pair(tmp_path, varied_arrays(1), varied_arrays(2))
-    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure_alike", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR):
         assert two.found(two.before) is None
     assert "no statistics of tiny@10" in caplog.text
@@ -182,7 +182,7 @@ def test_every_save_is_examined(world: SaverWorld) -> None:
 
 def test_no_save_fails_for_its_statistics(world: SaverWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is committed and verified; how healthy it is nobody knows."""
-    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure_alike", lambda *_: 1 / 0)
     world.saved(1)
     world.checked()
     made = world.catalog.checkpoint(RUN, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast_formats import dtypes
 from holdfast_formats.rest.statistics import PartStatistics, merge
 from holdfast_service.daemon.checking import statistics
-from holdfast_service.daemon.checking.statistics import measure
+from holdfast_service.daemon.checking.statistics import measure, measure_alike
 
 NUMBERS = [name for name in dtypes.BITS if name not in ("F4", "F6_E2M3", "F6_E3M2", "C64")]
 PRECISION = 2e-6
@@ -77,6 +77,36 @@ def test_any_bytes(held: tuple[str, np.ndarray], data: st.DataObject) -> None:
     check(dtype, plain, measure(dtype, odd))
     cut = width * data.draw(st.integers(0, plain.nbytes // width))
     check(dtype, plain, merge([measure(dtype, plain[:cut]), measure(dtype, plain[cut:])]))
+
+
+@given(contents(), st.integers(1, 9), st.integers(0, 2**32))
+def test_parts_that_are_measured_together(held: tuple[str, np.ndarray], elements: int, seed: int) -> None:
+    """Each is what it is alone, bit for bit: several nodes read other parts together than one does."""
+    dtype, plain = held
+    size = elements * dtypes.bits(dtype) // 8
+    parts = [plain[at : at + size] for at in range(0, plain.nbytes - plain.nbytes % size, size)]
+    if not parts:
+        return
+    before = [parts[number] for number in np.random.default_rng(seed).permutation(len(parts))]
+    assert repr(measure_alike(dtype, parts)) == repr([measure(dtype, part) for part in parts])
+    alone = [measure(dtype, *pair) for pair in zip(parts, before, strict=True)]
+    assert repr(measure_alike(dtype, parts, before)) == repr(alone)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("elements", [1000, 1024, 3000, statistics.BLOCK // 3, statistics.BLOCK + 7])
+def test_long_parts_that_are_measured_together(dtype: str, elements: int) -> None:
+    """Longer than a run of products, with and without a rest, and longer than a block; with NaN, or zeros alone."""
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 256, 7 * elements * dtypes.bits(dtype) // 8, np.uint8)
+    parts = np.split(raw & 1 if dtype == "BOOL" else raw, 7)
+    parts[3] = np.zeros_like(parts[3])
+    assert repr(measure_alike(dtype, parts)) == repr([measure(dtype, part) for part in parts])
+    moved = measure_alike(dtype, parts, parts[::-1])
+    assert repr(moved) == repr([measure(dtype, *pair) for pair in zip(parts, parts[::-1], strict=True)])
+    for data, part in zip(parts, moved, strict=True):
+        if dtype not in ("F64", "F32", "BF16"):  # of random bits: magnitudes that no sum of theirs can say
+            check(dtype, data, part)
 
 
 @given(contents(), st.randoms(use_true_random=False))

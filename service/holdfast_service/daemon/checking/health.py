@@ -23,7 +23,7 @@ from holdfast_formats.rest import portion_statistics
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.control.control import Control
-from holdfast_service.daemon.checking.statistics import measure
+from holdfast_service.daemon.checking.statistics import measure_alike
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.writing import writer
 
@@ -88,23 +88,37 @@ class Examination:
         return portion_statistics.encode(manifest, self._parts)
 
     def _take(self, manifest: Manifest, passed: Sequence[_Passed]) -> None:
-        changed = {}
+        changed: dict[Piece, _Passed] = {}
+        others: list[_Passed] = []
         hurried = writer.under_way()
         for one in passed:
-            if one.before is None or (hurried and one.before.digest != one.piece.digest):
-                self._add(one.piece, _measured(manifest, one)._replace(change=None))
-            elif one.before.digest == one.piece.digest:
-                self._add(one.piece, _measured(manifest, one)._replace(change=0.0))
+            if one.before is None or hurried or one.before.digest == one.piece.digest:
+                others.append(one)
             else:
                 changed[one.before] = one
+        self._measure(manifest, others)
         for batch in verification.batches(changed):
             with _windows.taken() as window:
-                for piece, old in self._read_before(batch, window):
-                    self._add(changed[piece].piece, _measured(manifest, changed[piece], old))
+                held = dict(self._read_before(batch, window))
+                there = {piece: old for piece, old in held.items() if old is not None}
+                self._measure(manifest, [changed[piece] for piece in there], list(there.values()))
+                self._measure(manifest, [changed[piece] for piece in held.keys() - there.keys()])
 
-    def _add(self, piece: Piece, part: PartStatistics) -> None:
-        with self._lock:
-            self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
+    def _measure(self, manifest: Manifest, passed: Sequence[_Passed], before: Sequence[Bytes] | None = None) -> None:
+        """Measure pieces, those of the same dtype and length together, and their changes from the bytes `before`."""
+        alike: dict[tuple[str, int], list[int]] = {}
+        for number, one in enumerate(passed):
+            dtype = manifest.tensors[str(one.piece.group)][str(one.piece.tensor)].dtype
+            alike.setdefault((dtype, one.piece.length), []).append(number)
+        for (dtype, _), numbers in alike.items():
+            old = None if before is None else [before[number] for number in numbers]
+            parts = measure_alike(dtype, [passed[number].data for number in numbers], old)
+            with self._lock:
+                for number, part in zip(numbers, parts, strict=True):
+                    piece, twin = passed[number].piece, passed[number].before
+                    is_same = before is None and twin is not None and twin.digest == piece.digest
+                    held = self._parts.setdefault((str(piece.group), str(piece.tensor)), {})
+                    held[piece.offset] = part._replace(change=0.0) if is_same else part
 
     def _piece_before(self, manifest: Manifest, piece: Piece) -> Piece | None:
         """The same bytes' piece in the previous checkpoint; None if that was cut into other extents."""
@@ -158,11 +172,6 @@ def _twin(manifest: Manifest, before: Manifest | None, group: str, name: str) ->
         return None
     old, new = before.tensors.get(group, {}).get(name), manifest.tensors[group][name]
     return old if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape) else None
-
-
-def _measured(manifest: Manifest, one: _Passed, before: Bytes | None = None) -> PartStatistics:
-    entry = manifest.tensors[str(one.piece.group)][str(one.piece.tensor)]
-    return measure(entry.dtype, one.data, before)
 
 
 @contextmanager

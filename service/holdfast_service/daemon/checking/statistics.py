@@ -7,8 +7,9 @@ are 64-bit floats, whatever the dtype is.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import cache
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -47,63 +48,120 @@ def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> PartStatist
 
     Dtypes without one real number per element (`C64`, and floats smaller than a byte) are not counted.
     """
+    return measure_alike(dtype, [data], None if before is None else [before])[0]
+
+
+def measure_alike(dtype: str, parts: Sequence[Bytes], before: Sequence[Bytes] | None = None) -> list[PartStatistics]:
+    """`measure` of parts of equal length, several at once where they are short. What is found of one does not depend on the
+    others.
+    """
     if dtype in _NO_NUMBERS:
-        return PartStatistics(change=None)
+        return [PartStatistics(change=None)] * len(parts)
     step = BLOCK * dtypes.bits(dtype) // 8
-    parts = []
+    size = parts[0].nbytes
+    found: list[PartStatistics] = []
     # Non-finite values make differences that are none: they are counted, and left out.
     with np.errstate(all="ignore"):
-        for at in range(0, data.nbytes, step):
-            old = None if before is None else before[at : at + step]
-            parts.append(_measure_block(dtype, data[at : at + step], old))
-    return merge(parts)
+        if size > step or not size:
+            for number, part in enumerate(parts):
+                cuts = [slice(at, at + step) for at in range(0, size, step)]
+                old = None if before is None else before[number]
+                blocks = [_measure_rows(dtype, [part[cut]], None if old is None else [old[cut]]) for cut in cuts]
+                found.append(merge([one for (one,) in blocks]))
+            return found
+        at_once = step // size
+        for at in range(0, len(parts), at_once):
+            old_rows = None if before is None else before[at : at + at_once]
+            found += _measure_rows(dtype, parts[at : at + at_once], old_rows)
+    return found
 
 
-def _measure_block(dtype: str, data: Bytes, before: Bytes | None) -> PartStatistics:
-    numbers = _numbers(dtype, data, 0)
+def _measure_rows(dtype: str, rows: Sequence[Bytes], before: Sequence[Bytes] | None) -> list[PartStatistics]:
+    """Of rows of equal length, which are no more than a block together."""
+    numbers = _table(dtype, rows, 0)
+    size = numbers.shape[1]
+    low, high = (np.asarray(of.reduce(numbers, axis=1), np.float64) for of in (np.minimum, np.maximum))
+    zeros = _zeros(numbers, low, high)
+    changes = [None] * len(rows) if before is None else _distances(numbers, _table(dtype, before, 1))
+    wide = numbers if numbers.dtype == np.float32 else numbers.astype(np.float64, copy=False)
+    plain = _are_safe(np.maximum(-low, high), wide.itemsize)
+    columns = (zeros, *(of.tolist() for of in (low, high, _sums(wide) / size, np.sqrt(_squares(wide)))), changes)
+    parts = [PartStatistics(size, 0, 0, *of) for of in zip(*columns, strict=True)]
+    for row in np.flatnonzero(~plain).tolist():
+        parts[row] = _measure_unusual(numbers[row], zeros[row], changes[row])
+    return parts
+
+
+def _measure_unusual(numbers: Numbers, zeros: int, change: float | None) -> PartStatistics:
+    """Of numbers that are not all finite, or whose squares do not fit."""
     size = numbers.size
-    low, high = float(np.minimum.reduce(numbers)), float(np.maximum.reduce(numbers))
-    zeros = 0
-    if not low > 0 and not high < 0:  # also where they are NaN
-        zeros = int(np.count_nonzero(np.equal(numbers, 0, out=_scratch.flags[:size])))
-    change = None if before is None else _distance(numbers, _numbers(dtype, before, 1))
-    nan = inf = 0
-    if not (isfinite(low) and isfinite(high)):
-        nan = int(np.count_nonzero(np.isnan(numbers)))
-        numbers = numbers[np.isfinite(numbers)]
-        inf = size - nan - numbers.size
-        if not numbers.size:
-            return PartStatistics(0, nan, inf, zeros, change=change)
-        low, high = float(numbers.min()), float(numbers.max())
+    nan = int(np.count_nonzero(np.isnan(numbers)))
+    numbers = numbers[np.isfinite(numbers)]
+    inf = size - nan - numbers.size
+    if not numbers.size:
+        return PartStatistics(0, nan, inf, zeros, change=change)
+    low, high = float(numbers.min()), float(numbers.max())
     numbers, scale = _scaled(numbers, max(-low, high))
-    mean, norm = _sum(numbers) / numbers.size * scale, sqrt(_squares(numbers)) * scale
+    mean, norm = float(_sums(numbers[None])[0]) / numbers.size * scale, sqrt(float(_squares(numbers[None])[0])) * scale
     return PartStatistics(numbers.size, nan, inf, zeros, low, high, mean, norm, change)
+
+
+def _table(dtype: str, rows: Sequence[Bytes], which: int) -> Numbers:
+    data = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    return _numbers(dtype, data, which).reshape(len(rows), -1)
+
+
+def _zeros(numbers: Numbers, low: Numbers, high: Numbers) -> list[int]:
+    """The zeros of each row."""
+    if not (~(low > 0) & ~(high < 0)).any():  # also where they are NaN
+        return [0] * len(numbers)
+    flags = np.equal(numbers, 0, out=_scratch.flags[: numbers.size].reshape(numbers.shape))
+    if len(numbers) == 1 or not (total := int(np.count_nonzero(flags))):
+        return [int(np.count_nonzero(flags))] * len(numbers)
+    if total == numbers.size:
+        return [numbers.shape[1]] * len(numbers)
+    found: list[int] = np.add.reduce(flags.view(np.uint8), axis=1, dtype=np.uint32).tolist()
+    return found
+
+
+def _are_safe(peaks: Any, itemsize: int) -> Any:
+    """Whether the squares of numbers up to these magnitudes can be summed in floats of so many bytes."""
+    return (peaks == 0) | ((1 / _SAFE[itemsize] < peaks) & (peaks < _SAFE[itemsize]))
 
 
 def _scaled(numbers: Numbers, peak: float) -> tuple[Numbers, float]:
     """Floats whose squares can be summed, and their divisor; `peak` is the largest magnitude."""
-    if numbers.dtype == np.float32 and (not peak or 1 / _SAFE[4] < peak < _SAFE[4]):
+    if numbers.dtype == np.float32 and _are_safe(peak, 4):
         return numbers, 1.0
     wide = numbers.astype(np.float64, copy=False)
-    if not peak or 1 / _SAFE[8] < peak < _SAFE[8]:
+    if _are_safe(peak, 8):
         return wide, 1.0
     return wide / peak, peak
 
 
-def _distance(now: Numbers, before: Numbers) -> float:
-    """The norm of the difference over elements that are finite in both."""
+def _distances(now: Numbers, before: Numbers) -> list[float]:
+    """The norm of each row's difference over elements that are finite in both."""
     if now.dtype == np.float32:
-        moved = np.subtract(now, before, out=_scratch.moved[: now.size])
-        total = _squares(moved)
-        if 1 / _SAFE[4] < total < _SAFE[4]:
-            return sqrt(total)
+        moved = np.subtract(now, before, out=_scratch.moved[: now.size].reshape(now.shape))
+    else:
+        moved = np.subtract(now, before, dtype=np.float64)
+    totals = _squares(moved)
+    safe = _SAFE[moved.itemsize]
+    found: list[float] = np.sqrt(totals).tolist()
+    for row in np.flatnonzero(~((1 / safe < totals) & (totals < safe))).tolist():
+        found[row] = _distance(now[row], before[row])
+    return found
+
+
+def _distance(now: Numbers, before: Numbers) -> float:
+    """The same of one row, whose squares may not fit."""
     moved = np.subtract(now, before, dtype=np.float64)
-    total = _squares(moved)
+    total = float(_squares(moved[None])[0])
     if 1 / _SAFE[8] < total < _SAFE[8] or not moved.any():
         return sqrt(total)
     moved = moved[np.isfinite(moved)]
     moved, scale = _scaled(moved, float(np.max(np.abs(moved), initial=0.0)))
-    return sqrt(_squares(moved)) * scale
+    return sqrt(float(_squares(moved[None])[0])) * scale
 
 
 def _numbers(dtype: str, data: Bytes, which: int) -> Numbers:
@@ -139,20 +197,26 @@ def _values(dtype: str) -> NDArray[np.float32]:
     return values
 
 
-def _sum(numbers: Numbers) -> float:
-    whole, rest = _cut(numbers)
-    total = float((whole.reshape(-1, 1, _RUN) @ _ones[numbers.itemsize]).sum(dtype=np.float64)) if whole.size else 0.0
-    return total + float(rest.sum(dtype=np.float64))
-
-
-def _squares(numbers: Numbers) -> float:
-    whole, rest = _cut(numbers)
-    total = 0.0
+def _sums(rows: Numbers) -> NDArray[np.float64]:
+    """The sum of each row."""
+    whole, rest = _cut(rows)
+    total = rest.sum(axis=1, dtype=np.float64)
     if whole.size:
-        total = float((whole.reshape(-1, 1, _RUN) @ whole.reshape(-1, _RUN, 1)).sum(dtype=np.float64))
-    return total + float(rest @ rest)
+        total += (whole @ _ones[rows.itemsize]).reshape(len(rows), -1).sum(axis=1, dtype=np.float64)
+    return np.asarray(total)
 
 
-def _cut(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    at = numbers.size - numbers.size % _RUN
-    return numbers[:at], numbers[at:]
+def _squares(rows: Numbers) -> NDArray[np.float64]:
+    """The sum of each row's squares."""
+    whole, rest = _cut(rows)
+    total = (rest[:, None, :] @ rest[:, :, None]).reshape(len(rows)).astype(np.float64)
+    if whole.size:
+        runs = whole @ whole.reshape(-1, _RUN, 1)
+        total += runs.reshape(len(rows), -1).sum(axis=1, dtype=np.float64)
+    return np.asarray(total)
+
+
+def _cut(rows: Numbers) -> tuple[Numbers, Numbers]:
+    """The runs of all rows, and what is left of each."""
+    at = rows.shape[1] - rows.shape[1] % _RUN
+    return rows[:, :at].reshape(-1, 1, _RUN), rows[:, at:]
