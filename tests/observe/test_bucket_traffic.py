@@ -95,3 +95,22 @@ def test_the_price_is_by_class() -> None:
     assert aws_usd({"part": 2, "list": 1, "get": 5, "delete": 100}) == pytest.approx(
         3 * AWS_USD_PER_WRITE + 5 * AWS_USD_PER_READ
     )
+
+
+def test_a_bucket_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since when, and its last answer: none, a refusal, or one that came before it was asked."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    traffic = Traffic()
+    assert bucket_traffic.silence(None, 1000.0) == ""
+    clock[0] = 1030.0
+    silent = "the bucket is silent since 1970-01-01T00:16:50.000Z, "
+    assert bucket_traffic.silence(traffic, 1010.0) == f"{silent}it has given no answer yet"
+    traffic.settle("list")
+    assert bucket_traffic.silence(traffic, 1010.0) == ""
+    clock[0] = 1042.0
+    assert bucket_traffic.silence(traffic, 1040.0).endswith("17:20.000Z, its last answer came at 1970-01-01T00:17:10.000Z")
+    traffic.settle("list", "503 SlowDown", passes=True)
+    assert bucket_traffic.silence(traffic, 1040.0) == (
+        "the bucket fails list requests since 1970-01-01T00:17:22.000Z: 503 SlowDown"
+    )

@@ -131,7 +131,8 @@ def test_no_run_begins_before_a_tier_was_asked(tmp_path: Path, monkeypatch: pyte
     """
     with copies_world(tmp_path) as world:
         far = world.replicators["far"]
-        tiers = RunsInTiers(world.replicators, world.records)
+        silent = [""]
+        tiers = RunsInTiers(world.replicators, world.records, lambda name, since_s: silent[0])
         tiers.await_known("new")
         far.tier = TierRetention("far", None, world.catalog, world.control.files, world.records.lost)
         monkeypatch.setattr(replication, "ASK_S", 0.0)
@@ -139,7 +140,7 @@ def test_no_run_begins_before_a_tier_was_asked(tmp_path: Path, monkeypatch: pyte
             StorageFailed, match=r"'new' is new here, and the tier far may have checkpoints of it: its .* listed"
         ):
             tiers.await_known("new")
-        far.problem = StorageFailed("it is away")
+        silent[0] = "it is away"
         with pytest.raises(StorageFailed, match="it is away"):
             tiers.await_known("new")
         world.copy()

@@ -57,6 +57,12 @@ class Traffic:
         self._failing: dict[str, Failing] = {}
         self._answered_s = 0.0
 
+    @property
+    def answered_s(self) -> float:
+        """When a request was carried out last, in seconds since 1970; 0 if none was yet."""
+        with self._lock:
+            return self._answered_s
+
     def add(self, kind: str, one: RequestCount, key: str = "") -> None:
         group = self._group(key)
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from holdfast_formats.errors import STORAGE, Awaited
 from holdfast_formats.rest.replica_lags import BucketTraffic, FailingRequests, RequestCounts, told_refusals
 from holdfast_formats.timestamps import write
 
+SILENT_S = 5.0  # without an answer, while it is asked
 _NOT_OF_SAVES = ("uploads", "parts")  # kinds of requests
 
 
@@ -86,6 +88,18 @@ def awaited(traffic: Traffic | None) -> Awaited:
     if bucket is None or not bucket.failing:
         return STORAGE
     return Awaited(told_refusals(bucket), "saves go on when it answers: `holdfast doctor --root s3://…` says what to change")
+
+
+def silence(traffic: Traffic | None, since_s: float) -> str:
+    """Why a bucket that is asked since then, in seconds since 1970, has not answered; empty if it does answer."""
+    bucket = described(traffic)
+    if traffic is None or bucket is None or traffic.answered_s >= max(since_s, time.time() - SILENT_S):
+        return ""
+    answered = (
+        f"its last answer came at {_stamp(traffic.answered_s)}" if traffic.answered_s else "it has given no answer yet"
+    )
+    silent = f"the bucket is silent since {_stamp(max(since_s, traffic.answered_s))}, {answered}"
+    return told_refusals(bucket) or silent
 
 
 def described(traffic: Traffic | None) -> BucketTraffic | None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.replicas import RepairRecords, ReplicaRecords
 from holdfast_service.control.control import Control
 from holdfast_service.control.insight.copy_lags import CopyLags
+from holdfast_service.control.launches.missing_checkpoints import FoundCopies
 from holdfast_service.control.nodes import replica_duty
 from holdfast_service.control.retention.tier_retention import TierRetention
 from holdfast_service.daemon.checking.checker import Checker
@@ -30,6 +31,7 @@ from holdfast_service.daemon.copying.lag_reports import LagReports
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.daemon.saving.awaited_repairs import AwaitedRepairs
+from holdfast_service.observe import bucket_traffic
 from holdfast_service.observe.bucket_traffic import checkpoint_of
 from holdfast_service.storage import RootLock, RootStorage, lock_root, stored_in, tier_at
 from holdfast_service.storage.identity import mark
@@ -125,22 +127,28 @@ class RestoreRepair:
             if one.is_mine():
                 one.check(run, step)
 
-    def add_copies(self, run: str, copies: dict[str, Collection[int]]) -> None:
-        """Add the steps of a run in each reachable replica of this node, by replica."""
+    def add_copies(self, run: str, found: FoundCopies) -> None:
+        """Add the steps of a run in each replica of this node, or why it does not say them."""
         self._replication.await_first_tries()
         steps_by_tier: dict[str, list[int]] = {}
+        begun_s, errors = time.time(), dict[str, str]()
 
         def look() -> None:
             for name, replica in reached(self._replication.replicators).items():
                 try:
                     steps_by_tier[name] = list(replica.store.stamps(run))
                 except CheckpointError as error:
+                    errors[name] = error.detail
                     log.warning("cannot look for checkpoints of %s in replica %s: %s", run, name, error.detail)
 
         looking = threading.Thread(target=look, name="holdfast-replicas-of-a-run", daemon=True)
         looking.start()
         looking.join(FIRST_TRY_S)
-        copies.update(dict(steps_by_tier))  # the thread may still add some
+        found.steps.update(dict(steps_by_tier))  # the thread may still add some
+        for name, one in self._replication.replicators.items():
+            asked = name not in found.steps and one.is_mine()
+            if asked and (why := errors.get(name) or self._replication.silence(name, begun_s)):
+                found.silent[name] = why
 
     def add_manifest(self, run: str, step: int, manifests: list[Manifest]) -> None:
         """Add the manifest of a step in the first reachable replica of this node that has it."""
@@ -162,8 +170,12 @@ class RestoreRepair:
 class RunsInTiers:
     """The runs of tiers, before a run that is new to the root is launched."""
 
-    def __init__(self, replicators: Mapping[str, Replicator], records: ReplicaRecords) -> None:
-        self._replicators, self._records = replicators, records
+    def __init__(
+        self, replicators: Mapping[str, Replicator], records: ReplicaRecords, silence: Callable[[str, float], str]
+    ) -> None:
+        """`silence` returns why a replica that is asked since a time does not answer; empty if it may."""
+        self._replicators, self._records, self._silence = replicators, records, silence
+        self._begun_s = time.time()
 
     def await_known(self, run: str) -> None:
         """Return once each tier has been asked for its runs. `StorageFailed` for one that cannot be asked, unless this root
@@ -175,9 +187,9 @@ class RunsInTiers:
                 one.tier is not None and one.is_mine() and one.replica is None and not self._records.has_drained_to(one.name)
             ):
                 if one.problem is not None or time.monotonic() > limit:
+                    why = self._silence(one.name, self._begun_s) or "its checkpoints are being listed"
                     raise StorageFailed(
-                        f"{run!r} is new here, and the tier {one.name} may have checkpoints of it: "
-                        f"{one.said or 'its checkpoints are being listed'}",
+                        f"{run!r} is new here, and the tier {one.name} may have checkpoints of it: {why}",
                         hint="try again when it can be reached; or start the daemon without --tier",
                     )
                 time.sleep(REACH_POLL_S)
@@ -308,7 +320,7 @@ class Replication:
         if config.tier:  # what the root has kept for a copy may go
             control.replicas.copied.subscribe(control.rotation.due)
             control.launches.known.subscribe(lambda run: self.await_first_tries())
-        control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas).await_known)
+        control.launches.unknown.subscribe(RunsInTiers(self.replicators, control.replicas, self.silence).await_known)
         self.lags = CopyLags(control.catalog.database, self.replicators)
         self.lag_reports = LagReports(config.node, self.replicators, self.traffic, self.lags)
         self._mending = MendedAtStart(self.replicators, control.repairs, self.repairer)
@@ -321,6 +333,15 @@ class Replication:
     def _reached(self) -> dict[str, RootStorage]:
         self.await_first_tries()  # a repair soon after the start is not told that there is no other copy
         return reached(self.replicators)
+
+    def silence(self, name: str, since_s: float) -> str:
+        """Why a replica that is asked since then, in seconds since 1970, does not answer, with its last answer; empty if
+        nothing is known to be wrong.
+        """
+        one = self.replicators[name]
+        if one.said is not None:
+            return f"it cannot be reached since {one.problem_since}: {one.said}"
+        return bucket_traffic.silence(self.traffic.get(name), since_s)
 
     def await_first_tries(self) -> None:
         """Wait a moment for replicas of this node that were not tried to be reached yet, or do not answer."""

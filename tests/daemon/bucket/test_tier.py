@@ -18,7 +18,7 @@ from holdfast import Checkpointer
 from holdfast.rest import replicas
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointsMissing
+from holdfast_formats.errors import CheckpointsMissing, StorageFailed
 from tests.daemon.bucket.test_bucket_root import RUN, same, save, state_of
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.kit import commands
@@ -26,6 +26,9 @@ from tests.kit.objects import TestBucket, moto, moto_bucket
 from tests.kit.objects_proxy import SLOW_DOWN, Fault, Stall, faulty
 
 __all__ = ["moto", "moto_bucket"]
+
+QUICK = Path(__file__).parents[2] / "kit" / "quick"
+SINCE = r"since 20\d\d-\S+Z"
 
 
 @pytest.fixture(autouse=True)
@@ -224,9 +227,41 @@ def test_a_step_in_a_tier_that_does_not_answer_is_refused_by_its_name(
                     wait_until(lambda step=step: state_in(api, step) == "present")
                 wait_until(lambda: 1 not in {made.step for made in api.checkpoints(RUN)})
                 proxy.choose = lambda request: SLOW_DOWN
-                with pytest.raises(CheckpointsMissing, match=r"step 1 of \w+ is not in the root.*cloud"):
+                with pytest.raises(CheckpointsMissing, match=rf"step 1 of \w+ is not in the root.*cloud.*{SINCE}.*503 Slow"):
                     checkpointer.restore(step=1)
             proxy.clear()
+
+
+@pytest.mark.objects
+def test_an_empty_machine_is_told_that_the_tier_is_silent(
+    moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has listed the run, or since: the refusal says since when, and what was answered last. Nothing begins at
+    zero, and no repair is advised that cannot be made.
+    """
+    with tiered(tmp_path / "root", moto_bucket.url) as (daemon, api):
+        save(daemon, 3)
+        wait_until(lambda: state_in(api, 3) == "present")
+    monkeypatch.setenv("PYTHONPATH", str(QUICK))
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        with (
+            tiered(tmp_path / "listed", moto_bucket.url) as (daemon, api),
+            Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer,
+        ):
+            wait_until(lambda: any(api.runs()))
+            proxy.choose = lambda request: Stall()
+            with pytest.raises(CheckpointsMissing, match=rf"replica cloud has step 3, but .*{SINCE}") as missing:
+                checkpointer.restore()
+            assert "try again once it answers" in missing.value.hint
+            daemon.kill()
+        with tiered(tmp_path / "empty", moto_bucket.url) as (daemon, _):
+            with (
+                pytest.raises(StorageFailed, match=rf"the tier cloud may have checkpoints of it: .*{SINCE}.*answer"),
+                Checkpointer(RUN, state_of(2), at=str(daemon.socket)) as checkpointer,
+            ):
+                checkpointer.restore()
+            daemon.kill()
 
 
 @pytest.mark.objects

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 from sqlalchemy import select
 
@@ -14,19 +15,30 @@ from holdfast_service.control.checkpoints.lost_copies import SHOWN_MAX, shown
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.findings import missing
 
+AGAIN = "`holdfast nodes` says what is wrong there; try again once it answers"
 AFRESH = "to train from the beginning, delete the run (`holdfast rm {run}`), or use another run name"
+
+
+class FoundCopies(NamedTuple):
+    """The steps of a run in the replicas that answer, and why the others do not, both by replica."""
+
+    steps: dict[str, Collection[int]]
+    silent: dict[str, str]
 
 
 class LostCheckpoints:
     """Committed checkpoints of a root's runs that are gone, by catalog and replicas. Thread-safe."""
 
-    def __init__(self, catalog: Catalog, stands: Callable[[str], Mapping[str, Collection[int]]]) -> None:
-        """`stands` returns the steps of a run in reachable replicas, by replica."""
-        self._catalog, self._stands = catalog, stands
+    def __init__(self, catalog: Catalog, look: Callable[[str], FoundCopies]) -> None:
+        """`look` asks the replicas for the steps of a run."""
+        self._catalog, self._look = catalog, look
 
     def copies(self, run: str) -> dict[str, set[int]]:
         """The steps that replicas have a copy of, by replica, without removed ones and those known to be damaged."""
-        copies_of = {name: set(steps) for name, steps in self._stands(run).items()}
+        return self._recorded_too(run, self._look(run))
+
+    def _recorded_too(self, run: str, found: FoundCopies) -> dict[str, set[int]]:
+        copies_of = {name: set(steps) for name, steps in found.steps.items()}
         try:
             for name, step, state in self._rows(run):
                 if state == "present":
@@ -55,9 +67,11 @@ class LostCheckpoints:
         holders = sorted({name for name, there, state in self._rows(run) if there == step and state == "present"})
         if not holders:
             return None
+        silent = self._look(run).silent
+        why = "".join(f"; {name}: {silent[name]}" for name in holders if name in silent)
         return CheckpointsMissing(
-            f"step {step} of {run} is not in the root, and could not be read from {', '.join(holders)}, which has it",
-            hint="`holdfast nodes` says what is wrong there; try again once it answers",
+            f"step {step} of {run} is not in the root, and could not be read from {', '.join(holders)}, which has it{why}",
+            hint=AGAIN,
             run=run,
             steps=[step],
         )
@@ -91,7 +105,8 @@ class LostCheckpoints:
 
     def refuse(self, run: str) -> None:
         """`CheckpointsMissing` for a run without checkpoints here that once had some."""
-        copies, damaged = self.copies(run), self.damaged(run)
+        found, damaged = self._look(run), self.damaged(run)
+        copies = self._recorded_too(run, found)
         try:
             gone = missing.missing(self._catalog.database, run)
         except CatalogUnavailable:
@@ -104,8 +119,11 @@ class LostCheckpoints:
         text += ", and they were not removed by Holdfast" if gone else ", although replicas have copies"
         if damaged:
             text += f"; the copies of {shown(damaged)} are damaged"
-        if copies:
-            text += f"; {'; '.join(f'replica {name} has {shown(held)}' for name, held in copies.items())}"
+        for name, held in copies.items():
+            text += f"; replica {name} has {shown(held)}" + (f", but {found.silent[name]}" if name in found.silent else "")
+        if copies and found.silent.keys() >= copies.keys():
+            hint = AGAIN
+        elif copies:
             newest = max(step for held in copies.values() for step in held)
             hint = f"`holdfast repair {run}@{newest}` copies step {newest} back from the replica"
             if max(damaged, default=newest) > newest:  # an older one instead would be chosen in silence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from holdfast_formats.disk.manifests import Manifest
@@ -21,7 +21,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.launches.lineage_index import LineageIndex
-from holdfast_service.control.launches.missing_checkpoints import LostCheckpoints
+from holdfast_service.control.launches.missing_checkpoints import FoundCopies, LostCheckpoints
 from holdfast_service.control.launches.restore_copies import RestoreCopies
 from holdfast_service.control.nodes import Nodes
 from holdfast_service.control.signals import Signal
@@ -81,7 +81,7 @@ class RestoreSelector:
         # A run, attempt and turn would skip a checkpoint that is damaged in this way, or gone. Subscribers repair it and
         # wait for that, or raise.
         self.skipping: Signal[[tuple[str, int, int], int, Damaged | None]] = Signal()
-        self.copies_wanted: Signal[[str, dict[str, Collection[int]]]] = Signal()  # of a run, by replica; subscribers add
+        self.copies_wanted: Signal[[str, FoundCopies]] = Signal()  # of a run; subscribers add what they find
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
         self.copies = RestoreCopies(catalog, attempts, known.lineage_index, known.readers)
@@ -136,11 +136,10 @@ class RestoreSelector:
                 f"{asked.run}@{step} is not in the root, and could not be copied back to it", hint="see the daemon's log"
             )
 
-    def _copies(self, run: str) -> Mapping[str, Collection[int]]:
-        """The steps of a run in reachable replicas, by replica."""
-        copies: dict[str, Collection[int]] = {}
-        self.copies_wanted.publish(run, copies)
-        return copies
+    def _copies(self, run: str) -> FoundCopies:
+        found = FoundCopies({}, {})
+        self.copies_wanted.publish(run, found)
+        return found
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt read what they restored no more."""
