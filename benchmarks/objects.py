@@ -47,7 +47,8 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
-from holdfast_service.daemon.writing.writer import FILES_MAX, WORKERS
+from holdfast_service.daemon.writing.write_threads import WORKERS
+from holdfast_service.daemon.writing.writer import FILES_MAX
 from holdfast_service.storage.objects import ConditionalPuts, ObjectStore, Uploads
 from holdfast_service.storage.store import CommitContents
 from holdfast_service.storage.tier import FileWriter

@@ -26,6 +26,9 @@ class SaveTimes(Body):
     queue_s: float | None = Field(default=None, description="from the last seal to the first byte written")
     write_s: float | None = Field(default=None, description="writing and digesting, including fsync of the files")
     fsync_s: float | None = Field(default=None, description="the part spent in fsync, summed over files")
+    raised_s: float | None = Field(
+        default=None, description="the part of the write at a raised priority, because it was slower than the disk"
+    )
     commit_s: float | None = Field(default=None, description="from the last receipt until the publishing rename is durable")
     verify_s: float | None = Field(default=None, description="reading it back and verifying it")
     bytes: float | None = None

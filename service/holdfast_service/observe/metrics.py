@@ -13,7 +13,7 @@ RUNS_MAX = 200  # metrics by run are of so many runs, those that have saved last
 # Upper bounds of histograms. A save takes from milliseconds (its stall) to minutes (on a slow disk).
 SAVE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
-PHASES = ("stall", "stage", "queue", "write", "fsync", "commit", "durable", "verify")
+PHASES = ("stall", "stage", "queue", "write", "fsync", "raised", "commit", "durable", "verify")
 
 
 class Metric(NamedTuple):
@@ -35,8 +35,8 @@ METRICS: dict[str, Metric] = {
     "holdfast_rounds_open": Metric("gauge", "Saves in progress"),
     "holdfast_save_seconds": Metric(
         "histogram",
-        "Seconds of each phase of the saves that this node wrote: stall, stage, queue, write, fsync (a part of "
-        "write), commit, verify; durable is from start to commit",
+        "Seconds of each phase of the saves that this node wrote: stall, stage, queue, write, fsync and "
+        "raised (parts of write), commit, verify; durable is from start to commit",
         ("phase",),
     ),
     "holdfast_saved_bytes": Metric("counter", "Bytes of the checkpoints that this node committed since its start"),

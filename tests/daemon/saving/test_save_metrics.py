@@ -23,7 +23,7 @@ from holdfast_service.storage import MemoryTier, PosixStore, PosixTier, disk_spe
 from tests.daemon.saver_world import GatedTier, Rank, SaverWorld, saver_world
 
 PATIENCE_S = 180.0
-PHASES = {"stage_s", "queue_s", "write_s", "fsync_s", "commit_s", "bytes"}
+PHASES = {"stage_s", "queue_s", "write_s", "fsync_s", "raised_s", "commit_s", "bytes"}
 
 
 def the_round(world: SaverWorld, step: int) -> bodies.Round:

@@ -27,7 +27,7 @@ from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.writing import gathering, writer
+from holdfast_service.daemon.writing import gathering, write_threads, writer
 from holdfast_service.daemon.writing.priority import NICE, give_way
 from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixStore, PosixTier
 from tests.daemon.writing.test_path import Shards, files_of
@@ -316,7 +316,7 @@ def test_a_failing_write_ends_the_save_and_closes_every_file() -> None:
             made.write, made.discard = write, note  # type: ignore[method-assign]
             return made
 
-    for _ in range(writer.WORKERS + 1):
+    for _ in range(write_threads.WORKERS + 1):
         closed.clear()
         content = shards([300, 300, 300])
         slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(content.data)}

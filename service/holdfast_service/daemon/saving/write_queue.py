@@ -18,6 +18,7 @@ from holdfast_service.daemon.arena.memory_checkpoints import MemoryCheckpoints
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
+from holdfast_service.daemon.writing.write_threads import Schedule
 from holdfast_service.daemon.writing.writer import write
 
 log = logging.getLogger(__name__)
@@ -95,12 +96,17 @@ class WriteQueue:
         self._control.admission.admit(plan)
         slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
         writing = time.monotonic()
+        schedule = Schedule(plan.bytes, self._history.disk.bytes_per_second)
         with self._history.writing():
-            write(timed, plan, slots, self._node)
+            write(timed, plan, slots, self._node, schedule)
         written = time.monotonic()
         self._history.disk.wrote(plan.bytes, written - writing)
         measured = self._history.ending(
-            current, write_s=written - writing, fsync_s=timed.seconds, queue_s=writing - current.completed
+            current,
+            write_s=written - writing,
+            fsync_s=timed.seconds,
+            queue_s=writing - current.completed,
+            raised_s=schedule.raised_s,
         )
         manifest = self._control.saves.commit(current.id, plan, measured)
         self._history.ended(current)

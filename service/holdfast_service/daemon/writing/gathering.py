@@ -104,6 +104,10 @@ class FileBytes:
             room -= cut.length
         yield Window(first, len(self.cuts))
 
+    def size(self, window: Window) -> int:
+        """In bytes."""
+        return self.cuts[window.last - 1].stop - self.cuts[window.first].start
+
     def gather(self, window: Window, alignment: int, buffer: Bytes) -> Gathered:
         """A window's bytes from an aligned place on, up to one unless it is the file's last window.
 

@@ -17,10 +17,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def give_way() -> None:
     """Permanently lower the calling thread's priority: nice for the CPU, the idle class for I/O. It never fails."""
-    thread = threading.get_native_id()
-    with suppress(OSError):
-        lowest = max(NICE, os.getpriority(os.PRIO_PROCESS, thread))  # a daemon may be started with less than that
-        os.setpriority(os.PRIO_PROCESS, thread, lowest)
+    lower(NICE)
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
-        _libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_IDLE)
+        _libc.syscall(number, _IOPRIO_WHO_PROCESS, threading.get_native_id(), _IOPRIO_IDLE)
+
+
+def lower(nice: int) -> None:
+    """Permanently lower the calling thread's priority for the CPU, unless it is lower already. It never fails."""
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        lowest = max(nice, os.getpriority(os.PRIO_PROCESS, thread))  # a daemon may be started with less than that
+        os.setpriority(os.PRIO_PROCESS, thread, lowest)

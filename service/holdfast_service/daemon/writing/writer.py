@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,10 +20,9 @@ from holdfast_formats.disk.manifests import Extent, FileEntry
 from holdfast_formats.naming import Place
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
-from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.daemon.writing.write_threads import WORKERS, Schedule, WriteThreads
 from holdfast_service.storage import FileWriter, StagedCheckpoint
 
-WORKERS = 3  # two windows at the device and one being digested: more gains nothing
 CORES_A_DIGEST = 2  # threads that digest at the same time get in each other's way, and in the training's
 FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file's first ones
 
@@ -52,13 +51,14 @@ def under_way() -> bool:
     return bool(_writing)
 
 
-def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -> Receipt:
+def write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str, schedule: Schedule | None = None) -> Receipt:
     """Stage all files and assets of `plan`, durably, then the receipt (I3), and return it.
 
+    By the `schedule`, which began just now, the priority of its threads rises.
     Raises `StorageFailed` or `NoSpace`; the caller removes what was written. A failed fsync is never retried (I9).
     """
     with announced(staged.place):
-        return _write(staged, plan, slots, node)
+        return _write(staged, plan, slots, node, schedule or Schedule(plan.bytes))
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def announced(place: Place) -> Iterator[None]:
         _writing.remove(place)
 
 
-def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -> Receipt:
+def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str, schedule: Schedule) -> Receipt:
     files: list[FileEntry] = []
     for asset in plan.assets:
         blob = asset.blob
@@ -79,7 +79,7 @@ def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -
         staged.put(blob.name, data)
         files.append(FileEntry(blob.name, len(data), 0, digest(data)))
     extents: dict[str, dict[str, list[Extent]]] = {}
-    for file, written in _write_files(staged, plan, slots):
+    for file, written in _write_files(staged, plan, slots, schedule):
         header = file.layout.header
         files.append(FileEntry(file.layout.name, file.layout.bytes, len(header), digest(header)))
         for tensor, extent in written:
@@ -90,17 +90,19 @@ def _write(staged: StagedCheckpoint, plan: WritePlan, slots: Slots, node: str) -
     return receipt
 
 
-def _write_files(staged: StagedCheckpoint, plan: WritePlan, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+def _write_files(
+    staged: StagedCheckpoint, plan: WritePlan, slots: Slots, schedule: Schedule
+) -> list[tuple[PlannedFile, _Extents]]:
     extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
     written: list[tuple[PlannedFile, _Extents]] = []
     digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
-    with ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way) as pool:
+    with WriteThreads(schedule) as threads:
         try:
             for file in plan.files:
                 content = FileBytes(file, slots, extent_bytes)
                 created = staged.create(file.layout.name, file.layout.bytes)
-                running.append(_start(Sink(created, digesting), file, content, pool))
+                running.append(_start(Sink(created, digesting), file, content, threads))
                 if len(running) == FILES_MAX:
                     written.append(_settle(running))
             while running:
@@ -110,10 +112,16 @@ def _write_files(staged: StagedCheckpoint, plan: WritePlan, slots: Slots) -> lis
     return written
 
 
-def _start(sink: Sink, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
-    alignment = sink.writer.alignment
-    jobs = [pool.submit(write_window, sink, content, window, alignment) for window in content.windows()]
-    return _Running(file, sink.writer, jobs)
+def _start(sink: Sink, file: PlannedFile, content: FileBytes, threads: WriteThreads) -> _Running:
+    return _Running(file, sink.writer, submit(sink, content, threads))
+
+
+def submit(sink: Sink, content: FileBytes, threads: WriteThreads) -> list[Future[_Extents]]:
+    """Have all windows written."""
+    return [
+        threads.submit(content.size(window), write_window, sink, content, window, sink.writer.alignment)
+        for window in content.windows()
+    ]
 
 
 def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:

@@ -21,6 +21,7 @@ from holdfast_service.control.control import Control
 from holdfast_service.daemon.checking.node_checks import WrittenSpan
 from holdfast_service.daemon.saving.save_metrics import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
+from holdfast_service.daemon.writing.write_threads import Schedule
 from holdfast_service.wings.cluster.exchange.fetching import Peer
 from holdfast_service.wings.cluster.exchange.server import ExchangeServer
 from holdfast_service.wings.cluster.rendezvous import Rendezvous
@@ -59,12 +60,11 @@ class ShareWritten(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A durable share, and its duration in seconds."""
+    """A durable share, and what was measured, in seconds."""
 
     place: Place
     receipt: bytes
-    write_s: float
-    fsync_s: float
+    measured: dict[str, float]
 
 
 class ShareWriter:
@@ -100,7 +100,7 @@ class ShareWriter:
         written = self._write(seen, self._node, share, slots, is_over)
         self._patiently(lambda: self._rendezvous.deliver(seen.id, written.receipt), is_over)
         log.info("%s@%s attempt %s: planned in %.3f s", *written.place[:3], planned - began)
-        return ShareWritten(share, {"write_s": written.write_s, "fsync_s": written.fsync_s})
+        return ShareWritten(share, written.measured)
 
     def write_for(self, seen: JointRound, node: str, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> None:
         """Write another node's share of a sealed round, which it cannot write itself, with bytes from its slots."""
@@ -116,16 +116,20 @@ class ShareWriter:
         peers = Peers(seen, self._node, self._exchange.secrets(), is_over, lambda: self._rendezvous.rounds(seen.id))
         ranks = next(one.ranks for one in seen.parts if one.node == node)
         what = NodeShare(share.shares, share.block_bytes, ranks)
+        size = sum(one.end - one.begin for one in share.shares)
+        schedule = Schedule(size, self._history.disk.bytes_per_second)
         try:
             with self._history.writing():
-                receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), what, self._node)
+                receipt = write_share(timed, plan, SlotSources(slots, peers.bring, is_over), what, self._node, schedule)
         finally:
             peers.close()
-        took_s, size = time.monotonic() - began, sum(one.end - one.begin for one in share.shares)
+        took_s = time.monotonic() - began
         self._history.disk.wrote(size, took_s)
         text = "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, %d bytes came from others"
         log.info(text, *place[:3], size, plan.bytes, took_s, peers.bytes_brought)
-        return _Written(place, encode_receipt(receipt), took_s, timed.seconds)
+        return _Written(
+            place, encode_receipt(receipt), {"write_s": took_s, "fsync_s": timed.seconds, "raised_s": schedule.raised_s}
+        )
 
     def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
         """Retry until the catalog answers: sealed slots and written files wait."""

@@ -21,8 +21,8 @@ from holdfast_formats.staging.blocks import Share
 from holdfast_formats.staging.plan import PlannedAsset, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_ranges import SlotRange, slot_ranges
 from holdfast_service.daemon.writing.gathering import FileBytes, FilePart, Slots, tensors_in
-from holdfast_service.daemon.writing.priority import give_way
-from holdfast_service.daemon.writing.writer import CORES_A_DIGEST, WORKERS, Sink, announced, write_window
+from holdfast_service.daemon.writing.write_threads import Schedule, WriteThreads
+from holdfast_service.daemon.writing.writer import CORES_A_DIGEST, Sink, announced, submit
 from holdfast_service.storage import StagedCheckpoint
 
 Bring = Callable[[Sequence[SlotRange], Mapping[int, memoryview]], None]
@@ -48,7 +48,14 @@ class SlotSources(NamedTuple):
     is_over: Callable[[], bool] = lambda: False
 
 
-def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
+def write_share(
+    staged: StagedCheckpoint,
+    plan: WritePlan,
+    sources: SlotSources,
+    share: NodeShare,
+    node: str,
+    schedule: Schedule | None = None,
+) -> Receipt:
     """Stage a node's share and the assets of its ranks, and make their bytes durable; their names become durable with the
     commit. It may be another node's share. When this raises, nothing of it is written any more.
 
@@ -59,8 +66,9 @@ def write_share(staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources,
         assets = [asset for asset in plan.assets if asset.rank in share.ranks]
         slots = _with_assets(sources, assets)
         files = [_put_asset(staged, asset, slots) for asset in assets]
+        schedule = schedule or Schedule(sum(one.end - one.begin for one in share.shares))
         extents: dict[str, dict[str, list[Extent]]] = {}
-        for tensor, extent in _write_shares(staged, plan, sources, share):
+        for tensor, extent in _write_shares(staged, plan, sources, share, schedule):
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
     return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
@@ -95,11 +103,11 @@ def _put_asset(staged: StagedCheckpoint, asset: PlannedAsset, slots: Slots) -> F
 
 
 def _write_shares(
-    staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare
+    staged: StagedCheckpoint, plan: WritePlan, sources: SlotSources, share: NodeShare, schedule: Schedule
 ) -> Iterator[tuple[PlannedTensor, Extent]]:
     digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way))
+        threads = stack.enter_context(WriteThreads(schedule))
         ahead = stack.enter_context(_Ahead(plan, sources, share))
         for file_number, of_file in groupby(share.shares, key=lambda one: one.file):
             file = plan.files[file_number]
@@ -110,13 +118,12 @@ def _write_shares(
                     raise RoundAborted("the round has ended on another node")
                 with ahead.next(one) as slots:
                     content = FileBytes(file, slots, plan.extent_bytes, FilePart(one.begin, one.end, share.block_bytes))
-                    yield from _write_all(Sink(writer, digesting), content, pool)
+                    yield from _write_all(Sink(writer, digesting), content, threads)
             writer.finish()
 
 
-def _write_all(sink: Sink, content: FileBytes, pool: ThreadPoolExecutor) -> _Written:
-    alignment = sink.writer.alignment
-    jobs = [pool.submit(write_window, sink, content, window, alignment) for window in content.windows()]
+def _write_all(sink: Sink, content: FileBytes, threads: WriteThreads) -> _Written:
+    jobs = submit(sink, content, threads)
     try:
         return [pair for job in jobs for pair in job.result()]
     finally:
