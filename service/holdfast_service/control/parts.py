@@ -51,6 +51,7 @@ class RecordParts:
         )
         self.attempts = nodes.attempts(self.records)
         self.events = Events(catalog.database, catalog.node or "node", utc_now, self.record_queue.enqueue)
+        catalog.told.subscribe(self.events.heard)
         self.rounds = Rounds(catalog.rounds, self.record_queue, utc_now)
         self.statistics = StatisticsStore(catalog.database)
         self.health = HealthRecords(self.records, self.statistics, self.events)

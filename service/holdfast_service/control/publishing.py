@@ -93,5 +93,6 @@ class Publishing:
             known = None
         if known != bodies.as_committed(checkpoint):
             self._catalog.record_checkpoint(checkpoint, roots.stamp(self._store, run, step))
-            replicas.removed(self._catalog.database, run, step)
+            with self._catalog.database.write() as session:
+                replicas.removed(session, run, step)
         self._rotation.replaced.listed(run, step)

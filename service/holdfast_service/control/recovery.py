@@ -11,7 +11,6 @@ from holdfast_formats.naming import Place
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.checkpoints import roots
-from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.parts import CheckpointParts
 from holdfast_service.storage import Store
@@ -72,23 +71,27 @@ class Recovery:
         )
 
     def reconcile(self) -> list[roots.Unreadable]:
-        """List the checkpoints of the directories; returns the unreadable ones."""
+        """List the checkpoints of the directories, once what was deleted is forgotten: it is no loss. Returns the unreadable
+        ones.
+        """
+        self._finish(self._trash.recover)
         return roots.reconcile(self._store, self._catalog, absences=self._absences)
 
     def _returned(self) -> None:
         """The catalog answers for the first time or again: it may be an older one, another one, or an empty one."""
-        with missing.told(self._catalog, self._events):
-            self._follow()
-            try:
-                self._renaming.recover()
-                self._trash.recover()
-            except CatalogUnavailable:
-                raise
-            except CheckpointError as error:  # the next start tries again
-                log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
-            for run in roots.runs(self._store.files):
-                if self._store.replaced(run):  # an earlier daemon has not come to let go of it
-                    self._rotation.due(run)
+        self._follow()
+        self._finish(self._renaming.recover)
+        for run in roots.runs(self._store.files):
+            if self._store.replaced(run):  # an earlier daemon has not come to let go of it
+                self._rotation.due(run)
+
+    def _finish(self, interrupted: Callable[[], None]) -> None:
+        try:
+            interrupted()
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:  # the next start tries again
+            log.error("cannot finish interrupted deletions and renames of runs: %s", error.detail)
 
     def _follow(self) -> None:
         database, rebuilt = self._catalog.database, None

@@ -19,7 +19,6 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.roots import NegativeCache
 from holdfast_service.control.database.visible import limited_to
-from holdfast_service.control.findings import missing
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.control.signals import Signal
@@ -125,14 +124,12 @@ class RootWatch:
         self._unlisted = {run: steps - listed.get(run, {}).keys() for run, steps in steps_by_run.items()}
 
     def relist(self, run: str) -> None:
-        """Update the catalog from the run's directory, and report checkpoints that are gone without having been removed."""
+        """Update the catalog from the run's directory, and record what is gone without having been removed."""
         with limited_to(ALL), self._rotation.deciding(run):
             before = set(self._catalog.stamps(run))
             for problem in roots.list_run(self._store, self._catalog, run, self._absences):
                 log.error("cannot read %s@%s: %s", run, problem.step, problem.error.detail)
             after = set(self._catalog.stamps(run))
-            for step in sorted(before - after):  # before another thread decides about the run
-                log.error("%s: %s", run, missing.tell(self._events, run, step))
         if new := [CheckpointId(run, step) for step in sorted(after - before)]:
             self.unread.publish(new)
 

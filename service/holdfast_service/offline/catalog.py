@@ -17,13 +17,12 @@ from holdfast_service import config
 from holdfast_service.control.access import audit
 from holdfast_service.control.catalog import recovery
 from holdfast_service.control.catalog.attempts import make_one
-from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.cluster_schema import NodeRow
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.engines import address
-from holdfast_service.control.findings import missing
 from holdfast_service.control.nodes import LEASE_S
+from holdfast_service.control.retention import run_trash
 from holdfast_service.offline.opened_root import opened, whereabouts
 from holdfast_service.storage import RootStorage, Store
 from holdfast_service.storage.identity import known, settle
@@ -51,7 +50,7 @@ def _made(act: str, storage: RootStorage, settings: config.Config) -> BaseModel:
         _refuse_living(url, place.label)
     root_id = settle(storage.records, whereabouts(place), shared, leave=act == "adopt").mark.id
     who = ownership.Root(root_id, place.label, root, settings.node)
-    opened = recovery.open_catalog(url)
+    opened = recovery.open_catalog(url, settings.node)
     try:
         if act == "adopt":
             before = ownership.adopt(opened.catalog, who, utc_now())
@@ -60,8 +59,8 @@ def _made(act: str, storage: RootStorage, settings: config.Config) -> BaseModel:
             audit.offline(opened.catalog.database, settings.node, "catalog-adopted", target=place.label)
             return CatalogAdoption(catalog=opened.catalog.database.url, root=place.label, before=before)
         ownership.claim(store, opened.catalog, who, utc_now())
-        with missing.told(opened.catalog, Events(opened.catalog.database, settings.node, utc_now)):
-            result = consistency.rebuild(store, opened.catalog, writers=(), now=utc_now())
+        run_trash.forget_deleted(storage.records, opened.catalog)
+        result = consistency.rebuild(store, opened.catalog, writers=(), now=utc_now())
         audit.offline(opened.catalog.database, settings.node, "catalog-rebuilt")
     finally:
         opened.catalog.close()

@@ -24,7 +24,7 @@ from holdfast_service.control.access import audit
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.control import Control
-from holdfast_service.control.findings import missing
+from holdfast_service.control.retention import run_trash
 from holdfast_service.daemon.copying.progress import Printed, Progress, Quiet
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.offline.opened_root import opened, whereabouts
@@ -89,12 +89,12 @@ def _decided(place: RootPlace, listed: bool) -> Iterator[tuple[Control, Catalog]
     with opened(place, default_node()) as storage:
         if place.bucket is not None:
             settle(storage.records, whereabouts(place))
-        catalog = Catalog.open(f"sqlite:///{place.directory / naming.CATALOG}")
+        catalog = Catalog.open(f"sqlite:///{place.directory / naming.CATALOG}", default_node())
         try:
             control = Control(storage, catalog)
             if listed:
-                with missing.told(catalog, control.events):
-                    roots.reconcile(storage.store, catalog)
+                run_trash.forget_deleted(storage.records, catalog)
+                roots.reconcile(storage.store, catalog)
             yield control, catalog
             control.close()
         finally:

@@ -13,7 +13,6 @@ from holdfast_formats.rest.jobs import CompareJob, VerifyJob
 from holdfast_formats.rest.operations import Job
 from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.checkpoints import consistency, roots
-from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobKind, JobRunner, Progress
 from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, compare
@@ -38,8 +37,8 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
         return workers.checks.verify(wanted.run, wanted.step, progress)
 
     def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
-        with missing.told(catalog, control.events):
-            return consistency.rebuild(workers.control.store, catalog, {node, *control.writers()}, utc_now()).model_dump()
+        control.trash.recover()
+        return consistency.rebuild(workers.control.store, catalog, {node, *control.writers()}, utc_now()).model_dump()
 
     comparison = Comparison(workers)
     kinds = {

@@ -199,5 +199,5 @@ def test_a_step_that_is_saved_anew_is_not_taken_for_the_one_before(tier: MemoryT
     newer = bodies.describe(a_manifest("a", 2, attempt=5))
     catalog.forget_checkpoint("a", 2)
     catalog.record_checkpoint(newer, "new")
-    catalog.relist("a", gone={2: look[2]}, found=[(bodies.describe(a_manifest("a", 2)), None)], stamps={})
+    catalog.relist("a", gone={2: look[2]}, found=[(bodies.describe(a_manifest("a", 2)), None)], stamps={}, at=NOW)
     assert catalog.checkpoint("a", 2) == newer

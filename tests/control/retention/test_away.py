@@ -4,6 +4,7 @@ it is refused, and nothing was changed. No restart is needed either way.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ import pytest
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.rest.runs import RunChange
-from holdfast_service.control.catalog import record_queue, run_settings
+from holdfast_service.control.catalog import losses, record_queue, run_settings
 from holdfast_service.control.checkpoints import consistency
 from holdfast_service.control.database import engines
 from holdfast_service.control.retention import rotation
@@ -22,6 +23,7 @@ from tests.control.published import mark_verified
 from tests.control.retention.test_run_trash import Root, opened
 from tests.daemon.saver_world import RUN
 from tests.daemons import wait_until
+from tests.kit.commands import call
 
 NEW = "another-name"
 
@@ -71,6 +73,25 @@ def test_a_deleted_run_whose_entry_is_removed_for_good(root: Root, at: Path) -> 
         root.trash.delete(RUN)
         assert root.trash.empty(RUN) and not root.trash.entries()
     assert not root.listed() and agrees(root)
+
+
+@pytest.mark.parametrize("how", ["start", "rebuild"])
+def test_a_run_that_is_deleted_before_the_daemon_is_killed_is_no_loss(at: Path, tmp_path: Path, how: str) -> None:
+    """The catalog never heard of it: the trash says that it was deleted, to the next daemon and to an offline rebuild."""
+    with opened(at) as root:
+        wait_until(lambda: root.control.record_queue.recorded(60))
+        with locked(at):
+            root.trash.delete(RUN)
+            shutil.copytree(at, tmp_path / "killed")
+    killed = tmp_path / "killed"
+    if how == "rebuild":
+        url = f"sqlite:///{killed / 'catalog.sqlite'}"
+        for act in ("adopt", "rebuild"):
+            done = call("catalog", act, "--root", str(killed / "root"), "--catalog", url)
+            assert done.exit_code == 0, done.output
+    with opened(killed) as root:
+        assert not root.listed() and not root.control.events.after(0, 9, RUN, losses.KIND)
+        assert root.trash.undelete(RUN).run == RUN and root.stands()
 
 
 def test_a_run_that_was_launched_and_deleted_meanwhile(root: Root, at: Path) -> None:

@@ -67,7 +67,8 @@ def test_a_copy_that_is_restored_stays_meanwhile(world: CopiesWorld, tmp_path: P
     world.control.watch.relist(RUN)
     world.copy()
     assert world.states(5) == {"far": "present"} and far(tmp_path, 5).exists()
-    removed(world.catalog.database, RUN, 5, requested=True)
+    with world.catalog.database.write() as session:
+        removed(session, RUN, 5, requested=True)
     world.copy()
     assert world.states(5) == {"far": "gone"} and far(tmp_path, 5).exists()
     world.control.readers.release(RUN, 5, "attempt 1")

@@ -6,6 +6,7 @@ ordered.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Life
 from holdfast_formats.rest.search import SearchHit
-from holdfast_service.control.catalog import lineage_records, listing, search, statistics, stored_life
+from holdfast_service.control.catalog import lineage_records, listing, losses, search, statistics, stored_life
 from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import EVERYTHING, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
@@ -28,6 +29,9 @@ from holdfast_service.control.catalog.search import Labels, SearchQuery
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.run_rows import lock_run
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RunRow
+from holdfast_service.control.signals import Signal
+
+log = logging.getLogger(__name__)
 
 ANY_FILES = "*"  # a verified checkpoint of which it is not known as which files it was read back
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
@@ -55,6 +59,7 @@ class Catalog:
     def __init__(self, database: Database, node: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`node` writes the rounds that end here; `clock` sees time pass between commits."""
         self.database, self.node = database, node
+        self.told: Signal[[str, int]] = Signal()  # so many events of a kind were recorded
         self._read, self._write = database.read, database.write
         self.rounds = RoundRecords(database, node)
         self._times = RunTimes(database.is_shared, clock)
@@ -186,19 +191,22 @@ class Catalog:
         gone: Mapping[int, str | None],
         found: Sequence[tuple[bodies.CheckpointInfo, str | None]],
         stamps: Mapping[int, str | None],
+        at: str,
+        is_known: bool = True,
     ) -> None:
-        """In one transaction: delist `gone`, list what was `found`, and record the `stamps` of unchanged checkpoints.
+        """In one transaction: delist `gone`, list what was `found`, record the `stamps` of unchanged checkpoints, and as
+        lost, at the time `at`, those that were not removed through Holdfast (`losses`).
 
         `gone` comes with the stamps that were listed: what has been saved again since then stays, and so does what another
         process has listed meanwhile.
         """
         with self._write(hasty=True) as session:
             row = lock_run(session, run)
-            listed = select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run)
-            there: dict[int, str | None] = {step: stamp for step, stamp in session.execute(listed)}
-            for step in [step for step, stamp in gone.items() if step in there and there[step] == stamp]:
+            before = losses.listed(session, run)
+            ended = [step for step, stamp in gone.items() if step in before and before[step].stamp == stamp]
+            for step in ended:
                 _forget(session, run, step)
-                del there[step]
+            there = before.keys() - {*ended}
             new = [(checkpoint, stamp) for checkpoint, stamp in found if checkpoint.step not in there]
             if new:
                 row.raise_attempt(max(checkpoint.attempt for checkpoint, _ in new))
@@ -207,6 +215,12 @@ class Catalog:
             for step, stamp in stamps.items():
                 session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
             lineage_records.settle(session, run)
+            lost = losses.lost(before, ended, [checkpoint.step for checkpoint, _ in new], is_known)
+            losses.record(session, run, lost, self.node or "node", at)
+        for step in lost:
+            log.error("%s: %s", run, losses.text(step))
+        if lost:
+            self.told.publish(losses.KIND, len(lost))
 
     def forget_checkpoint(self, run: str, step: int) -> None:
         """Delist a checkpoint; idempotent. Its replicas' rows stay."""

@@ -77,6 +77,11 @@ class Events:
         except CheckpointError as error:
             log.error("cannot record the event %r of %s@%s: %s", kind, run, step, error.detail)
 
+    def heard(self, kind: str, count: int) -> None:
+        """So many events of a kind were recorded with what they are about (`append`): wake their waiters."""
+        self.counts[kind] += count
+        self._notify(added=count)
+
     def enqueue(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         """As `add`, without waiting for the catalog."""
         at = self._now()
@@ -98,10 +103,8 @@ class Events:
         """As `add`, for an event of that time; raises `CatalogUnavailable`."""
         assert kind in EVENTS, kind
         with self._database.write() as session:
-            _in_turn(session)
-            self._insert(session, self._row(kind, text, run, step, at=at or self._now(), level=level, detail=detail))
-        self.counts[kind] += 1
-        self._notify(added=1)
+            append(session, self._row(kind, text, run, step, at=at or self._now(), level=level, detail=detail))
+        self.heard(kind, 1)
 
     def record_once(self, kind: str, text: str, run: str, step: int, **detail: Any) -> bool:
         """Record an event unless one of this kind with the same details exists, perhaps from another node; True if it was
@@ -113,35 +116,12 @@ class Events:
             alike = select(EventRow).where(EventRow.kind == kind, EventRow.run == run, EventRow.step == step)
             if any(row.detail == detail for row in session.scalars(alike)):
                 return False
-            self._insert(session, self._row(kind, text, run, step, at=self._now(), level="info", detail=detail))
-        self.counts[kind] += 1
-        self._notify(added=1)
+            append(session, self._row(kind, text, run, step, at=self._now(), level="info", detail=detail))
+        self.heard(kind, 1)
         return True
 
     def _row(self, kind: str, text: str, run: str | None, step: int | None, **more: Any) -> EventRow:
         return EventRow(kind=kind, text=text, run=run, step=step, node=self._node, **more)
-
-    def _insert(self, session: Session, event_row: EventRow) -> None:
-        session.add(event_row)
-        session.flush()
-        self._trim(session, event_row.id)
-
-    def _trim(self, session: Session, newest: int) -> None:
-        """Remove the oldest events of the most frequent kinds, now and then. Ids have gaps, so rows are counted."""
-        if newest % TRIM_EVERY != 0:
-            return
-        asked = select(EventRow.run, EventRow.kind, func.count()).group_by(EventRow.run, EventRow.kind)
-        counts = {(run, kind): int(count) for run, kind, count in session.execute(asked)}
-        forgotten: dict[str, int] = {}
-        for (run, kind), count in evictions(counts, sum(counts.values()) - EVENTS_MAX).items():
-            alike = (EventRow.run == run, EventRow.kind == kind)  # without a run: IS NULL
-            last = session.scalar(select(EventRow.id).where(*alike).order_by(EventRow.id).offset(count - 1).limit(1))
-            if last is not None:
-                session.execute(delete(EventRow).where(*alike, EventRow.id <= last))
-                forgotten[run or ""] = max(last, forgotten.get(run or "", 0))
-        for of, number in forgotten.items():
-            before = session.get(ForgottenEventsRow, of)
-            session.merge(ForgottenEventsRow(run=of, newest=max(number, 0 if before is None else before.newest)))
 
     def skip_lost_ids(self) -> None:
         """At the start, skip ids that clients may have seen before a power cut undid them."""
@@ -214,6 +194,33 @@ class Events:
             listeners = list(self._listeners)
         for heard in listeners:
             heard()
+
+
+def append(session: Session, row: EventRow) -> None:
+    """Record an event in this transaction, as the last of what it locks."""
+    assert row.kind in EVENTS, row.kind
+    _in_turn(session)
+    session.add(row)
+    session.flush()
+    _trim(session, row.id)
+
+
+def _trim(session: Session, newest: int) -> None:
+    """Remove the oldest events of the most frequent kinds, now and then. Ids have gaps, so rows are counted."""
+    if newest % TRIM_EVERY != 0:
+        return
+    asked = select(EventRow.run, EventRow.kind, func.count()).group_by(EventRow.run, EventRow.kind)
+    counts = {(run, kind): int(count) for run, kind, count in session.execute(asked)}
+    forgotten: dict[str, int] = {}
+    for (run, kind), count in evictions(counts, sum(counts.values()) - EVENTS_MAX).items():
+        alike = (EventRow.run == run, EventRow.kind == kind)  # without a run: IS NULL
+        last = session.scalar(select(EventRow.id).where(*alike).order_by(EventRow.id).offset(count - 1).limit(1))
+        if last is not None:
+            session.execute(delete(EventRow).where(*alike, EventRow.id <= last))
+            forgotten[run or ""] = max(last, forgotten.get(run or "", 0))
+    for of, number in forgotten.items():
+        before = session.get(ForgottenEventsRow, of)
+        session.merge(ForgottenEventsRow(run=of, newest=max(number, 0 if before is None else before.newest)))
 
 
 def _in_turn(session: Session) -> None:

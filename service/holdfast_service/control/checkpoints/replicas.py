@@ -31,6 +31,7 @@ from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
+from holdfast_service.control.catalog import losses
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -465,19 +466,16 @@ def listed(database: Database, run: str, step: int) -> list[Replica]:
         return [Replica.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
 
 
-def removed(
-    database: Database, run: str, step: int, requested: bool = False, kept_in: Collection[str] = frozenset()
-) -> None:
-    """A checkpoint was removed: mark its copies for removal when their replicas are reachable, but those `kept_in` tiers,
-    and another root's checkpoints of this step.
+def removed(session: Session, run: str, step: int, requested: bool = False, kept_in: Collection[str] = frozenset()) -> None:
+    """A checkpoint is removed or replaced: mark its copies for removal when their replicas are reachable, but those
+    `kept_in` tiers, and another root's checkpoints of this step.
     """
     wanted = select(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step, ReplicaRow.tier.not_in(kept_in))
-    with database.write() as session:
-        for row in session.scalars(wanted):
-            if row.state == "copying" and (row.problem or {}).get("code") in _NOT_OURS:
-                session.delete(row)
-            else:
-                row.state, row.requested = "gone", requested
+    for row in session.scalars(wanted):
+        if row.state == "copying" and (row.problem or {}).get("code") in _NOT_OURS:
+            session.delete(row)
+        else:
+            row.state, row.requested = "gone", requested
 
 
 def returned(database: Database, run: str, steps: Sequence[int]) -> None:
@@ -485,6 +483,7 @@ def returned(database: Database, run: str, steps: Sequence[int]) -> None:
     gone = (ReplicaRow.run == run, ReplicaRow.step.in_(steps), ReplicaRow.state == "gone", ReplicaRow.heir.is_(None))
     with database.write() as session:
         session.execute(update(ReplicaRow).where(*gone).values(state="present", requested=False))
+        losses.stays(session, run, steps)
 
 
 def _forget_deleted(session: Session, run: str) -> None:

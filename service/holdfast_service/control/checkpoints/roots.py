@@ -14,6 +14,7 @@ from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, N
 from holdfast_formats.files import Files
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.access import ALL
+from holdfast_formats.timestamps import utc_now
 from holdfast_service.control.catalog import run_settings
 from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
@@ -54,6 +55,14 @@ class NegativeCache:
             since = {step: known.get(step, now) for step in missing}
             self._since |= {(run, step): at for step, at in since.items()}
         return {step for step, at in since.items() if now - at >= self.patience_s}
+
+
+class _Comparison(NamedTuple):
+    """How the catalog is compared with the directories."""
+
+    absences: NegativeCache
+    thorough: bool = False
+    is_known: bool = False  # that the catalog is not an older one, which lists what was removed since
 
 
 def runs(tier: Files) -> list[str]:
@@ -111,29 +120,30 @@ def reconcile(
     """Update the catalog from the directories; return what is on disk but cannot be listed.
 
     Found checkpoints become listed, unverified; unchanged ones keep their state; missing ones are delisted. Unreadable ones
-    stay listed, or become listed, as damaged: nothing vanishes silently. A known run stays known without a directory: its
-    attempt numbers still fence off older writers (I6). COMMIT and manifest with unchanged stamps are not read again unless
-    this is `thorough`. With `absences`, missing steps are gone only when those say so.
+    stay listed, or become listed, as damaged, and what was not removed through Holdfast and is newer than all that stand is
+    recorded as lost: nothing vanishes silently. A known run stays known without a directory: its attempt numbers still fence
+    off older writers (I6). COMMIT and manifest with unchanged stamps are not read again unless this is `thorough`. With
+    `absences`, missing steps are gone only when those say so.
 
     All runs are read, whatever request is the reason: to a token that sees a few, all others would look new.
     """
     with limited_to(ALL):
-        return _reconcile(store, catalog, thorough, absences or NegativeCache())
+        return _reconcile(store, catalog, _Comparison(absences or NegativeCache(), thorough))
 
 
-def _reconcile(store: Store, catalog: Catalog, thorough: bool, absences: NegativeCache) -> list[Unreadable]:
+def _reconcile(store: Store, catalog: Catalog, how: _Comparison) -> list[Unreadable]:
     problems: list[Unreadable] = []
     known, on_disk = catalog.known_runs(), runs(store.files)
     for run in on_disk:
-        problems += _reconcile_run(store, catalog, run, known.get(run), absences, thorough)
+        problems += _reconcile_run(store, catalog, run, known.get(run), how)
     settings = run_settings.known(catalog)
     for run in on_disk:
         if (said := settings_of(store.files, run)) is not None and said != settings.get(run, RunSettings()):
             run_settings.note(catalog, run, said)
     for run in known.keys() - set(on_disk):
         if listed := catalog.stamps(run):  # also of a run that had its first checkpoint since it was looked for
-            gone = absences.gone(run, listed.keys() - set(store.steps(run)))
-            catalog.relist(run, gone={step: listed[step] for step in gone}, found=[], stamps={})
+            gone = how.absences.gone(run, listed.keys() - set(store.steps(run)))
+            catalog.relist(run, {step: listed[step] for step in gone}, [], {}, utc_now(), how.is_known)
     return problems
 
 
@@ -164,9 +174,7 @@ def unlisted(store: Store, catalog: Catalog) -> list[tuple[str, int]]:
     return pairs
 
 
-def _reconcile_run(
-    store: Store, catalog: Catalog, run: str, known: KnownRun | None, absences: NegativeCache, thorough: bool
-) -> list[Unreadable]:
+def _reconcile_run(store: Store, catalog: Catalog, run: str, known: KnownRun | None, how: _Comparison) -> list[Unreadable]:
     problems: list[Unreadable] = []
     keep_last = known.keep_last if known is not None else None
     try:
@@ -176,13 +184,13 @@ def _reconcile_run(
         problems.append(Unreadable(run, None, error))
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
-    return problems + _relist(store, catalog, run, absences, thorough)
+    return problems + _relist(store, catalog, run, how)
 
 
 def list_run(store: Store, catalog: Catalog, run: str, absences: NegativeCache | None = None) -> list[Unreadable]:
-    """As `reconcile`, for one run."""
-    absences = absences or NegativeCache()
-    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), absences, thorough=False)
+    """As `reconcile`, for one run, in a catalog that has heard of every removal: all others are recorded as losses."""
+    how = _Comparison(absences or NegativeCache(), is_known=True)
+    problems = _reconcile_run(store, catalog, run, catalog.known_runs().get(run), how)
     if (said := settings_of(store.files, run)) is not None:
         run_settings.note(catalog, run, said)
     return problems
@@ -205,16 +213,16 @@ def look(store: Store, run: str, listed: Mapping[int, str | None], thorough: boo
     return ProbeResult(stands, [step for step in steps if step not in stands], stamps)
 
 
-def _relist(store: Store, catalog: Catalog, run: str, absences: NegativeCache, thorough: bool) -> list[Unreadable]:
+def _relist(store: Store, catalog: Catalog, run: str, how: _Comparison) -> list[Unreadable]:
     """List the checkpoints of the run's directory, reading the changed ones."""
     problems: list[Unreadable] = []
     before = catalog.stamps(run)
-    stands, unread, stamps = look(store, run, before, thorough)
+    stands, unread, stamps = look(store, run, before, how.thorough)
     listed = {checkpoint.step: checkpoint for checkpoint in all_checkpoints(catalog, run)} if before and unread else {}
     listed_now: list[tuple[bodies.CheckpointInfo, str | None]] = []
     again: dict[int, str | None] = {}
     damaged: list[tuple[bodies.CheckpointInfo, Damaged]] = []
-    described = {} if thorough else store.described(run, unread)
+    described = {} if how.thorough else store.described(run, unread)
     for step in unread:
         try:
             stated = described.get(step) or bodies.describe(load_manifest(store.files, run, step))
@@ -237,10 +245,10 @@ def _relist(store: Store, catalog: Catalog, run: str, absences: NegativeCache, t
     kept = stands | again.keys() | {checkpoint.step for checkpoint, _ in damaged}
     # Also one that is found again as another: what was found out of the one before does not hold for this one.
     replaced = {checkpoint.step for checkpoint, _ in listed_now}
-    missing = absences.gone(run, before.keys() - kept - replaced)
+    missing = how.absences.gone(run, before.keys() - kept - replaced)
     gone = {step: before[step] for step in before if step in replaced or step in missing}
     if gone or listed_now or again:
-        catalog.relist(run, gone, listed_now, again)
+        catalog.relist(run, gone, listed_now, again, utc_now(), how.is_known)
     for checkpoint, damage in damaged:
         _list_damaged(catalog, checkpoint, damage, before)
     for step in _removed(

@@ -27,6 +27,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog import losses
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, run_files
@@ -297,10 +298,7 @@ class Rotation:
                         raise InUse(f"{run}@{step} is being read")
                     self.guards.refuse_foreign(run, step)
                     self._still_deciding()  # this process may have stood still for as long as the lock lasts
-                    # First: to copy it again costs less than a copy that is left.
-                    kept_in = () if why == "request" else self._tiers.names
-                    replicas.removed(self._catalog.database, run, step, why == "request", kept_in)
-                    trashed[step] = self._taken_away(run, step)
+                    trashed[step] = self._taken_away(run, step, why == "request")
                 except NoSuchCheckpoint:
                     log.info("%s@%s was already gone", run, step)
                 except Conflict as error:
@@ -320,10 +318,13 @@ class Rotation:
                 self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, level, why=why)
         return trashed
 
-    def _taken_away(self, run: str, step: int) -> str:
+    def _taken_away(self, run: str, step: int, requested: bool) -> str:
         """Its path in the trash. Renamed back where this process was suspended just before: the checkpoint may be in use by
         now.
         """
+        with self._catalog.database.write() as session:  # first: to copy it again costs less than a copy that is left
+            losses.leaves(session, run, step)
+            replicas.removed(session, run, step, requested, () if requested else self._tiers.names)
         path = removal.discard(self._store, run, step)
         try:
             self._still_deciding()

@@ -23,7 +23,8 @@ from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.runs import Trash, TrashedRun
 from holdfast_formats.timestamps import later, seconds_of, utc_now
-from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog import attempts
+from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import replicas, roots
@@ -159,7 +160,7 @@ class RunTrash:
         """
         entry_found = self._find(naming.check_run(run), entry)
         with self._rotation.deciding(run):
-            note = self._note(f"{naming.RUN_TRASH}/{entry_found.entry}")
+            note = _note(self._records, f"{naming.RUN_TRASH}/{entry_found.entry}")
             is_its = note is not None and self._has_attempts_of(note)  # the catalog has not heard of the deletion yet
             run_removal.going_on(self._catalog, run)
             is_another = not is_its and (self._attempts.newest(run) > 0 or self._is_listed(run))
@@ -223,9 +224,8 @@ class RunTrash:
                 with self._rotation.deciding(run):  # no deletion is in progress now
                     if naming.DELETED_FILE in self._records.list(run):
                         self._settle(run)
-        names = filter(naming.parse_trash_entry, self._records.list(naming.RUN_TRASH))
-        for note in (*self._owed.values(), *(self._note(f"{naming.RUN_TRASH}/{name}") for name in names)):
-            if note is not None and not self._records.list(note.run) and self._has_attempts_of(note):
+        for note in (*self._owed.values(), *_notes(self._records)):
+            if not self._records.list(note.run) and self._has_attempts_of(note):
                 with self._rotation.deciding(note.run):
                     if not self._records.list(note.run) and self._has_attempts_of(note):
                         self._forget(note.run)
@@ -244,11 +244,7 @@ class RunTrash:
         )
 
     def _has_attempts_of(self, note: _Note) -> bool:
-        """Whether the run's known attempts are the deleted run's, and not those of a later launch."""
-        known = self._attempts.known().get(note.run)
-        if known is None or known.attempt > note.attempt:
-            return False
-        return not known.launches if note.launch is None else note.launch in known.launches
+        return _is_of(note, self._attempts.known().get(note.run))
 
     def _moved(self, run: str) -> str:
         """Its name in the trash."""
@@ -276,7 +272,7 @@ class RunTrash:
 
     def _settle(self, run: str) -> None:
         """The run exists and is not deleted: keep its attempt numbers from being given out again."""
-        note = self._note(run)
+        note = _note(self._records, run)
         self._forgotten(run)
         if note is not None:
             self._attempts.saw(run, note.attempt)
@@ -324,7 +320,7 @@ class RunTrash:
     def _entry(self, name: str, ages: Ages | None) -> TrashedRun | None:
         if (trash_entry := naming.parse_trash_entry(name)) is None:
             return None
-        note = self._note(f"{naming.RUN_TRASH}/{name}")
+        note = _note(self._records, f"{naming.RUN_TRASH}/{name}")
         if note is None or note.run != trash_entry[0]:  # a foreign directory
             return None
         return self._told(name, note, ages)
@@ -340,14 +336,37 @@ class RunTrash:
         values = note.model_dump(exclude={"format", "launch"})
         return TrashedRun(entry=name, expires=expires, **values)
 
-    def _note(self, directory: str) -> _Note | None:
-        path = f"{directory}/{naming.DELETED_FILE}"
-        try:
-            data = read_bounded(self._records, path, NOTE_BYTES_MAX)
-            return None if data is None else _Note.model_validate_json(data)
-        except (ValidationError, CheckpointError) as error:
-            log.error("cannot read %s: %s", path, str(error)[:200])
-            return None
+
+def forget_deleted(records: Records, catalog: Catalog) -> None:
+    """Before a comparison by a program that is no daemon: forget the runs in the trash that the catalog lists still."""
+    declared = {**catalog.declared(), **(attempts.read(records, naming.ATTEMPTS) or {})}
+    for note in _notes(records):
+        if not records.list(note.run) and _is_of(note, declared.get(note.run)):
+            run_removal.forget(catalog, note.run)
+
+
+def _notes(records: Records) -> list[_Note]:
+    """Those of the runs in the trash."""
+    entries = [name for name in records.list(naming.RUN_TRASH) if naming.parse_trash_entry(name)]
+    found = (_note(records, f"{naming.RUN_TRASH}/{name}") for name in entries)
+    return [note for note in found if note is not None]
+
+
+def _note(records: Records, directory: str) -> _Note | None:
+    path = f"{directory}/{naming.DELETED_FILE}"
+    try:
+        data = read_bounded(records, path, NOTE_BYTES_MAX)
+        return None if data is None else _Note.model_validate_json(data)
+    except (ValidationError, CheckpointError) as error:
+        log.error("cannot read %s: %s", path, str(error)[:200])
+        return None
+
+
+def _is_of(note: _Note, known: RunAttempts | None) -> bool:
+    """Whether these attempts of a run are the deleted run's, and not those of a later launch."""
+    if known is None or known.attempt > note.attempt:
+        return False
+    return not known.launches if note.launch is None else note.launch in known.launches
 
 
 def _not_there(run: str) -> NoSuchResource:

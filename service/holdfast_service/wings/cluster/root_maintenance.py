@@ -12,7 +12,6 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.timestamps import span, utc_now
 from holdfast_service.control.checkpoints import removal, replicas, roots
 from holdfast_service.control.control import Control
-from holdfast_service.control.findings import missing
 from holdfast_service.control.jobs.staged import wanted_places
 from holdfast_service.control.nodes import deciding
 from holdfast_service.control.recovery import sweep
@@ -39,7 +38,7 @@ class RootMaintenance:
     def __init__(self, control: Control, cluster: Cluster) -> None:
         self._tier, self._store, self._catalog = control.records, control.store, control.catalog
         self._cluster, self._events, self._due = cluster, control.events, control.rotation.due
-        self._absences = control.absences
+        self._reconcile = control.recovery.reconcile
         self._looks, self._looked = control.storage.looks, Looked(float("-inf"), 0)
         self._disagreed: set[str] = set()  # runs of which another list stands in the catalog than in the root
         self._doubtful: dict[tuple[str, int], int] = {}  # steps that a lost node was saving: looks to go
@@ -83,9 +82,8 @@ class RootMaintenance:
         """
         disagreed = {run for run in runs if not roots.agrees(self._store, self._catalog, run)}
         if disagreed & self._disagreed:
-            with missing.told(self._catalog, self._events):
-                for run, step, problem in roots.reconcile(self._store, self._catalog, absences=self._absences):
-                    log.error("cannot read %s@%s: %s", run, step, problem.detail)
+            for run, step, problem in self._reconcile():
+                log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self._disagreed = disagreed
 
     def _end_saves(self) -> None:
@@ -115,7 +113,8 @@ class RootMaintenance:
             return False  # this node may still see the old one
         log.warning("%s@%s was replaced by a node that is now lost", run, step)
         self._catalog.record_checkpoint(stated, roots.stamp(self._store, run, step))
-        replicas.removed(self._catalog.database, run, step)
+        with self._catalog.database.write() as session:
+            replicas.removed(session, run, step)
         return True
 
     def _note_lost_nodes(self) -> None:
