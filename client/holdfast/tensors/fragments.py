@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, NamedTuple, TypeGuard
@@ -88,13 +89,6 @@ def _is_sum(distance: int, terms: Sequence[_Term]) -> bool:
     high = min(first.high, (distance - least) // first.bytes)
     return any(_is_sum(distance - times * first.bytes, rest) for times in range(low, high + 1))
 
-
-if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor
-
-    _DTENSOR: tuple[type, ...] = (DTensor,)
-else:
-    _DTENSOR = ()
 
 DESCRIBED_MAX = 4  # parts of a list whose places its placement names
 
@@ -337,7 +331,9 @@ Storable = OneTensor | FragmentList
 
 
 def is_dtensor(value: object) -> bool:
-    return isinstance(value, _DTENSOR)
+    """There is none before its module is imported, which takes half a second: a restart without one does not wait for it."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(value, getattr(known, "DTensor", ()))
 
 
 def is_sharded(value: object) -> bool:

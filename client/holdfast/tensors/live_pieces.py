@@ -27,9 +27,6 @@ from holdfast.tensors.torch_dtypes import check_storable, element_shape, packing
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box, Shape, whole
 
-if torch.distributed.is_available():
-    from torch.distributed.tensor import Replicate, Shard
-
 LAYOUTS_REMEMBERED = 1024
 
 Run = tuple[int, int]  # global indices [start, stop) along one dimension
@@ -57,7 +54,7 @@ def mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dic
 def is_alone(value: Any) -> bool:
     """Whether a DTensor's mesh has every rank, and shards it along every dimension of more than one rank."""
     sizes = tuple(int(n) for n in value.device_mesh.shape)
-    cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
+    cut = all(n == 1 or not placement.is_replicate() for n, placement in zip(sizes, value.placements, strict=True))
     return cut and prod(sizes) == torch.distributed.get_world_size()
 
 
@@ -125,10 +122,10 @@ def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tupl
 
 
 def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) -> Split | None:
-    if isinstance(placement, Replicate):
+    if placement.is_replicate():
         return None
     factor = getattr(placement, "split_factor", None)  # of _StridedShard only; since torch 2.13 that is not a Shard
-    if factor is None and not isinstance(placement, Shard):
+    if factor is None and not placement.is_shard():
         raise InvalidRequest(
             f"tensor {name!r} has the placement {placement!r}: its value is not reduced yet",
             hint="redistribute it to Shard or Replicate before you add it to the state",

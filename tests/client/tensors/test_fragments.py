@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from math import prod
@@ -160,3 +162,16 @@ def test_an_optimizer_must_hold_the_tensor_of_which_the_parts_are_views():
         with pytest.raises(InvalidRequest, match=r"optim: w: .* not all views of it") as refused:
             FragmentList(halves, "w").check_held(parameter, "optim: w")
         assert "held=" in refused.value.hint
+
+
+def test_a_program_without_dtensors_does_not_import_them() -> None:
+    """Nor torch's compiler, which making an optimizer imports: each costs a restart most of a second."""
+    code = """if True:
+        import sys, torch
+        before = set(sys.modules)
+        from holdfast import Checkpointer
+        from holdfast.tensors.fragments import is_dtensor
+        assert not is_dtensor(torch.ones(1))
+        print(*{"torch.distributed.tensor", "torch._dynamo", "sympy"} & (set(sys.modules) - before))
+    """
+    assert not subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

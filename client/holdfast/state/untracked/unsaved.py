@@ -5,6 +5,7 @@ modules, tensors and optimizers, settings, non-persistent buffers, gradients bet
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,15 @@ from holdfast.tensors import json_values
 from holdfast.tensors.leaves import Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import CorruptManifest
 
-_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(0)])))
 KEY = "unsaved"  # reserved in the group `extra`
 LISTED_MAX = 20
 STORED_MAX = 1000
+
+
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """The attributes that torch gives each. To make one imports torch's compiler, which takes a second the first time."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(0)])))
 
 
 class Unsaved:
@@ -57,7 +63,7 @@ class Unsaved:
                     not isinstance(owner, torch.optim.Optimizer) or owner not in optimizer_wrappers.find(value).optimizers
                 )
                 but = (name for name, held in vars(owner).items() if is_number(held) or (around and is_object(held)))
-                self._attributes.record(path, owner, {*_OF_EVERY_OPTIMIZER, *but})
+                self._attributes.record(path, owner, {*_of_every_optimizer(), *but})
 
     def changes(self) -> Mapping[str, Any]:
         """What is left out now: values and names of attributes, names of buffers, and whether there are gradients."""
