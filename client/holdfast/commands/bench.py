@@ -1,7 +1,8 @@
-"""`holdfast bench`: measure this machine and estimate how long saves and restores take."""
+"""`holdfast bench`: measure this machine and estimate how long saves and restores take, or what a restart takes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,15 +10,20 @@ import typer
 from rich.text import Text
 
 from holdfast.config import DEFAULT_ROOT
-from holdfast.terminal import console
+from holdfast.terminal import console, restart_times
 from holdfast.terminal.machine_limits import Expectation, Limits, expect, measure
 from holdfast.terminal.options import AnyRoot, AsJson
+from holdfast.terminal.restart_times import Restart
 from holdfast_files.objects.address import BucketAddress
 from holdfast_files.objects.traffic import aws_usd
 from holdfast_formats.errors import InvalidRequest
 
+MACHINE, RESTART = "machine", "restart"
 SIZES = (2**30, 16 * 2**30, 128 * 2**30)
 
+What = Annotated[
+    str, typer.Argument(metavar="[machine|restart]", help="The machine's limits, or a trainer's restart after a failure.")
+]
 SizeMiB = Annotated[int, typer.Option("--size-mib", metavar="MIB", min=8, help="Size of the test file in MiB.")]
 StateGiB = Annotated[
     float | None,
@@ -27,12 +33,24 @@ StateGiB = Annotated[
 ]
 
 
-def bench(root: AnyRoot = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
+def bench(
+    what: What = MACHINE,
+    root: AnyRoot = None,
+    size_mib: SizeMiB = 1024,
+    state_gib: StateGiB = None,
+    as_json: AsJson = False,
+) -> None:
     """Measure this machine: memory, digests and the disk. Estimates how long saves and restores take here.
 
     Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds. Of a bucket it
-    also measures processor time and requests.
+    also measures processor time and requests. `restart` kills a trainer with a state of --size-mib and starts it again,
+    with its daemon and without, three times each, which takes about a minute.
     """
+    if what not in (MACHINE, RESTART):
+        raise typer.BadParameter(f"{what} is not one of: {MACHINE}, {RESTART}")
+    if what == RESTART:
+        _bench_restart(root, size_mib, state_gib, as_json)
+        return
     if root is not None and root.bucket is not None:
         _bench_bucket(root.bucket, size_mib, state_gib, as_json)
         return
@@ -72,6 +90,49 @@ def _bench_bucket(place: BucketAddress, size_mib: int, state_gib: float | None, 
     size = console.human_bytes(limits.bytes)
     price = f"{aws_usd(limits.requests):.5f} USD at AWS's prices"
     console.out().print(Text(f"requests to write and read {size} once: {asked}; {price}"))
+
+
+def _bench_restart(root: AnyRoot, size_mib: int, state_gib: float | None, as_json: bool) -> None:
+    if state_gib is not None or (root is not None and root.bucket is not None):
+        raise typer.BadParameter("restart measures a directory, with a state of --size-mib")
+    size = size_mib * 2**20
+    with console.reporting(as_json):
+        directory = _directory(None if root is None else root.directory)
+        with console.err().status("measuring") as status:
+
+            def show(step: str) -> None:
+                if not as_json:
+                    status.update(step)
+
+            found = restart_times.measure(directory, size, show)
+            limits = measure(directory, size, show)
+    least = [size / limits.copy, size / limits.read]
+    if as_json:
+        starts = [
+            {"after": after, **one._asdict(), "own": one.own, "limit": limit}
+            for limit, (after, one) in zip(least, found.items(), strict=True)
+        ]
+        console.print_json({"directory": str(directory), "bytes": size, "starts": starts})
+    else:
+        _print_restarts(size, found, least)
+
+
+def _print_restarts(size: int, found: Mapping[str, Restart], least: Sequence[float]) -> None:
+    seconds = ("TORCH", "HOLDFAST", "RESTORE", "LIMIT", "NEXT SAVE")
+    table = console.table("AFTER", "BYTES FROM", *seconds, right=seconds)
+    for limit, (after, one) in zip(least, found.items(), strict=True):
+        times = (one.torch, one.holdfast, one.restore, limit, one.save)
+        table.add_row(after, one.source, *(console.human_seconds(s) for s in times))
+    out = console.out()
+    out.print(table)
+    out.print(
+        Text(
+            f"A state of {console.human_bytes(size)}. TORCH: python and torch start. HOLDFAST: it is imported. RESTORE: "
+            "daemon found or started, step chosen, bytes checked and in place. LIMIT: the same bytes copied in memory, or "
+            "read from the disk. NEXT SAVE: training stood still.",
+            "dim",
+        )
+    )
 
 
 def _directory(root: Path | None) -> Path:
