@@ -116,3 +116,19 @@ def test_what_was_not_begun_is_cancelled_at_the_end(hands: Hands) -> None:
         left = threads.submit(1, nice)
         left.add_done_callback(lambda _: release.set())
     assert left.cancelled()
+
+
+def test_none_stays_where_the_process_gets_no_more(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the limit of processes of a container: the save fails, and takes no thread from the next one."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == WORKERS + 1:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start"), WriteThreads(Schedule(SIZE, SIZE, hands)):
+        pass
+    assert len(started) == WORKERS + 1 and not any(one.is_alive() for one in started)

@@ -73,8 +73,12 @@ class WriteThreads:
         ]
 
     def __enter__(self) -> WriteThreads:
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the process may have no more: those that it got would stay for good
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +89,8 @@ class WriteThreads:
         for job in left:
             job.future.cancel()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def submit(self, size: int, act: Callable[..., T], *given: Any) -> Future[T]:
         """Call `act` in one of the threads, which writes `size` bytes of the save."""
