@@ -187,17 +187,13 @@ def _converted(
     from holdfast_formats.rest.jobs import ConvertArguments, ExportJob
     from holdfast_formats.rest.offline import DirectoryConversion
 
-    if isinstance(source, DirectorySource):
+    if not isinstance(source, HttpSource):
         terms = arguments.model_dump(exclude={"model_only"})
-        conversion = ConvertArguments(source=str(source.path), kind="holdfast", **terms)
+        at = str(source.path) if isinstance(source, DirectorySource) else reader.source.label
+        conversion = ConvertArguments(source=at, kind="holdfast", **terms)
         with console.told("exporting", shown=not as_json) as on_bytes:
             done = service_jobs.offline(DirectoryConversion(arguments=conversion, progress=True), on_bytes)
         return {name: value for name, value in done.items() if name not in ("source", "written")}
-    if not isinstance(source, HttpSource):
-        raise InvalidRequest(
-            "--as needs the checkpoint on this machine, or its service",
-            hint="export it without --as, and pass that directory to `holdfast convert`",
-        )
     wanted = ExportJob(run=reader.manifest.run, step=reader.manifest.step, arguments=arguments)
     return finished(wanted, None, url, None if as_json else "exporting")
 

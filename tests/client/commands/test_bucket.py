@@ -71,7 +71,8 @@ def test_a_program(place: str) -> None:
 def test_what_a_bucket_cannot_do(place: str) -> None:
     """Each is refused by name, and none of it is asked of another service."""
     refused = {
-        ("export", f"{place}/{RUN}@500", "dest", "--as", "hf"): "--as needs the checkpoint on this machine",
+        ("convert", f"{place}/{RUN}", "dest", "--as", "hf"): "only checkpoints of Holdfast are converted",
+        ("convert", f"{place}/{RUN}@500", "dest", "--as", "hf", "--dry-run"): "without a dry run",
         ("show", f"{place}/{RUN}@latest-healthy"): "known only to a running service",
         ("show", f"{place}/{RUN}@500", "--root", "."): "cannot be combined",
         ("show", f"{place}/{RUN}"): "does not name a checkpoint",
@@ -82,6 +83,26 @@ def test_what_a_bucket_cannot_do(place: str) -> None:
         result = call(*command)
         assert result.exit_code == 2 and why in " ".join(result.output.replace("│", " ").split()), result.output
     assert not Path("dest").exists()
+
+
+def test_an_export_for_another_program(place: str, s3: TestBucket) -> None:
+    """It is made out of the bucket, in which nothing changes; also while a daemon has its lease. What is damaged or missing
+    leaves nothing.
+    """
+    s3.put(f"team/checkpoints/{naming.OWNER}", b"of another daemon")
+    before = s3.sizes()
+    done = call("export", f"{place}/{RUN}@latest", "hf", "--as", "hf", "--dtype", "fp32")
+    assert done.exit_code == 0 and "as hf" in done.output, done.output
+    found = load_file(next(Path("hf").glob("*.safetensors")))
+    held = llama.arrays()
+    assert set(found) == set(held) and all(np.array_equal(found[name], held[name]) for name in held)
+    assert s3.sizes() == before
+    assert call("export", f"{place}/{RUN}@501", "none", "--as", "hf").exit_code == 3
+    key = next(key for key in before if key.endswith(".safetensors"))
+    s3.put(key, bytes(before[key]))
+    damaged = call("export", f"{place}/{RUN}@500", "damaged", "--as", "hf")
+    assert damaged.exit_code == 5, damaged.output
+    assert [path.name for path in Path().iterdir()] == ["hf"]
 
 
 def test_what_is_no_root(s3: TestBucket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from holdfast_files.objects.address import is_address
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest
 from holdfast_formats.rest.jobs import ConvertArguments, ExportJob, ImportJob
@@ -16,6 +17,7 @@ from holdfast_service.wings.convert import converting, export_jobs, exporting
 from holdfast_service.wings.convert.export_jobs import Exporter, ExportWork
 from holdfast_service.wings.convert.foreign_export import check_terms
 from holdfast_service.wings.convert.import_jobs import Importer, foretold
+from holdfast_service.wings.convert.importing import OURS
 from holdfast_service.wings.convert.jobs import check_directory, check_idle, open_source
 
 
@@ -48,8 +50,10 @@ def foretell(root: Path, job: ImportJob) -> dict[str, Any]:
 
 
 def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
-    """Convert a directory, which a daemon may serve; the report. After a failure nothing is left."""
+    """Convert a directory or a checkpoint in a bucket, also a served one; the report. After a failure nothing is left."""
     check_local(wanted.to)
+    if is_address(wanted.source):
+        return _of_bucket(wanted, progress)
     check_directory(Path(wanted.source))
     source, target = Path(wanted.source).resolve(), Path(wanted.to).absolute()
     if target.resolve().is_relative_to(source):
@@ -63,6 +67,29 @@ def convert(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
             raise exporting.taken(wanted.to)
         return {**converting.report(conversion), "to": wanted.to, "dry_run": True}
     done = export_jobs.convert(conversion, ExportWork(_place(target), target.name, progress))
+    return {**done, "to": wanted.to}
+
+
+def _of_bucket(wanted: ConvertArguments, progress: Progress) -> dict[str, Any]:
+    """Export s3://BUCKET/PREFIX/RUN@STEP for another program; nothing is written there, and no lease is needed."""
+    from holdfast_files.objects import client  # which needs the extra s3
+    from holdfast_files.objects.object_files import ObjectFiles
+
+    root, _, which = wanted.source.rpartition("/")
+    run, _, step = which.rpartition("@")
+    if not step.isdecimal() or wanted.kind not in (None, OURS) or wanted.dry_run:
+        raise InvalidRequest(
+            "of a bucket, only checkpoints of Holdfast are converted, and without a dry run",
+            hint="write s3://BUCKET/PREFIX/RUN@STEP; or export it without --as, and convert that directory",
+        )
+    bucket, target = client.opened(root), Path(wanted.to).absolute()
+    exporting.check_name(target.name)
+    check_output_place(target)
+    try:
+        work = ExportWork(_place(target), target.name, progress)
+        done = export_jobs.converted(ObjectFiles(bucket), naming.checkpoint_path(run, int(step)), wanted, work)
+    finally:
+        bucket.close()
     return {**done, "to": wanted.to}
 
 
