@@ -217,7 +217,8 @@ def _serve(config: Config, serving: Served, stop: StopSignal, manager: ServiceMa
                 reason = f"{config.place.directory} is gone"
                 break
         log.info("%s: the daemon stops", reason)
-        until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten))
+        traffic = services.control.storage.traffic
+        until_stopped.enter_context(StopReport(manager, daemon.saver.unwritten, traffic))
 
 
 @contextmanager

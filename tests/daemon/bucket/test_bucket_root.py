@@ -33,10 +33,11 @@ from tests.kit.objects import (
     seaweedfs,
     seaweedfs_bucket,
 )
-from tests.kit.objects_proxy import SLOW_DOWN, faulty
+from tests.kit.objects_proxy import SLOW_DOWN, Fault, Stall, faulty
 
 __all__ = ["bucket", "bucket_server", "moto", "moto_bucket", "radosgw", "seaweedfs", "seaweedfs_bucket"]
 
+QUICK = Path(__file__).parents[2] / "kit" / "quick"
 RUN = "llama"
 
 
@@ -268,3 +269,32 @@ def test_files_are_read_by_urls_of_the_bucket(moto_bucket: TestBucket, tmp_path:
         assert plan["reads"] and set(plan["urls"]) == {read["file"] for read in plan["reads"]}
     log = daemon.log.read_text()
     assert "X-Amz-Signature" not in log and SECRET not in log
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, Stall()], ids=["refuses", "hangs"])
+def test_a_stop_does_not_wait_for_a_bucket_that_is_away(
+    fault: Fault, moto_bucket: TestBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends some time after the bucket's last answer, and leaves the save that is being written as a kill would: the next
+    daemon commits it out of the memory that its rank has kept.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(QUICK))
+    state = state_of(1)
+    with faulty(moto_bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        flags = ("--root", moto_bucket.url, "--state", str(tmp_path / "state"))
+        daemon = RunningDaemon(tmp_path / "state", *flags, listen="127.0.0.1:0")
+        with Checkpointer(RUN, state, at=str(daemon.socket)) as checkpointer:
+            checkpointer.save(1).result(180)
+            wait_until_read_back(daemon, RUN, 1)
+            proxy.choose = lambda request: fault
+            ticket = checkpointer.save(2, wait="staged")
+            wait_until(lambda: any(one.fault for one in proxy.seen if f"/{naming.DATA}/" in one.key))
+            assert daemon.stop() != 0
+            log = daemon.log.read_text()
+            assert "is left as by a kill" in log and "the bucket fails" in log and not ticket.done
+            proxy.clear()
+            with served(tmp_path / "state", moto_bucket.url):
+                ticket.result(180)
+        with holdfast.open(f"{moto_bucket.url}/{RUN}@2") as checkpoint:
+            assert torch.equal(torch.from_numpy(checkpoint.read("weight")), state["model"].weight.detach())

@@ -16,6 +16,7 @@ QUICK: dict[str, dict[str, float]] = {
     "holdfast_files.objects.sending": {"PAUSE_FIRST_S": 0.01, "PAUSE_MAX_S": 0.1},
     "holdfast_files.objects.client": {"SILENCE_S": 8.0, "ASSEMBLY_SILENCE_S": 8.0},
     "holdfast_service.storage.objects.conditional_puts": {"PAUSE_FIRST_S": 0.01, "PAUSE_MAX_S": 0.1},
+    "holdfast_service.wiring.stopping": {"STILL_S": 3.0},
     "holdfast_service.daemon.copying.replicas": {"RETRY_S": 0.1, "RETRY_MAX_S": 1.0, "SKIP_S": 3.0},
 }
 
