@@ -102,8 +102,8 @@ class CheckpointParts(RecordParts):
             catalog,
             record_queue,
             self.findings,
+            attempts,
             asks=storage.looks.at_files,
-            elsewhere=attempts.elsewhere,
         )
         self.empty_runs = EmptyRuns(records, catalog, attempts, files, events)
         self.trash = trash = RunTrash(

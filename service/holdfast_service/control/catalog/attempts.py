@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_files.opened import read_bounded
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
-from holdfast_formats.lineage import Elsewhere, Rewind, Way, line
+from holdfast_formats.lineage import Elsewhere, PlacedCheckpoint, Rewind, Way, line
 from holdfast_formats.rest.measurements import Life
+from holdfast_service.control.catalog.lineage_records import ListedCheckpoint
 from holdfast_service.control.catalog.stored_life import StoredLife
 from holdfast_service.storage import Records
 
@@ -31,6 +32,7 @@ _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attem
 _Attempt = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 _Step = Annotated[int, Field(strict=True, ge=-1, le=2**63 - 1)]
+_Rewind = tuple[_Number, _Number, _Step]
 
 Ask = Callable[[Callable[[], "int | None"]], "int | None"]  # runs a query, and may give up
 
@@ -43,6 +45,7 @@ class RunAttempts(BaseModel):
     saved. `speakers` are, by `attempt.rank`, the checkpointer that speaks for a rank; `worlds`, by attempt, the number of
     ranks. `life` is the state of the newest attempt's ranks, `since` the time at which they finished or died. `others` are
     the attempts of other roots' launches, and `other_way` the rewinds to the newest of their lines, as found in tiers.
+    `copies` are, by `attempt.step`, what launches restore and only replicas had: its attempt, turn and rewinds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,7 +59,8 @@ class RunAttempts(BaseModel):
     life: StoredLife | None = None
     since: str | None = None
     others: tuple[_Number, ...] = ()
-    other_way: tuple[tuple[_Number, _Number, _Step], ...] = ()
+    other_way: tuple[_Rewind, ...] = ()
+    copies: dict[str, tuple[_Number, _Number, tuple[_Rewind, ...]]] = {}
 
     @property
     def elsewhere(self) -> Elsewhere:
@@ -106,6 +110,10 @@ class RunAttempts(BaseModel):
         launches = dict(list({**self.launches, launch: attempt}.items())[-LAUNCHES_MAX:])
         return self.model_copy(update={"attempt": max(self.attempt, attempt), "launches": launches, "owed": tuple(owed)})
 
+    def continued(self, attempt: int, copy: PlacedCheckpoint) -> RunAttempts:
+        known = {**self.copies, f"{attempt}.{copy.step}": (copy.attempt, copy.turn, tuple(map(tuple, copy.rewinds)))}
+        return self.model_copy(update={"copies": dict(list(known.items())[-ANSWERS_MAX:])})
+
     def answered(self, key: str, step: int | None) -> RunAttempts:
         return self.model_copy(update={"answers": dict(list({**self.answers, key: step}.items())[-ANSWERS_MAX:])})
 
@@ -122,6 +130,7 @@ class RunAttempts(BaseModel):
             since=self.since,
             others=self.others,
             other_way=self.other_way,
+            copies=self.copies,
         )
 
 
@@ -310,6 +319,17 @@ class Attempts:
                 return stored
             self._store({run: self._of(run).answered(f"{attempt}.{turn}", step)})
             return step
+
+    def continues(self, run: str, attempt: int, copy: PlacedCheckpoint) -> None:
+        """Store, durably, what a launch restores that only a replica has: what it saves continues from there."""
+        with self._writing:
+            self._store({run: self._of(run).continued(attempt, copy)})
+
+    def continued(self, run: str, attempt: int, step: int) -> ListedCheckpoint | None:
+        """What a launch has restored that only a replica had."""
+        with self._lock:
+            found = self._runs.get(run, RunAttempts()).copies.get(f"{attempt}.{step}")
+        return None if found is None else ListedCheckpoint(step, *found[:2], [Rewind(*one) for one in found[2]])
 
     def merge(self, by_run: Mapping[str, RunAttempts]) -> None:
         """Add the attempts found in the catalog or the directories; the record is complete from here on."""

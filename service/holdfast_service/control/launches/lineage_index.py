@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from holdfast_files.opened import read_placement
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk.manifests import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
-from holdfast_formats.lineage import NOWHERE, Elsewhere, Intent, Key, Way
+from holdfast_formats.lineage import Intent, Key, Way
 from holdfast_service.control.catalog import lineage_records
+from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.lineage_records import ListedCheckpoint
 from holdfast_service.control.catalog.record_queue import RecordQueue
@@ -38,18 +39,16 @@ class LineageIndex:
         catalog: Catalog,
         record_queue: RecordQueue,
         findings: Findings,
+        attempts: Attempts,
         *,
         asks: bool = True,
-        elsewhere: Callable[[str], Elsewhere] = lambda run: NOWHERE,
     ) -> None:
-        """Unless it `asks`, a save of a new step does not wait for the storage, which may be far away: publishing asks.
-        `elsewhere` returns what other roots have made of a run.
-        """
-        self._asks, self._other_roots = asks, elsewhere
+        """Unless it `asks`, a save of a new step does not wait for the storage, which may be far away: publishing asks."""
+        self._asks, self._attempts = asks, attempts
         self._store, self._catalog, self._record_queue, self._findings = store, catalog, record_queue, findings
         self._lock = threading.Lock()
         self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
-        self._copies: dict[tuple[str, int], Manifest | None] = {}  # of restored checkpoints that the root lacks
+        self._copies: dict[tuple[str, int], Manifest] = {}  # of restored checkpoints that the root lacks
         self.copy_wanted: Signal[[str, int, list[Manifest]]] = Signal()  # a run's step; subscribers add that of a replica's
         self._begun: dict[str, Key] = {}
 
@@ -68,8 +67,11 @@ class LineageIndex:
         self.copy_wanted.publish(run, step, found)
         return found[0] if found else None
 
-    def restored(self, copy: Manifest) -> None:
-        """A launch restores this checkpoint, which only a replica has: what it saves continues from there."""
+    def restored(self, copy: Manifest, attempt: int) -> None:
+        """A launch restores this checkpoint, which only a replica has: what it saves continues from there, also after a
+        restart of the daemon, and no save waits for the replica.
+        """
+        self._attempts.continues(copy.run, attempt, copy)
         with self._lock:
             self._copies[copy.run, copy.step] = copy
 
@@ -118,7 +120,7 @@ class LineageIndex:
     def leaves(self, manifest: Manifest) -> bool:
         """Whether this checkpoint, which is elsewhere, does not lead to the present state, here or of another root."""
         here = lineage.way([*self._there(manifest.run), manifest])
-        living = max(here, self._other_roots(manifest.run).way, key=lineage.line)
+        living = max(here, self._attempts.elsewhere(manifest.run).way, key=lineage.line)
         return bool(living) and not lineage.is_on(living, manifest)
 
     def rewinds(self, run: str) -> Way:
@@ -132,13 +134,14 @@ class LineageIndex:
         at = next((number for number, placed in enumerate(steps) if placed.step == step), None)
         if at is not None and not roots.stands(self._store.files, run, step):
             steps[at] = steps[at]._replace(sound=False)
+        elsewhere = self._attempts.elsewhere(run)
         try:
-            return lineage_records.place(steps, run, (step, attempt), intent, self._other_roots(run))
+            return lineage_records.place(steps, run, (step, attempt), intent, elsewhere)
         except AlreadyCommitted:  # unless an existing one is damaged or unhealthy: only this needs SQL
             if at is None:
                 raise
             steps[at] = self._judged(run, steps[at])
-            return lineage_records.place(steps, run, (step, attempt), intent, self._other_roots(run))
+            return lineage_records.place(steps, run, (step, attempt), intent, elsewhere)
 
     def _elsewhere(
         self, run: str, attempt: int, restored: int | None, steps: Sequence[ListedCheckpoint]
@@ -146,14 +149,8 @@ class LineageIndex:
         """What a launch continues from, if only a replica has it, until the launch has a checkpoint of its own."""
         if restored is None or any(restored == c.step or attempt == c.attempt for c in steps):
             return []
-        if (run, restored) not in self._copies:  # an earlier daemon knew
-            copy = self.copy(run, restored)
-            with self._lock:
-                self._copies[run, restored] = copy
-        copy = self._copies[run, restored]
-        if copy is None:
-            return []
-        return [ListedCheckpoint(copy.step, copy.attempt, copy.turn, copy.rewinds, groups=copy.groups)]
+        copy = self._attempts.continued(run, attempt, restored)
+        return [] if copy is None else [copy]
 
     def _judged(self, run: str, listed_checkpoint: ListedCheckpoint) -> ListedCheckpoint:
         """With the catalog's facts about a checkpoint; without the catalog it counts as good."""

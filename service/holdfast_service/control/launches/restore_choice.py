@@ -158,7 +158,7 @@ class RestoreSelector:
         if known:
             return answer
         if copy is not None and self.copies.hold(copy, f"attempt {attempt}", RESTORE_MAX_S):
-            self._lineage_index.restored(copy)
+            self._lineage_index.restored(copy, attempt)
             step: int | None = copy.step
         else:
             step = self._from_root(asked)
