@@ -157,6 +157,17 @@ def test_old_checkpoints_are_made_smaller(root: BucketWorld, policy: dict[str, o
     assert sum(root.bucket.sizes().values()) < before
 
 
+@pytest.mark.parametrize("left", ["data/", "commits/", ""])
+def test_what_was_removed_by_hand_is_copied_back(root: BucketWorld, left: str) -> None:
+    """All objects of a step, or only those below data/ or its commit object: it is again what it was."""
+    before = root.files(10)
+    gone = [key for key in root.bucket.sizes() if "step-00000010" in key and not (left and f"/{left}" in key)]
+    assert gone
+    root.bucket.delete(gone)
+    assert root.repairer.restore(RUN, 10)["repaired"]
+    assert root.files(10) == before and root.verified(10).step == 10
+
+
 @pytest.mark.parametrize("names", [("optim",), (naming.COMMIT,), (naming.MANIFEST, "model-", naming.STATE)])
 def test_damage_is_mended_from_a_replica(root: BucketWorld, names: tuple[str, ...]) -> None:
     """Files of other bytes, of which some are gone: each is again what it was, and the place before is gone."""

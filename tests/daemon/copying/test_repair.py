@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CorruptExtent, Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointsMissing, CorruptExtent, Damaged, NoSuchCheckpoint
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier
@@ -150,6 +151,17 @@ def test_both_are_damaged_and_the_catalog_knows_another(world: CopiesWorld) -> N
     (world.path() / naming.MANIFEST).unlink()
     assert world.repairer.repair(RUN, 5, found(world)) is None
     assert (world.path() / naming.COMMIT).read_bytes() == b""
+
+
+def test_what_a_replica_has_that_cannot_be_read_now_is_told(world: CopiesWorld) -> None:
+    """The root's copy was removed by hand: it is not unknown, and may be repaired once the replica can be reached."""
+    shutil.rmtree(world.path())
+    world.control.watch.relist(RUN)
+    away = Repairer(world.control, dict)
+    assert away.has_copy(RUN, 5)
+    with pytest.raises(CheckpointsMissing, match=r"step 5 of tiny is not in the root, .* far, which has it"):
+        away.restore(RUN, 5)
+    assert world.repairer.restore(RUN, 5)["repaired"] and world.path().exists()
 
 
 def test_what_is_gone_is_not_brought_back(world: CopiesWorld) -> None:

@@ -432,7 +432,10 @@ class RepairRecords:
             if data is not None:
                 self._storage.records.replace(path, data)
         manifest = commit.publish_copy(self._storage.store, place, encoded, commit_bytes)
-        self._catalog.record_checkpoint(bodies.describe(manifest))
+        stamp = roots.stamp(
+            self._storage.store, place.run, place.step
+        )  # else a comparison may take it for the one that was gone
+        self._catalog.record_checkpoint(bodies.describe(manifest), stamp)
         detail: dict[str, Any] = {"file": naming.COMMIT, "source": label}
         text = f"step {manifest.step} was gone, and was copied back from {label}"
         self._events.add("checkpoint-repaired", text, manifest.run, manifest.step, "warning", **detail)

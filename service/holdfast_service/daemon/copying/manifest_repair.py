@@ -1,7 +1,7 @@
 """Repairs COMMIT and manifest if one of them, or both, cannot be trusted.
 
 A pair from elsewhere is accepted only if something here confirms it: the manifest with that digest, the same COMMIT, or the
-catalog's record together with tensors that still exist here.
+catalog's record together with tensors that still exist here, if anything does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def trusted_pair(
         if commit == pair.commit or encoded == pair.encoded:
             return pair, label
         described = known is not None and bodies.as_committed(known) == bodies.as_committed(bodies.describe(pair.manifest))
-        if described and _proves_some(files, directory, pair):
+        if described and (not files.list(directory) or _proves_some(files, directory, pair)):
             return pair, label
     raise damage
 

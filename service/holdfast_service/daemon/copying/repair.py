@@ -85,8 +85,13 @@ class Repairer:
         return self.run(run, step, error).source
 
     def restore(self, run: str, step: int) -> dict[str, Any]:
-        """Repair what is damaged; the report. Raises remaining damage."""
-        outcome = self.run(run, step)
+        """Repair what is damaged; the report. Raises remaining damage, and `CheckpointsMissing` if no replica that has the
+        missing checkpoint can be read now.
+        """
+        try:
+            outcome = self.run(run, step)
+        except NoSuchCheckpoint as error:
+            raise self._control.restores.lost.unread(run, step) or error from None
         if outcome.left is not None:
             raise outcome.left
         return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
@@ -105,7 +110,9 @@ class Repairer:
         return self._mend(self._replicas()[name].store, CheckpointId(run, step), error, name)
 
     def has_copy(self, run: str, step: int) -> bool:
-        """Whether a replica has a checkpoint that was not removed."""
+        """Whether a replica has a checkpoint that was not removed, as far as is known or can be seen now."""
+        if step in self._control.restores.lost.recorded(run):
+            return True
         removed, directory = self._records.removed(run, step), naming.checkpoint_path(run, step)
         return any(name not in removed and one.records.list(directory) for name, one in self._replicas().items())
 
@@ -113,9 +120,12 @@ class Repairer:
         others: dict[str, Files] = {} if name is None else {PRIMARY: self._control.records}
         others |= {f"replica {other}": one.records for other, one in self._replicas().items() if other != name}
         with self._lock, self._control.readers.reading(*which):
-            if name is None and not (target.stamps(*which) or target.files.list(naming.checkpoint_path(*which))):
+            try:
+                outcome = mend(target, which, error, RepairCandidates(others, self._held, self._records.known(*which)))
+            except NoSuchCheckpoint:
+                if name is not None:
+                    raise
                 return bring_back(target, which, others, self._records)
-            outcome = mend(target, which, error, RepairCandidates(others, self._held, self._records.known(*which)))
         where = {} if name is None else {"replica": name}
         for mended in outcome.mended:
             self._records.repaired(*which, {**detail_of(mended), **where})
@@ -137,7 +147,7 @@ def mend(store: Store, which: CheckpointId, error: CheckpointError | None, elsew
         there = store.files.list(directory)
     except Damaged as unreadable:  # the commit object in a bucket
         return RepairOutcome((), unreadable)
-    if not there:
+    if not there and not store.stamps(*which):  # in a bucket, the commit object may stand without what it names
         raise NoSuchCheckpoint(
             f"{which[0]} has no checkpoint of step {which[1]}", hint=f"`holdfast ls {which[0]}` lists its checkpoints"
         )
