@@ -51,6 +51,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.lineage import Existing
 from holdfast_formats.staging.average import GROUP as EMA
 from holdfast_formats.staging.messages import Policy
+from holdfast_formats.timestamps import check_seconds
 
 from . import checkpointer_options as options
 from . import launch as launches
@@ -336,7 +337,7 @@ class Checkpointer:
             grace_s: How many seconds the process has from the signal on.
 
         Raises:
-            InvalidRequest: For signals that cannot be handled.
+            InvalidRequest: For signals that cannot be handled, and for NaN as `grace_s`.
             DaemonGone: If no daemon can be reached, through which several ranks agree.
 
         Example:
@@ -346,6 +347,7 @@ class Checkpointer:
             ...     if checkpointer.should_stop(step):
             ...         break
         """
+        check_seconds(grace_s, "grace_s")
         self._calls.refuse_if_closed()
         session = self._session
         if self._launch.world == 1:

@@ -28,6 +28,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.staging.messages import CopyAnswer
 from holdfast_formats.staging.wire import Outcome
+from holdfast_formats.timestamps import check_seconds
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ class SaveTicket:
 
         Raises:
             CheckpointError: The error of the save.
+            InvalidRequest: For a timeout that is NaN.
             NoSuchResource: At once, if the daemon has no such tier. It names those that it has.
             NoSuchCheckpoint: If the step was removed before it was copied to the tier.
             DeadlineExceeded: After `timeout` seconds, or if the daemon is silent for 10 s; it may still commit the step
@@ -154,6 +156,7 @@ class SaveTicket:
             >>> checkpointer.save(500).result(timeout=600)
             SaveResult(run='llama3-8b', step=500, attempt=1)
         """
+        check_seconds(timeout, "timeout")
         self._refuse_to_wait_for_oneself()
         began = time.monotonic()
         if tier is not None and not (self.done and self.error is not None):
@@ -202,12 +205,14 @@ class SaveTicket:
             Whether it is staged.
 
         Raises:
+            InvalidRequest: For a timeout that is NaN.
             DeadlineExceeded: If the daemon is silent for 10 s.
 
         Example:
             >>> ticket.wait_staged(timeout=30)
             True
         """
+        check_seconds(timeout, "timeout")
         self._refuse_to_wait_for_oneself()
         self._until(self._decided, timeout, None)
         return self.staged

@@ -6,6 +6,9 @@ In UTC and of one precision, texts compare as the times do.
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from math import isnan
+
+from .errors import InvalidRequest
 
 CLOCKS_APART_S = 5.0  # between machines, as usual; what is further ahead is the time of a clock that was set back
 
@@ -33,6 +36,12 @@ def read(text: str) -> datetime:
 def later(text: str, seconds: float) -> str:
     """The time so many seconds after another; before it if they are negative."""
     return write(read(text) + timedelta(seconds=seconds))
+
+
+def check_seconds(seconds: float | None, name: str) -> None:
+    """`InvalidRequest` for NaN as a number of seconds: no time is after it, so what waits for so long never ends."""
+    if seconds is not None and isnan(seconds):
+        raise InvalidRequest(f"{name} is not a number", hint="pass a number of seconds")
 
 
 def span(seconds: float) -> str:

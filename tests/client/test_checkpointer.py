@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import AF_UNIX, socket
@@ -521,3 +522,20 @@ def test_a_restore_logs_one_line(daemon: RunningDaemon, run: str, caplog: pytest
     [line] = [one for one in caplog.messages if one.startswith("restored ")]
     assert line.startswith(f"restored {run}@3: {report.bytes} bytes in {report.seconds:.3f} s, ")
     assert line.endswith(f" GB/s, from {report.source}")
+
+
+def test_a_limit_that_is_no_number_is_refused(daemon: RunningDaemon) -> None:
+    """No time is after NaN, so a wait of so many seconds would not end."""
+    nan = float("nan")
+    with Checkpointer("limits", {"x": torch.zeros(3)}, at=daemon.socket) as checkpointer:
+        ticket = checkpointer.save(1)
+        waits: tuple[Callable[[], object], ...] = (
+            lambda: ticket.result(nan),
+            lambda: ticket.wait_staged(nan),
+            lambda: checkpointer.on_preemption(grace_s=nan),
+            lambda: Api("http://127.0.0.1:9", timeout_s=nan),
+            lambda: Api("http://127.0.0.1:9").wait_job(1, nan),
+        )
+        for wait in waits:
+            with pytest.raises(InvalidRequest, match="is not a number"):
+                wait()

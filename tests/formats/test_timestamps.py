@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from holdfast_formats import timestamps
+from holdfast_formats.errors import InvalidRequest
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,11 @@ def test_now_is_between_two_looks_at_the_clock() -> None:
     text = timestamps.utc_now()
     assert before - timedelta(milliseconds=1) < timestamps.read(text) <= datetime.now(timezone.utc)
     assert len(text) == len("2030-01-01T00:00:00.000Z")
+
+
+def test_what_is_no_number_of_seconds_is_refused() -> None:
+    """NaN by its name; any number, without a limit too, is one."""
+    for seconds in (None, 0, -1.0, 1.5, float("inf")):
+        timestamps.check_seconds(seconds, "timeout")
+    with pytest.raises(InvalidRequest, match="timeout is not a number"):
+        timestamps.check_seconds(float("nan"), "timeout")

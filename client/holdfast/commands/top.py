@@ -18,6 +18,7 @@ from holdfast.terminal.tables import Table
 from holdfast_formats.errors import Unavailable
 from holdfast_formats.printable import visible
 from holdfast_formats.rest.measurements import RunSummary
+from holdfast_formats.timestamps import check_seconds
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8
@@ -43,6 +44,7 @@ def top(  # noqa: PLR0913 — one option each
 ) -> None:
     """Show how all runs are checkpointed. Runs that need attention come first."""
     with console.service(url, as_json) as api:
+        check_seconds(every, "--every")
 
         def look() -> list[RunSummary]:
             return list(summaries(api, prefix, "name" if by_name else "attention", runs, failed=bool(prefix)))

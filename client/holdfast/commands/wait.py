@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -24,7 +23,7 @@ from holdfast_formats.errors import (
     Unavailable,
     from_problem,
 )
-from holdfast_formats.rest import bodies
+from holdfast_formats.timestamps import check_seconds
 
 LOOK_S = 0.25
 TIMEOUT_S = 300.0
@@ -51,6 +50,7 @@ def wait(  # noqa: PLR0913 - each is an option
     again until the time is over. Exit status 6 if the time is over first, 5 if the checkpoint turns out damaged.
     """
     with console.reporting(as_json):
+        check_seconds(timeout, "--timeout")
         if tier == "":
             raise InvalidRequest("the tier has no name", hint="`holdfast nodes` lists the tiers of each daemon")
         if idle == (target is not None) or (idle and (committed or tier)) or (committed and tier):
@@ -74,9 +74,8 @@ class _Awaited:
         """Return when it exists; raises its damage, or `DeadlineExceeded`."""
         began = time.monotonic()
         if self._tier is not None:  # one that there is not is refused before anything is awaited
-            with suppress(NoSuchRun, NoSuchCheckpoint, Unavailable):
-                self._is_in(self._tier)
-        while (checkpoint := self._look()) is None:
+            self._copied()
+        while (state := self._look()) is None:
             if time.monotonic() - began >= timeout:
                 raise DeadlineExceeded(
                     f"after {timeout:.0f} s, {self._why}",
@@ -85,18 +84,18 @@ class _Awaited:
             time.sleep(LOOK_S)
         if as_json:
             seconds = round(time.monotonic() - began, 3)
-            console.print_json({"run": self._run, "step": self._step, "state": checkpoint.state, "seconds": seconds})
+            console.print_json({"run": self._run, "step": self._step, "state": state, "seconds": seconds})
         else:
-            copied = "" if self._tier is None else f", and was copied to {self._tier}"
-            console.out().print(f"{self._run}@{self._step} is {checkpoint.state}{copied}", markup=False, highlight=False)
+            to = "" if self._tier is None else f" to {self._tier}"
+            console.out().print(f"{self._run}@{self._step} is {state}{to}", markup=False, highlight=False)
 
-    def _look(self) -> bodies.CheckpointInfo | None:
-        """The checkpoint if it is the awaited one. An abandoned one is not: its step is saved again."""
+    def _look(self) -> str | None:
+        """The checkpoint's state if it is the awaited one. An abandoned one is not: its step is saved again."""
         try:
             checkpoint = self._api.checkpoint(self._run, self._step)
         except NotFound:
             self._why = f"{self._run}@{self._step} is not a checkpoint yet"
-            return None
+            return self._copied()  # the root may have removed it
         except Unavailable as away:
             self._why = away.detail
             return None
@@ -108,7 +107,16 @@ class _Awaited:
         if not (checkpoint.verified or self._committed):
             self._why = f"{self._run}@{self._step} is committed but not verified yet"
             return None
-        return checkpoint if self._tier is None or self._is_in(self._tier) else None
+        return checkpoint.state if self._tier is None else self._copied(committed=True)
+
+    def _copied(self, committed: bool = False) -> str | None:
+        """The state of a checkpoint that is in the tier. One that is not `committed` need not exist."""
+        try:
+            return "copied" if self._tier is not None and self._is_in(self._tier) else None
+        except (NoSuchRun, NoSuchCheckpoint):
+            if committed:
+                raise
+            return None
 
     def _is_in(self, tier: str) -> bool:
         """Whether the tier has a copy that was read back."""

@@ -23,6 +23,7 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceede
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.measurements import Difference, Layers, TensorStatistics
 from holdfast_formats.staging import messages
+from holdfast_formats.timestamps import check_seconds
 
 AGENT = "holdfast/1"  # the service's audit log distinguishes our client by it
 PAGE_ITEMS = 500
@@ -89,6 +90,7 @@ class Api(JobsApi):
     """
 
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
+        check_seconds(timeout_s, "timeout_s")
         self.url = url.rstrip("/")
         shown = config.stated_token() if token is None else config.check_token(token, "token=")
         own = OwnersToken(self.url) if shown is None else None

@@ -14,6 +14,7 @@ from holdfast.rest import bounded
 from holdfast_formats.errors import DeadlineExceeded, Unavailable
 from holdfast_formats.rest.jobs import JobRequest
 from holdfast_formats.rest.operations import Event, Gap, Job
+from holdfast_formats.timestamps import check_seconds
 
 POLL_S = 20.0
 QUIET_MAX_S = 60.0  # the service sends something every 15 s: a stream that is silent for longer is broken
@@ -73,6 +74,7 @@ class JobsApi:
 
     def wait_job(self: ApiConnection, job_id: int, timeout_s: float | None = None) -> Job:
         """Wait until the job has ended, and return it, whether it succeeded or not; `DeadlineExceeded` after `timeout_s`."""
+        check_seconds(timeout_s, "timeout_s")
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = POLL_S if until is None else until - time.monotonic()

@@ -11,7 +11,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from tests.checkpoints import build_root, flip
-from tests.daemons import running
+from tests.daemons import running, wait_until
 from tests.kit import commands
 from tests.serving import served
 
@@ -48,6 +48,9 @@ def test_nobody_there_and_nothing_asked() -> None:
     assert call().exit_code == 2
     assert call("--idle", "--tier", "far").exit_code == 2
     assert call("r@1", "--tier", "").exit_code == 2
+    for arguments in (("r@1", "--timeout", "nan"), ("--idle", "--timeout", "nan")):
+        refused = call(*arguments, "--url", "http://127.0.0.1:9")
+        assert (refused.exit_code, "--timeout" in refused.stderr) == (2, True)
     assert call("llama@1", "--idle").exit_code == 2 and call("--idle", "--committed").exit_code == 2
     assert call("llama", "--timeout", "0").exit_code == 2 and call("llama@latest", "--timeout", "0").exit_code == 2
 
@@ -78,3 +81,21 @@ def test_a_damaged_step_ends_it(tmp_path: Path) -> None:
     assert (ended.exit_code, "corrupt-extent" in ended.stderr) == (5, True)
     gone = call("tiny@1", "--timeout", "0.3", "--url", "http://127.0.0.1:9")
     assert (gone.exit_code, "deadline-exceeded" in gone.stderr) == (6, True)
+
+
+def test_waits_for_a_copy_that_the_root_has_removed(tmp_path: Path) -> None:
+    """What only the tier still has is there, and is told as that; what was never saved is awaited."""
+    root = tmp_path / "root"
+    with running(root, "--tier", f"far={tmp_path / 'far'}", listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        with Checkpointer("llama", {"x": torch.zeros(9)}, at=str(daemon.socket), keep_last=1) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, wait="durable")
+                assert (
+                    call(f"llama@{step}", "--tier", "far", "--url", daemon.url).stdout == f"llama@{step} is copied to far\n"
+                )
+        wait_until(lambda: [one.step for one in api.checkpoints("llama")] == [2])
+        ended = call("llama@1", "--tier", "far", "--timeout", "0", "--url", daemon.url)
+        assert (ended.exit_code, ended.stdout) == (0, "llama@1 is copied to far\n")
+        assert json.loads(call("llama@1", "--tier", "far", "--json", "--url", daemon.url).stdout)["state"] == "copied"
+        for arguments in (("llama@1",), ("llama@9", "--tier", "far"), ("other@1", "--tier", "far")):
+            assert call(*arguments, "--timeout", "0", "--url", daemon.url).exit_code == 6
