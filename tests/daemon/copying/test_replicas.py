@@ -161,6 +161,30 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     assert len(world.records.due("far")) == 1
 
 
+def test_a_copy_that_is_read_is_not_replaced_meanwhile(world: CopiesWorld, tmp_path: Path) -> None:
+    """Training went back to step 10 and has saved step 15 again, while a launch still restores the copy of the other line by
+    range: it reads all of it, and then the copy is replaced.
+    """
+    world.copy()
+    before = contents(far(tmp_path, 15))
+    world.control.readers.hold(RUN, 15, "attempt 1", 3600.0)
+    shutil.rmtree(world.path(15))
+    build(world.path(15), varied_arrays(seed=9), run=RUN, step=15)
+    made = load_manifest(world.tier, RUN, 15)
+    again = msgspec.structs.replace(made, created=utc_now(), attempt=2, turn=1, rewinds=(Rewind(2, 1, 10),))
+    encoded = manifests.encode(again)
+    (world.path(15) / naming.MANIFEST).write_bytes(encoded)
+    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(again, encoded))
+    world.control.recovery.recover()
+    world.control.findings.sound(RUN, 15)
+    world.copy()
+    assert contents(far(tmp_path, 15)) == before and not world.events("replica-failed")
+    world.control.readers.release(RUN, 15, "attempt 1")
+    world.replicators["far"].retry()
+    world.copy()
+    assert contents(far(tmp_path, 15)) == contents(world.path(15)) and world.states(15) == {"far": "present"}
+
+
 def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
     """A checkpoint from the future is copied once, and not for ever."""
     made = load_manifest(world.tier, RUN, 15)

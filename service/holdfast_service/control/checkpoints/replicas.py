@@ -64,7 +64,7 @@ class ReplicaRecords:
     ) -> None:
         """What the `readers` read is not removed from a replica either: it may be that copy."""
         self._root, self._catalog, self._database = root, catalog, catalog.database
-        self._attempts, self._readers = attempts, readers or Readers()
+        self._attempts, self.readers = attempts, readers or Readers()
         self._events = events
         self._probe = StorageProbe(root)
         self.lost = LostCopies(catalog.database, events)
@@ -218,7 +218,7 @@ class ReplicaRecords:
         """Remove a copy whose checkpoint was removed, in the order of I4. False if it stays, because every checkpoint that
         justified the removal is gone, or, for now, because it is being read.
         """
-        with self._readers.removing(run, step) as free:
+        with self.readers.removing(run, step) as free:
             return free and self._remove(name, store, run, step)
 
     def _remove(self, name: str, store: Store, run: str, step: int) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 from holdfast_files.opened import CommittedManifest, open_checkpoint, read_commit
 from holdfast_formats import lineage, naming
 from holdfast_formats.disk import manifests, thinning, verification
 from holdfast_formats.disk.manifests import Manifest
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NotFound, StateMismatch, StorageFailed
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, InUse, NotFound, StateMismatch, StorageFailed
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId, Place
 from holdfast_service.control.checkpoints.replicas import ReplicaRecords
@@ -105,7 +105,7 @@ class CopyPublisher:
                 return None
         try:
             self.publish(replica, pair, partial(self._stage, pair.manifest), over=True)
-        except Damaged:  # the source itself
+        except (Damaged, InUse):  # the source itself, or what is sound of the copy is being read
             return None
         self.settle(replica.store, (which.run,))
         self._records.lost.made_again(self._name, which)
@@ -127,8 +127,18 @@ class CopyPublisher:
             raise
 
     def _put(self, replica: RootStorage, place: Place, pair: CommittedManifest, over: bool = False) -> None:
+        """`InUse` for one that would replace a copy that is being read: a restore reads it file by file."""
         self._check_mine()
-        self._records.publish(replica, place, pair.encoded, pair.commit, over)
+        removing = self._records.readers.removing(place.run, place.step) if over else nullcontext(True)
+        with removing as free:
+            if not free:
+                raise _in_use(place.run, place.step)
+            self._records.publish(replica, place, pair.encoded, pair.commit, over)
+
+    def _refuse_read(self, manifest: Manifest) -> None:
+        """`InUse` before anything is staged that could not replace the copy yet."""
+        if manifest.step in self._records.readers.held(manifest.run):
+            raise _in_use(manifest.run, manifest.step)
 
     def _give_up(self, store: Store, place: Place) -> None:
         with suppress(CheckpointError):  # the next start sweeps what stays
@@ -143,6 +153,7 @@ class CopyPublisher:
         whole = open_checkpoint(replica.store.files, directory).manifest
         if not self._records.may_follow(self._name, replica.store.files, manifest, whole):
             return False
+        self._refuse_read(manifest)
         here, theirs = (verification.tensors_by_file(one) for one in (manifest, whole))
         names = {
             file.name for file in whole.files if file in manifest.files and here.get(file.name) == theirs.get(file.name)
@@ -153,8 +164,7 @@ class CopyPublisher:
         try:
             staged = stage_again(replica.store, place, proof, going)
             carry(self._source, directory, staged, rest, going)
-            self._check_mine()
-            self._records.publish(replica, place, pair.encoded, pair.commit, over=True)
+            self._put(replica, place, pair, over=True)
         finally:
             with suppress(CheckpointError):  # the next start sweeps what stays
                 replica.store.discard(place)
@@ -198,6 +208,7 @@ class CopyPublisher:
         if origins[0] == origins[1] and thinning.lost(other.manifest) < thinning.lost(manifest):
             return True
         if other.encoded != pair.encoded and _has_left(manifest, other.manifest):
+            self._refuse_read(manifest)
             self.publish(replica, pair, partial(self._stage, manifest), over=True)
             self.settle(replica.store, (manifest.run,))
         elif other.encoded != pair.encoded:
@@ -208,6 +219,10 @@ class CopyPublisher:
                 hint="the replica's copy is kept: remove it if you do not need it, or train under another run name",
             )
         return False
+
+
+def _in_use(run: str, step: int) -> InUse:
+    return InUse(f"the copy of {run}@{step} is being read", hint="nothing to do: it is replaced afterwards")
 
 
 def _has_left(manifest: Manifest, other: Manifest) -> bool:

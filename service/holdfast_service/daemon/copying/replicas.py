@@ -13,12 +13,7 @@ from contextlib import suppress
 
 from holdfast_files.opened import open_checkpoint
 from holdfast_formats import naming, timestamps
-from holdfast_formats.errors import (
-    CheckpointError,
-    Damaged,
-    NoSuchCheckpoint,
-    Unavailable,
-)
+from holdfast_formats.errors import CheckpointError, Damaged, InUse, NoSuchCheckpoint, Unavailable
 from holdfast_formats.files import Files
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
@@ -39,6 +34,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S, RETRY_MAX_S = 5.0, 30.0  # a failing replica is tried again after so long, doubled each time
 SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so long
+IN_USE_S = 30.0  # and one that would replace a copy that is being read
 LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
@@ -278,6 +274,10 @@ class Replicator:
                 log.info("%s@%s was removed before it was copied to replica %s", run, step, self.name)
                 self._skip(which)
                 return
+            if isinstance(error, InUse):
+                log.info("%s; replica %s follows %s@%s later", error.detail, self.name, run, step)
+                self._skip(which, IN_USE_S)
+                return
             if isinstance(error, Unavailable):  # the disk: of others on it nothing better is to be expected
                 self._records.failed(self.name, which, error, damaged=False)
                 raise
@@ -293,8 +293,8 @@ class Replicator:
         self.check(*stale)
         return True
 
-    def _skip(self, which: CheckpointId) -> None:
-        self._skipped[which] = time.monotonic() + SKIP_S
+    def _skip(self, which: CheckpointId, seconds: float = SKIP_S) -> None:
+        self._skipped[which] = time.monotonic() + seconds
 
     def _going(self) -> CopyControl:
         return CopyControl(self._pace, self._closed.is_set, self.progress.moved)
