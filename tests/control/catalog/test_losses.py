@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -110,8 +111,31 @@ def test_a_kill_at_any_transaction_leaves_no_loss_unrecorded(tmp_path: Path, tie
         assert 3 in missing.missing(control.catalog.database, RUN)
 
 
-def recorded(control: Control) -> list[int | None]:
-    return [event.step for event in control.events.after(0, 100, kind=missing.KIND)]
+@pytest.mark.parametrize("how", COMPARED)
+def test_what_is_removed_while_it_is_looked_at_is_a_loss(tmp_path: Path, tier: MemoryTier, how: str) -> None:
+    """By hand: one was found to be damaged, and is gone with the next one a moment later."""
+    damaged, newest = (naming.checkpoint_path(RUN, step) for step in (2, 3))
+
+    class Vanishing(MemoryTier):
+        def __getattribute__(self, name: str) -> Any:
+            return object.__getattribute__(self, name) if name == "read" else getattr(tier, name)
+
+        def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+            found = tier.read(path, offset, length)
+            if path == f"{newest}/{naming.MANIFEST}":
+                for directory in (damaged, newest):
+                    tier.remove_tree(directory)
+            return found
+
+    tier.replace(f"{damaged}/{naming.MANIFEST}", b"{}")
+    with opened(tmp_path, Vanishing()) as control:
+        for _ in range(2):
+            COMPARED[how](control)
+        assert set(control.catalog.stamps(RUN)) == {1} and sorted(recorded(control)) == [2, 3]
+
+
+def recorded(control: Control) -> list[int]:
+    return [event.step or 0 for event in control.events.after(0, 100, kind=missing.KIND)]
 
 
 @pytest.mark.parametrize("how", [*COMPARED, "start"])

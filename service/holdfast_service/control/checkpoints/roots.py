@@ -251,17 +251,17 @@ def _relist(store: Store, catalog: Catalog, run: str, how: _Comparison) -> list[
         catalog.relist(run, gone, listed_now, again, utc_now(), how.is_known)
     for checkpoint, damage in damaged:
         _list_damaged(catalog, checkpoint, damage, before)
-    for step in _removed(
-        store, run, [checkpoint.step for checkpoint, _ in listed_now], [checkpoint.step for checkpoint, _ in damaged]
-    ):
+    # Not a damaged one that was listed before: if it is gone, the next comparison finds and records that.
+    new = [*replaced, *(checkpoint.step for checkpoint, _ in damaged if checkpoint.step not in before)]
+    for step in _removed(store, run, new):
         catalog.forget_checkpoint(run, step)  # it had been forgotten before it was listed here
     return problems
 
 
-def _removed(store: Store, run: str, steps: Collection[int], damaged: Collection[int]) -> list[int]:
-    """The steps that are gone from the directory meanwhile."""
-    standing = set(store.steps(run)) if steps or damaged else set()
-    return [step for step in (*steps, *damaged) if step not in standing]
+def _removed(store: Store, run: str, steps: Collection[int]) -> list[int]:
+    """Which of these steps are gone from the directory meanwhile."""
+    standing = set(store.steps(run)) if steps else set()
+    return [step for step in steps if step not in standing]
 
 
 def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged, before: Mapping[int, str | None]) -> None:
