@@ -1,13 +1,14 @@
-"""Sends the main thread's requests from other threads.
+"""Sends the requests of the user's threads from other threads.
 
 Python runs signal handlers in the main thread, between any two bytecodes. If that thread held a lock of the connection
 then, no thread would receive from the daemon until the handler returns, and a handler that waits for a save would
-deadlock. So the main thread waits for another thread, which no handler interrupts.
+deadlock. So the main thread waits for another thread, which no handler interrupts. The user's other threads do the same,
+because a wait for another thread can end where the daemon is silent. Only the client's own threads wait for as long as an
+answer may take: no call waits for them.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -24,8 +25,8 @@ _BRINGS_DESCRIPTORS = (wire.Reserve, wire.ReserveAverage, wire.Held, wire.HeldEl
 
 
 class BackgroundRequests:
-    """A transport with the methods of the one it wraps. The main thread stops waiting when `heartbeat` finds the daemon
-    silent.
+    """A transport with the methods of the one it wraps. A thread of the user stops waiting when `heartbeat` finds the daemon
+    silent; the first contact ends then in every thread, because a save has nowhere to stage before it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -52,7 +53,8 @@ class BackgroundRequests:
 
     def request(self, message: wire.Request, kind: type[Reply], *timeout_s: float) -> Reply:
         wait = Latch.wait if isinstance(message, _BRINGS_DESCRIPTORS) else self.heartbeat.until
-        return _done(lambda: self._transport.request(message, kind, *timeout_s), wait)
+        ask = _aside if isinstance(message, wire.Hello) else _done
+        return ask(lambda: self._transport.request(message, kind, *timeout_s), wait)
 
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), *timeout_s: float) -> Reply:
         return _done(lambda: self._transport.ask(message, kind, fds, *timeout_s))
@@ -78,8 +80,10 @@ class BackgroundRequests:
 
 
 def _done(act: Callable[[], _Result], wait: Callable[[Latch], object] = Latch.wait) -> _Result:
-    if threading.current_thread() is not threading.main_thread():
-        return act()
+    return act() if own_threads.is_own() else _aside(act, wait)
+
+
+def _aside(act: Callable[[], _Result], wait: Callable[[Latch], object]) -> _Result:
     request = _Request(act)
     own_threads.start(request.run)
     wait(request.ended)

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from holdfast.config import default_socket
 from holdfast.link import roots
@@ -28,6 +28,7 @@ from holdfast_formats.installing import install
 
 EXIT_WHEN_IDLE_S = 30
 START_TIMEOUT_S = 60.0
+TURN_TIMEOUT_S = 2 * START_TIMEOUT_S  # a process that takes longer to start a daemon is stopped
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
 RETRY_S = 1.0
@@ -116,12 +117,28 @@ def _sweep(directory: Path, name: str) -> None:
 
 @contextmanager
 def _turn(lock: Path) -> Iterator[None]:
+    """Only one process of this user starts a daemon on the root. `DaemonGone` if another one does for too long."""
+    limit = time.monotonic() + TURN_TIMEOUT_S
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _locked(file):
+            if time.monotonic() > limit:
+                raise DaemonGone(
+                    f"another process has been starting a daemon for {TURN_TIMEOUT_S:.0f} s: it holds {lock}",
+                    hint=f"find it with `fuser {lock}`; it may be stopped, so end it or continue it with `kill -CONT`",
+                )
+            time.sleep(POLL_S)
         try:
             yield
         finally:  # by name: a process that was forked meanwhile, a loader's worker, has the file open too
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _launch(root: Path, socket: Path, limit: float, bucket: BucketAddress | None) -> str | None:

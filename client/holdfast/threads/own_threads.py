@@ -49,6 +49,11 @@ def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
         act()
 
 
+def is_own() -> bool:
+    """Whether the present thread is one of these, and none of the user's."""
+    return threading.current_thread() in _running
+
+
 @contextmanager
 def computing() -> Iterator[None]:
     """The thread calls torch in the block, and waits for no other process: the process does not end meanwhile."""

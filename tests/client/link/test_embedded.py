@@ -14,8 +14,9 @@ import pytest
 
 from holdfast.link import embedded
 from holdfast_formats import naming
+from holdfast_formats.errors import DaemonGone
 from holdfast_formats.root_files import DaemonFile, decode
-from tests.daemons import runtime_directory, wait_until
+from tests.daemons import WAIT_TIMEOUT_S, runtime_directory, wait_until
 
 
 @contextmanager
@@ -81,3 +82,23 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(root: Path) -> None:
         threading.Thread(target=take, daemon=True).start()
         assert taken.wait(180)
     embedded.start(root)
+
+
+def test_a_process_that_is_stopped_while_it_starts_a_daemon_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its turn; the others are told which file it holds."""
+    monkeypatch.setattr(embedded, "TURN_TIMEOUT_S", 0.1)
+    lock = tmp_path / "turn.lock"
+    waits = threading.Thread(target=lambda: told.append(_refusal(lock)), daemon=True)
+    told: list[str] = []
+    with embedded._turn(lock):
+        waits.start()
+        waits.join(WAIT_TIMEOUT_S)
+    assert told and str(lock) in told[0]
+
+
+def _refusal(lock: Path) -> str:
+    with pytest.raises(DaemonGone) as refused, embedded._turn(lock):
+        pass
+    return str(refused.value)

@@ -23,7 +23,7 @@ from holdfast.threads.latch import Latch
 from holdfast_formats.errors import DeadlineExceeded, GenerationDropped
 from holdfast_formats.staging import wire
 from tests.daemon.test_server import hello, link
-from tests.daemons import RunningDaemon, hide, running, wait_until
+from tests.daemons import WAIT_TIMEOUT_S, RunningDaemon, hide, running, wait_until
 
 SAVES = 12
 FROZEN = pytest.mark.filterwarnings("ignore::holdfast.save_warning.SaveWarning")
@@ -116,9 +116,9 @@ def test_a_save_that_is_waited_for_raises_where_the_daemon_is_frozen(
     daemon: RunningDaemon, wait: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never returns normally for a step that is not staged, and never waits for ever."""
-    be_quick(monkeypatch)
     checkpointer = trainer(daemon.socket)
     daemon.freeze()
+    be_quick(monkeypatch)
     for step in (2, 3):
         with pytest.raises(DeadlineExceeded, match=f"pid {daemon.process.pid}"):
             checkpointer.save(step, wait=wait)
@@ -134,13 +134,13 @@ def test_a_wait_for_the_commit_ends_where_the_daemon_is_frozen(
     daemon: RunningDaemon, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ticket's result, and close(), which raises for what may be lost."""
-    be_quick(monkeypatch)
     if at == "url":
         hide(daemon)
     checkpointer = trainer(getattr(daemon, at))
     ticket = checkpointer.save(2)
     ticket.wait_staged()
     daemon.freeze()
+    be_quick(monkeypatch)
     if not ticket.done:  # it is written within milliseconds
         with pytest.raises(DeadlineExceeded):
             ticket.result()
@@ -149,6 +149,39 @@ def test_a_wait_for_the_commit_ends_where_the_daemon_is_frozen(
     with pytest.raises(DeadlineExceeded):
         checkpointer.close()
     daemon.thaw()
+
+
+@pytest.mark.parametrize("in_main", [True, False], ids=["main-thread", "other-thread"])
+@pytest.mark.parametrize("call", ["first save", "first restore", "restore"])
+def test_a_call_that_needs_an_answer_ends_where_the_daemon_is_frozen(
+    daemon: RunningDaemon, call: str, in_main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every thread of the user, also before a daemon has answered for the first time: by its silence, and not by the
+    limit of an answer, which is a minute for the first one and an hour for the choice of a step.
+    """
+    checkpointer = trainer(daemon.socket) if call == "restore" else Checkpointer("r", {"x": torch.ones(9)}, at=daemon.socket)
+    raised: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            checkpointer.save(2) if call == "first save" else checkpointer.restore()
+        except BaseException as error:
+            raised.append(error)
+
+    daemon.freeze()
+    be_quick(monkeypatch)
+    if in_main:
+        ask()
+    else:
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(WAIT_TIMEOUT_S)
+        assert not asking.is_alive(), "it still waits"
+    assert isinstance(raised[0], DeadlineExceeded) and "did not answer for" in raised[0].detail, raised
+    daemon.thaw()
+    monkeypatch.undo()
+    assert checkpointer.save(4, wait="durable").done
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("signs", [0, 1])
