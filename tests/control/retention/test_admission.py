@@ -6,6 +6,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.disk import packing
+from holdfast_formats.errors import QuotaExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.naming import Place
 from holdfast_formats.region import whole
@@ -146,6 +147,26 @@ def test_an_unreadable_quota_refuses_no_save() -> None:
         assert world.committed() == [1, 2, 3]
         (again,) = world.launch(1)
         assert again.attempt == 2
+
+
+def test_the_quotas_of_a_save_that_ended_before_its_commit_are_not_those_of_another_one() -> None:
+    """Its write failed, or another node committed it. They are not kept for ever either."""
+    planned = plan([SlotTable(RUN, 1, 1, 0, 1, ("model",), (), {"model": {}}, {})])
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        size, admissions = size_of(world, 1), world.control.admission
+        admissions.admit(planned._replace(step=2))
+        grant(world, last=5, quota_bytes=2 * size - 1)
+        admissions.check_quotas(RUN, 2, size)  # as it was admitted
+        grant(world, last=5, quota_bytes=3 * size)
+        admissions.admit(planned._replace(step=3))
+        grant(world, last=5, quota_bytes=2 * size - 1)
+        with pytest.raises(QuotaExceeded):
+            admissions.check_quotas(RUN, 4, size)
+        for step in range(5, 5 + 2 * admission.ADMITTED_MAX):
+            admissions.admit(planned._replace(step=step))
+        assert len(admissions._admitted) == admission.ADMITTED_MAX
 
 
 def test_what_a_launch_restored_is_held_until_it_saves_or_parts() -> None:

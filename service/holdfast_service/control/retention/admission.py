@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ SMALL_FILES = 8  # manifest, receipt, state, COMMIT, and the directories around 
 INDEX_BYTES_A_TENSOR = 64  # besides its name, which is in the file's header too
 MANIFEST_BYTES_A_TENSOR = 256
 MANIFEST_BYTES_AN_EXTENT = 48
+ADMITTED_MAX = 64  # saves whose quotas are kept for their commits: of more, those of the oldest are read again
 USED_S = 0.5  # how long to wait for the catalog's answer about a run's usage
 
 Ask = Callable[[Callable[[], Any], float], Any]  # a question to the catalog, and how long it may take
@@ -80,7 +83,8 @@ class Admission:
         self._files, self._rotation, self._ask = files, rotation, ask
         self._empty_trash = empty_trash
         self._teams = TeamQuotas(storage.records, catalog.database)
-        self._admitted: dict[str, _Quotas] = {}  # with which a save was admitted: changes are for the next one
+        # With which a step was admitted: changes are for the next one. It may end without a commit, or on another node.
+        self._admitted = OrderedDict[tuple[str, int], _Quotas]()
 
     def admit(self, plan: WritePlan) -> None:
         """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
@@ -90,7 +94,8 @@ class Admission:
         that no rule of any run keeps; then, oldest first and no more than needed, those that this run's policy removes once
         this save is verified, if they are superseded by a verified checkpoint already (I10).
         """
-        quotas = self._admitted[plan.run] = self._quotas(plan.run)
+        quotas = self._quotas(plan.run)
+        self._keep(plan, quotas)
         shortage = self._shortage(plan, quotas)
         if isinstance(shortage, NoSpace):  # deleted runs go before kept checkpoints
             self._empty_trash(disk_bytes(plan) + SPARE_BYTES, f"{plan.run}@{plan.step}")
@@ -109,10 +114,16 @@ class Admission:
 
     def check_quotas(self, run: str, step: int, need: int) -> None:
         """`QuotaExceeded` if what is written does not fit any more: other saves may have committed since it was admitted."""
-        quotas = self._admitted.pop(run, None) or self._quotas(run)
+        quotas = self._admitted.pop((run, step), None) or self._quotas(run)
         over = self._over_quota(run, step, need, quotas)
         if over is not None:
             raise over
+
+    def _keep(self, plan: WritePlan, quotas: _Quotas) -> None:
+        self._admitted[plan.run, plan.step] = quotas
+        while len(self._admitted) > ADMITTED_MAX:
+            with suppress(KeyError):  # a commit has taken the last one meanwhile
+                self._admitted.popitem(last=False)
 
     def quotas(self, run: str) -> dict[str, int]:
         """The quotas that a run counts against; without unreadable ones."""
