@@ -186,7 +186,19 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
         raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=REPAIR) from error
     validate(manifest)
     _check_counts(commit, commit_bytes, manifest.files)
+    _share(manifest)
     return manifest
+
+
+def _share(manifest: Manifest) -> None:
+    """Keep equal words and shapes once: a decoder makes them for each tensor, and they are most of what it makes."""
+    known: dict[object, object] = {}
+    share, replace = known.setdefault, msgspec.structs.force_setattr
+    for tensors in manifest.tensors.values():
+        for entry in tensors.values():
+            for field in ("dtype", "shape", "file", "placement"):
+                value = getattr(entry, field)
+                replace(entry, field, share(value, value))
 
 
 def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:

@@ -59,6 +59,17 @@ def test_the_sample_says_what_it_holds() -> None:
     }
 
 
+def test_equal_words_and_shapes_are_kept_once() -> None:
+    """Of 100 000 tensors most have the shape, dtype, file and placement of others."""
+    made = manifest_of([TensorSpec("model", name, "BF16", (300, 2)) for name in "abc"], 2**20)
+    encoded = manifests.encode(made)
+    decoded = manifests.decode(encoded, manifests.encode_commit(made, encoded))
+    first, *others = decoded.tensors["model"].values()
+    assert decoded == made and len(others) == 2
+    for other in others:
+        assert all(getattr(other, field) is getattr(first, field) for field in ("dtype", "shape", "file", "placement"))
+
+
 @given(st.sampled_from(["manifest", "commit"]), st.data())
 def test_one_changed_byte_is_always_refused(which: str, data: st.DataObject) -> None:
     """Whichever byte of manifest.json or COMMIT changes, and into whatever, the checkpoint is refused by name (I5)."""
